@@ -1,0 +1,1 @@
+"""Find the largest batch size that trains, with or without a GPU at hand."""

@@ -1,0 +1,119 @@
+"""Every exception batchfinder raises.
+
+    BatchFinderError                what went wrong, the numbers, the next move
+    ├── InvalidValue                an option or argument has a value that cannot be meant
+    ├── UnknownName                 no such GPU, instance or model; the nearest ones are named
+    ├── OutOfMemory                 a size did not fit, for those who asked to have it raised
+    ├── RecordingFailed             a training step could not be recorded on the pretend GPU
+    │   └── RecordingDied           the recording's process ended without an answer
+    ├── UserCodeFailed              code of the user's raised; its own traceback is kept
+    └── CacheFailed                 the cache cannot be read or written where it was asked to be
+
+The command line prints the text of any of these and exits with 1. Anything else that escapes is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BatchFinderError(Exception):
+    """Base of the tree; its text is a message for a person."""
+
+
+class InvalidValue(BatchFinderError, ValueError):
+    """An option or argument has a value that cannot be meant.
+
+    Attributes:
+        option: what the value was given for.
+        value: the value, as it was given.
+        expected: what would do instead, in words.
+    """
+
+    def __init__(self, option: str, value: object, expected: str) -> None:
+        self.option = option
+        self.value = value
+        self.expected = expected
+        super().__init__(f"{option}: {value!r} will not do; expected {expected}.")
+
+
+class UnknownName(BatchFinderError, LookupError):
+    """A look-up by name found nothing.
+
+    Attributes:
+        kind: what was looked up (`GPU`, `instance`, `model`).
+        name: the name, as it was given.
+        matches: the nearest known names, best first; may be empty.
+    """
+
+    def __init__(self, kind: str, name: str, matches: Sequence[str], hint: str = "") -> None:
+        self.kind = kind
+        self.name = name
+        self.matches = tuple(matches)
+        nearest = f" Did you mean {', '.join(self.matches)}?" if self.matches else ""
+        super().__init__(f"unknown {kind} {name!r}.{nearest}{' ' + hint if hint else ''}")
+
+
+class OutOfMemory(BatchFinderError, MemoryError):
+    """A size did not fit. Raised by `Measurement.raise_for_verdict`.
+
+    Attributes:
+        batch_size: the micro-batch that was tried; None where no size was meant.
+        detail: the device's own message.
+    """
+
+    def __init__(self, batch_size: int | None, detail: str) -> None:
+        self.batch_size = batch_size
+        self.detail = detail
+        at = "" if batch_size is None else f"batch size {batch_size} "
+        super().__init__(f"{at}does not fit: {detail}")
+
+
+class RecordingFailed(BatchFinderError):
+    """A training step could not be recorded on the pretend GPU."""
+
+
+class RecordingDied(RecordingFailed):
+    """The recording's process ended without an answer.
+
+    Attributes:
+        operator: the operator that was running, empty when none was.
+        exit_code: the process's exit code, negative for a signal.
+    """
+
+    def __init__(self, what: str, operator: str, exit_code: int | None) -> None:
+        self.operator = operator
+        self.exit_code = exit_code
+        ran = f" while {operator} was running" if operator else ""
+        super().__init__(f"recording {what} ended{ran} (the recording process exited with {exit_code}).")
+
+
+class UserCodeFailed(BatchFinderError):
+    """Code of the user's raised; nothing of ours is in its traceback.
+
+    Attributes:
+        what: which code ran (`my.module:factory`).
+        traceback: the traceback as text, beginning in the user's code.
+    """
+
+    def __init__(self, what: str, traceback: str) -> None:
+        self.what = what
+        self.traceback = traceback
+        super().__init__(f"{what} raised:\n{traceback.rstrip()}")
+
+
+class CacheFailed(BatchFinderError):
+    """The cache cannot be read or written where it was asked to be.
+
+    Attributes:
+        url: where.
+        reason: the file system's own words.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        self.url = url
+        self.reason = reason
+        super().__init__(
+            f"the cache at {url} cannot be used: {reason}. "
+            "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
+        )

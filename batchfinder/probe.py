@@ -1,0 +1,62 @@
+"""The one seam between deciding and measuring: a probe answers whether a size runs, and at what peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from batchfinder.outcome import Measurement, Shape, Verdict
+
+
+class Probe(Protocol):
+    """Something that can say whether a batch size runs.
+
+    Attributes:
+        source: where its answers come from: `simulated` or `measured`.
+        unmodelled: what its answers leave out, in words; empty for a real device.
+    """
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]: ...
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """Try one size.
+
+        Args:
+            batch_size: samples in the micro-batch, at least 1.
+            shape: one sample's shape.
+
+        Returns:
+            What was seen. Running out of memory is a verdict; an error in the user's code propagates.
+        """
+        ...
+
+
+class FunctionProbe:
+    """A probe made of a memory curve, for tests and for planning from a formula of one's own.
+
+    Args:
+        peak_bytes: bytes needed at a batch size and sequence length.
+        capacity_bytes: bytes the device has; a size fits when its peak is at most this.
+
+    Example:
+        >>> probe = FunctionProbe(lambda batch_size, shape: 100 + 7 * batch_size, capacity_bytes=200)
+        >>> probe(14, Shape()).fits, probe(15, Shape()).fits
+        (True, False)
+    """
+
+    source = "simulated"
+    unmodelled: tuple[str, ...] = ()
+
+    def __init__(self, peak_bytes: Callable[[int, Shape], int], capacity_bytes: int) -> None:
+        self.peak_bytes = peak_bytes
+        self.capacity_bytes = capacity_bytes
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        peak = self.peak_bytes(batch_size, shape)
+        if peak <= self.capacity_bytes:
+            return Measurement(Verdict.FITS, peak, peak)
+        return Measurement(Verdict.OUT_OF_MEMORY, message=f"needs {peak} bytes of {self.capacity_bytes}")

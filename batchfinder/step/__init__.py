@@ -1,0 +1,1 @@
+"""ONE training step, as the user runs it."""
