@@ -1,0 +1,60 @@
+"""How much of a card may be used, for those who share it or plan for a smaller one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchfinder.errors import InvalidValue
+from batchfinder.units import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most the caching allocator of one process may take from the device.
+
+    It is the limit that `torch.cuda.set_per_process_memory_fraction` sets: it applies to the bytes the allocator
+    reserves; the CUDA context is not counted (`CUDACachingAllocator.cpp`: `allowed_memory_maximum`).
+
+    Attributes:
+        limit_bytes: bytes the allocator may reserve in all.
+    """
+
+    limit_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.limit_bytes <= 0:
+            raise InvalidValue("budget", self.limit_bytes, "a positive number of bytes")
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Read `12GiB`, `900MiB` or `24GB`.
+
+        Args:
+            text: the value of `--budget`.
+
+        Raises:
+            InvalidValue: it is not a positive size.
+        """
+        return cls(parse_bytes(text, option="--budget"))
+
+    def of(self, usable_bytes: int) -> int:
+        """Cap what a card has for the allocator.
+
+        Args:
+            usable_bytes: what the allocator could get without the budget.
+        """
+        return min(self.limit_bytes, usable_bytes)
+
+    def fraction_of(self, total_bytes: int) -> float:
+        """The fraction to give to `torch.cuda.set_per_process_memory_fraction`.
+
+        Args:
+            total_bytes: the real device's total memory, as `torch.cuda.get_device_properties` has it.
+
+        Returns:
+            At most 1.0: a budget larger than the card limits nothing.
+        """
+        return min(1.0, self.limit_bytes / total_bytes)
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.limit_bytes)} budget"

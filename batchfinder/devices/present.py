@@ -1,0 +1,71 @@
+"""Which NVIDIA GPUs this machine has, asked of nvidia-smi, so that torch need not be imported to find out."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from batchfinder.units import MIB
+
+_QUERY = ("--query-gpu=index,name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class PresentGpu:
+    """A GPU in this machine.
+
+    Attributes:
+        index: nvidia-smi's number for it; CUDA's may differ (`CUDA_DEVICE_ORDER`, `CUDA_VISIBLE_DEVICES`).
+        name: as the driver prints it; `find_gpu` takes it.
+        smi_total_bytes: nvidia-smi's total, which counts memory the driver keeps: up to 3 % more than CUDA reports.
+        compute_capability: major and minor; None when the driver does not say.
+    """
+
+    index: int
+    name: str
+    smi_total_bytes: int
+    compute_capability: tuple[int, int] | None
+
+
+def present_gpus(timeout_seconds: float = _TIMEOUT_SECONDS) -> tuple[PresentGpu, ...]:
+    """Ask nvidia-smi which GPUs there are.
+
+    Args:
+        timeout_seconds: how long to wait for its answer.
+
+    Returns:
+        The GPUs by index; empty when nvidia-smi is not there, fails or does not answer in time.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    try:
+        answer = subprocess.run([program, *_QUERY], capture_output=True, timeout=timeout_seconds, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_nvidia_smi(answer.stdout.decode("utf-8", errors="replace"))
+
+
+def parse_nvidia_smi(text: str) -> tuple[PresentGpu, ...]:
+    """Read nvidia-smi's answer to the query of `present_gpus`.
+
+    Args:
+        text: lines of index, name, total MiB and compute capability, separated by commas.
+
+    Returns:
+        One GPU for each line that has an index and a total; warnings and other lines are passed over.
+    """
+    parsed = (_parse_line(line) for line in text.splitlines())
+    return tuple(gpu for gpu in parsed if gpu is not None)
+
+
+def _parse_line(line: str) -> PresentGpu | None:
+    index, _, rest = line.partition(",")
+    fields = [field.strip() for field in rest.rsplit(",", 2)]
+    if len(fields) != 3 or not index.strip().isdecimal() or not fields[1].isdecimal():
+        return None
+    major, _, minor = fields[2].partition(".")
+    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+    return PresentGpu(int(index), fields[0], int(fields[1]) * MIB, capability)

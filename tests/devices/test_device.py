@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from batchfinder.devices import DEFAULT_COMPUTE_CAPABILITY, Device, all_gpus, device_for, device_with_budget, find_gpu
+from batchfinder.errors import InvalidValue
+from batchfinder.units import GIB
+
+
+def test_whole_card() -> None:
+    """A card's device has its total, its usable bytes and its compute capability."""
+    gpu = find_gpu("V100")
+    assert device_for(gpu) == Device("V100 16GB", gpu.memory_bytes, gpu.usable_bytes, (7, 0))
+
+
+def test_every_card_makes_a_device() -> None:
+    """Every card can be simulated; those without a compute capability take the default."""
+    for gpu in all_gpus():
+        assert 0 < device_for(gpu).usable_bytes < device_for(gpu).total_bytes
+    assert device_for(find_gpu("MI300X")).compute_capability == DEFAULT_COMPUTE_CAPABILITY
+
+
+def test_budget_alone() -> None:
+    """Without a card the allocator has all of the budget, and the name says how much."""
+    assert device_with_budget(12 * GIB) == Device("12.00 GiB budget", 12 * GIB, 12 * GIB, (8, 0))
+
+
+def test_budget_on_a_larger_card() -> None:
+    """On a larger card the allocator has the budget in full: the context is outside it."""
+    device = device_with_budget(12 * GIB, find_gpu("H100"))
+    assert (device.total_bytes, device.usable_bytes) == (12 * GIB, 12 * GIB)
+    assert device.compute_capability == (9, 0)
+    assert device.name == "H100 80GB, 12.00 GiB budget"
+
+
+def test_budget_between_usable_and_total() -> None:
+    """A budget that the context leaves no room for gives what the card has left."""
+    gpu = find_gpu("H100")
+    device = device_with_budget(gpu.memory_bytes - 1, gpu)
+    assert device.usable_bytes == gpu.usable_bytes
+    assert device.total_bytes == gpu.memory_bytes - 1
+
+
+def test_budget_beyond_the_card() -> None:
+    """A budget larger than the card changes no figure of it."""
+    gpu = find_gpu("T4")
+    device = device_with_budget(100 * GIB, gpu)
+    assert (device.total_bytes, device.usable_bytes) == (gpu.memory_bytes, gpu.usable_bytes)
+
+
+def test_budget_must_be_positive() -> None:
+    """A budget of nothing is refused."""
+    with pytest.raises(InvalidValue):
+        device_with_budget(0)
