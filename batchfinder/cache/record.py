@@ -1,0 +1,201 @@
+"""One record: a key, what was found for it, and a checksum over both, as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import TypeVar
+
+from batchfinder.cache.key import CacheKey, Json, canonical_json
+from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+
+SCHEMA = 1
+
+T = TypeVar("T")
+
+
+class DamagedRecord(BatchFinderError):
+    """A record's bytes are not what was written. `Store` turns it into a warning.
+
+    Attributes:
+        reason: what is wrong with them.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known for one key.
+
+    Attributes:
+        key: everything that the answer depends on.
+        outcome: the answer, as the search returned it.
+        created: when it was written, with a time zone.
+    """
+
+    key: CacheKey
+    outcome: Outcome
+    created: datetime
+
+
+def encode(record: Record) -> bytes:
+    """Write a record: one member per line, so that a person can read it too.
+
+    Args:
+        record: its outcome's source must be the original one, not `cache`.
+
+    Raises:
+        InvalidValue: the outcome came from a cache itself, or holds something that JSON cannot.
+    """
+    if record.outcome.source == "cache":
+        raise InvalidValue("source of an outcome to be cached", "cache", "simulated or measured, where it came from")
+    try:
+        body: dict[str, Json] = {
+            "schema": SCHEMA,
+            "created": record.created.isoformat(),
+            "key": record.key.as_dict(),
+            "outcome": _write_outcome(record.outcome),
+        }
+        body["checksum"] = _checksum(body)
+        lines = ",\n".join(f'"{name}": {canonical_json(value)}' for name, value in body.items())
+    except (TypeError, ValueError) as error:
+        raise InvalidValue(
+            "outcome to be cached", record.outcome, "text, whole numbers of bytes and finite seconds"
+        ) from error
+    return f"{{\n{lines}\n}}\n".encode("ascii")
+
+
+def decode(data: bytes) -> Record:
+    """Read a record back.
+
+    Args:
+        data: the file's bytes.
+
+    Raises:
+        DamagedRecord: the bytes differ in any way from what `encode` wrote.
+    """
+    try:
+        body = json.loads(data.decode("ascii"), parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecord("it is cut short or not JSON") from error
+    if type(body) is not dict or set(body) != {"schema", "created", "key", "outcome", "checksum"}:
+        raise DamagedRecord("it is JSON, but not a cache record")
+    if type(body["schema"]) is not int or body["schema"] != SCHEMA:
+        raise DamagedRecord(f"its schema is {body['schema']!r}; this version reads {SCHEMA}")
+    checksum = body.pop("checksum")
+    try:
+        if checksum != _checksum(body):
+            raise DamagedRecord("its checksum does not match")
+        record = Record(_read_key(body["key"]), _read_outcome(body["outcome"]), _read_created(body["created"]))
+        # The checksum covers the values; this covers the bytes between them as well.
+        if encode(record) != data:
+            raise DamagedRecord("it is not written the way batchfinder writes it")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DamagedRecord(f"it cannot be read back: {error}") from error
+    return record
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _checksum(body: dict[str, Json]) -> str:
+    return hashlib.sha256(canonical_json(body).encode()).hexdigest()
+
+
+def _write_outcome(outcome: Outcome) -> dict[str, Json]:
+    return {
+        "seq_len": _index(outcome.shape.seq_len),
+        "max_batch_size": operator.index(outcome.max_batch_size),
+        "stop": outcome.stop.name,
+        "measurement": None if outcome.measurement is None else _write_measurement(outcome.measurement),
+        # [batch_size, seq_len, verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message]
+        "trials": [
+            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_write_measurement(trial.measurement)]
+            for trial in outcome.trials
+        ],
+        "source": outcome.source,
+        "unmodelled": list(outcome.unmodelled),
+    }
+
+
+def _write_measurement(seen: Measurement) -> list[Json]:
+    peaks = _index(seen.peak_allocated_bytes), _index(seen.peak_reserved_bytes)
+    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message]
+
+
+def _index(value: int | None) -> int | None:
+    return None if value is None else operator.index(value)  # NumPy's whole numbers become Python's
+
+
+def _read_key(value: object) -> CacheKey:
+    body = _of(dict, value, "key")
+    if set(body) != {item.name for item in fields(CacheKey)}:
+        raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(body))}")
+    return CacheKey(**body)
+
+
+def _read_created(value: object) -> datetime:
+    return datetime.fromisoformat(_of(str, value, "created"))
+
+
+def _read_outcome(value: object) -> Outcome:
+    names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled"}
+    body = _of(dict, value, "outcome")
+    if set(body) != names:
+        raise DamagedRecord(f"its outcome is {value!r}")
+    return Outcome(
+        shape=Shape(_optional_int(body["seq_len"], "seq_len")),
+        max_batch_size=_of(int, body["max_batch_size"], "max_batch_size"),
+        stop=_member(Stop, body["stop"], "stop"),
+        measurement=None if body["measurement"] is None else _read_measurement(body["measurement"]),
+        trials=tuple(_read_trial(trial) for trial in _of(list, body["trials"], "trials")),
+        source=_of(str, body["source"], "source"),
+        unmodelled=tuple(_of(str, text, "unmodelled") for text in _of(list, body["unmodelled"], "unmodelled")),
+    )
+
+
+def _read_trial(value: object) -> Trial:
+    row = _of(list, value, "trial")
+    if len(row) != 7:
+        raise DamagedRecord(f"its trial is {value!r}")
+    shape = Shape(_optional_int(row[1], "seq_len"))
+    return Trial(_of(int, row[0], "batch_size"), shape, _read_measurement(row[2:]))
+
+
+def _read_measurement(value: object) -> Measurement:
+    row = _of(list, value, "measurement")
+    if len(row) != 5:
+        raise DamagedRecord(f"its measurement is {value!r}")
+    return Measurement(
+        verdict=_member(Verdict, row[0], "verdict"),
+        peak_allocated_bytes=_optional_int(row[1], "peak_allocated_bytes"),
+        peak_reserved_bytes=_optional_int(row[2], "peak_reserved_bytes"),
+        seconds=_of(float, row[3], "seconds"),
+        message=_of(str, row[4], "message"),
+    )
+
+
+def _of(kind: type[T], value: object, what: str) -> T:
+    """Take a value that must be of exactly this type: True is no number here."""
+    if type(value) is not kind:
+        raise DamagedRecord(f"its {what} is {value!r}")
+    return value
+
+
+def _optional_int(value: object, what: str) -> int | None:
+    return None if value is None else _of(int, value, what)
+
+
+def _member(choices: type[T], value: object, what: str) -> T:
+    member = getattr(choices, "__members__", {}).get(value) if type(value) is str else None
+    if not isinstance(member, choices):
+        raise DamagedRecord(f"its {what} is {value!r}")
+    return member

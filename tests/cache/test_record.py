@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfinder.cache import DamagedRecord, Record
+from batchfinder.cache.key import canonical_json
+from batchfinder.cache.record import decode, encode
+from batchfinder.errors import InvalidValue
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+
+CREATED = datetime(2026, 11, 20, 21, 16, 5, tzinfo=UTC)
+FIT = Measurement(Verdict.FITS, 11_000_000_000, 11_200_000_000, 0.25)
+OUT = Measurement(Verdict.OUT_OF_MEMORY, message='CUDA out of memory. Tried to allocate 46.00 MiB "here"\nétage 😀')
+OUTCOME = Outcome(
+    shape=Shape(128),
+    max_batch_size=32,
+    stop=Stop.EXACT,
+    measurement=FIT,
+    trials=(Trial(32, Shape(128), FIT), Trial(33, Shape(128), OUT)),
+    source="simulated",
+    unmodelled=("NCCL buffers",),
+)
+
+shapes = st.builds(Shape, st.none() | st.integers(1, 1 << 20))
+sizes = st.none() | st.integers(0, 1 << 50)
+measurements = st.builds(
+    Measurement, st.sampled_from(Verdict), sizes, sizes, st.floats(allow_nan=False, allow_infinity=False), st.text()
+)
+outcomes = st.builds(
+    Outcome,
+    shape=shapes,
+    max_batch_size=st.integers(0, 1 << 40),
+    stop=st.sampled_from(Stop),
+    measurement=st.none() | measurements,
+    trials=st.lists(st.builds(Trial, st.integers(1, 1 << 40), shapes, measurements), max_size=4).map(tuple),
+    source=st.sampled_from(["simulated", "measured"]),
+    unmodelled=st.lists(st.text(), max_size=3).map(tuple),
+)
+
+
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(outcome=outcomes)
+def test_an_outcome_comes_back_as_it_was(outcome, make_key):
+    """Any outcome, written and read, is equal to what it was: every trial, verdict, figure and message of it."""
+    record = Record(make_key(seq_len=outcome.shape.seq_len), outcome, CREATED)
+    assert decode(encode(record)) == record
+
+
+def test_no_field_of_an_outcome_is_forgotten():
+    """The record writes every field there is; a new one has to be added here and given a new schema."""
+    names = {cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in (Outcome, Measurement, Trial, Shape)}
+    assert names == {
+        Outcome: ("shape", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled"),
+        Measurement: ("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message"),
+        Trial: ("batch_size", "shape", "measurement"),
+        Shape: ("seq_len",),
+    }
+
+
+def test_a_record_explains_itself(make_key):
+    """The file is plain JSON, one member per line, with the whole key, readable names and the time of writing."""
+    text = encode(Record(make_key(), OUTCOME, CREATED)).decode()
+    body = json.loads(text)
+    assert list(body) == ["schema", "created", "key", "outcome", "checksum"]
+    assert body["schema"] == 1
+    assert body["created"] == "2026-11-20T21:16:05+00:00"
+    assert body["key"]["gpu"] == "Titan X"
+    assert body["outcome"]["stop"] == "EXACT"
+    assert body["outcome"]["source"] == "simulated"
+    assert body["outcome"]["trials"][0] == [32, 128, "FITS", 11_000_000_000, 11_200_000_000, 0.25, ""]
+    assert text.count("\n") == 7
+
+
+def _all_damage(data: bytes):
+    for length in range(len(data)):
+        yield data[:length]
+    for position in range(len(data)):
+        for bit in range(8):
+            yield data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
+
+
+def test_every_bit_flip_and_every_truncation_is_found(make_key):
+    """A record with any one bit changed, or cut at any length, is damaged; not one is read as some other outcome."""
+    data = encode(Record(make_key(), OUTCOME, CREATED))
+    survivors = []
+    for damaged in _all_damage(data):
+        try:
+            survivors.append(decode(damaged))
+        except DamagedRecord:
+            continue
+    assert survivors == []
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(data=st.data())
+def test_every_changed_byte_is_found(data, make_key):
+    """A record with any byte replaced, removed, doubled or added is damaged."""
+    good = encode(Record(make_key(), OUTCOME, CREATED))
+    at = data.draw(st.integers(0, len(good) - 1))
+    removed = data.draw(st.integers(0, 3))
+    damaged = good[:at] + data.draw(st.binary(max_size=3)) + good[at + removed :]
+    if damaged != good:
+        with pytest.raises(DamagedRecord):
+            decode(damaged)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.binary(max_size=200) | st.text().map(str.encode) | st.integers(500, 200_000).map(lambda n: b"[" * n))
+def test_rubbish_is_damage_and_nothing_else(data):
+    """Bytes that never were a record raise `DamagedRecord`, not some parser's error."""
+    with pytest.raises(DamagedRecord):
+        decode(data)
+
+
+def _forge(make_key, **changes) -> bytes:
+    """A record with a right checksum over wrong members: what a bug or an editor with good intentions writes."""
+    body = json.loads(encode(Record(make_key(), OUTCOME, CREATED)))
+    body.pop("checksum")
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        inner = body
+        for parent in parents:
+            inner = inner[parent]
+        inner[last] = value
+    body["checksum"] = hashlib.sha256(canonical_json(body).encode()).hexdigest()
+    lines = ",\n".join(f'"{name}": {canonical_json(value)}' for name, value in body.items())
+    return f"{{\n{lines}\n}}\n".encode()
+
+
+def test_the_forger_forges_well(make_key):
+    """The tests below fail for the reason they name: an unchanged forgery is accepted."""
+    assert decode(_forge(make_key)) == Record(make_key(), OUTCOME, CREATED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schema": 2}, "its schema is 2; this version reads 1"),
+        ({"schema": True}, "its schema is True; this version reads 1"),
+        ({"schema": "1"}, "its schema is '1'; this version reads 1"),
+        ({"author": "me"}, "it is JSON, but not a cache record"),
+        ({"created": 5}, "its created is 5"),
+        ({"created": "yesterday"}, "it cannot be read back: Invalid isoformat string: 'yesterday'"),
+        ({"created": "20261120T211605Z"}, "it is not written the way batchfinder writes it"),
+        ({"key": []}, "its key is []"),
+        ({"key": {"gpu": "K80"}}, "its key has other fields than this version's: gpu"),
+        (
+            {"key__accumulation": "1"},
+            "it cannot be read back: cache key's accumulation: '1' will not do; expected a whole number.",
+        ),
+        ({"outcome": None}, "its outcome is None"),
+        ({"outcome": {"seq_len": 1}}, "its outcome is {'seq_len': 1}"),
+        ({"outcome__max_batch_size": "32"}, "its max_batch_size is '32'"),
+        ({"outcome__max_batch_size": True}, "its max_batch_size is True"),
+        ({"outcome__max_batch_size": 32.0}, "its max_batch_size is 32.0"),
+        ({"outcome__seq_len": False}, "its seq_len is False"),
+        ({"outcome__stop": "WHIM"}, "its stop is 'WHIM'"),
+        ({"outcome__stop": ["EXACT"]}, "its stop is ['EXACT']"),
+        ({"outcome__measurement": [1]}, "its measurement is [1]"),
+        ({"outcome__measurement": ["fits", 1, 2, 0.5, ""]}, "its verdict is 'fits'"),
+        ({"outcome__measurement": ["FITS", 1, 2.5, 0.5, ""]}, "its peak_reserved_bytes is 2.5"),
+        ({"outcome__measurement": ["FITS", 1, 2, 1, ""]}, "its seconds is 1"),
+        ({"outcome__measurement": ["FITS", 1, 2, 0.5, None]}, "its message is None"),
+        ({"outcome__trials": {}}, "its trials is {}"),
+        ({"outcome__trials": [[8, 128]]}, "its trial is [8, 128]"),
+        ({"outcome__unmodelled": [3]}, "its unmodelled is 3"),
+        ({"outcome__source": None}, "its source is None"),
+        (
+            {"outcome__source": "cache"},
+            "it cannot be read back: source of an outcome to be cached: 'cache' will not do; "
+            "expected simulated or measured, where it came from.",
+        ),
+    ],
+)
+def test_wrong_members_are_named(changes, reason, make_key):
+    """A record whose checksum is right but whose members are not is damaged, and the reason names the member."""
+    with pytest.raises(DamagedRecord) as caught:
+        decode(_forge(make_key, **changes))
+    assert (caught.value.reason, str(caught.value)) == (reason, reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data[:-100], "it is cut short or not JSON"),
+        (lambda data: b"", "it is cut short or not JSON"),
+        (lambda data: data.replace(b'"schema"', b'"sch\xe9ma"'), "it is cut short or not JSON"),
+        (lambda data: b"[1, 2]", "it is JSON, but not a cache record"),
+        (lambda data: data.replace(b'"max_batch_size":32', b'"max_batch_size":33'), "its checksum does not match"),
+        (
+            lambda data: data.replace(b'"max_batch_size":32', b'"max_batch_size":NaN'),
+            "it is cut short or not JSON",
+        ),
+        (lambda data: data.replace(b",\n", b", \n"), "it is not written the way batchfinder writes it"),
+    ],
+)
+def test_damage_is_described(change, reason, make_key):
+    """The reason says what is wrong with the bytes."""
+    with pytest.raises(DamagedRecord) as caught:
+        decode(change(encode(Record(make_key(), OUTCOME, CREATED))))
+    assert caught.value.reason == reason
+
+
+def test_the_original_source_survives(make_key):
+    """A simulated figure is still known to be simulated, and a measured one measured, when it comes from the cache."""
+    for source in ("simulated", "measured"):
+        outcome = dataclasses.replace(OUTCOME, source=source)
+        assert decode(encode(Record(make_key(), outcome, CREATED))).outcome.source == source
+
+
+def test_a_cached_answer_is_not_cached_again(make_key):
+    """Writing an outcome that says `cache` is refused: the record would forget where its figure came from."""
+    with pytest.raises(InvalidValue) as caught:
+        encode(Record(make_key(), dataclasses.replace(OUTCOME, source="cache"), CREATED))
+    assert str(caught.value) == (
+        "source of an outcome to be cached: 'cache' will not do; expected simulated or measured, where it came from."
+    )
+
+
+def test_what_json_cannot_hold_is_refused(make_key):
+    """An outcome with an infinite time is refused when it is written, not when it is read."""
+    outcome = Outcome(Shape(), 1, Stop.CAP, Measurement(Verdict.FITS, seconds=float("inf")))
+    with pytest.raises(InvalidValue) as caught:
+        encode(Record(make_key(), outcome, CREATED))
+    assert str(caught.value) == (
+        f"outcome to be cached: {outcome!r} will not do; expected text, whole numbers of bytes and finite seconds."
+    )

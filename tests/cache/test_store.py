@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+
+import platformdirs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfinder.cache import DamagedRecordWarning, Store, default_cache_url
+from batchfinder.errors import CacheFailed
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+
+
+def _outcome(size: int) -> Outcome:
+    seen = Measurement(Verdict.FITS, size * 100, size * 120, 0.5)
+    out = Measurement(Verdict.OUT_OF_MEMORY, message="CUDA out of memory (simulated)")
+    trials = (Trial(size, Shape(128), seen), Trial(size + 1, Shape(128), out))
+    return Outcome(Shape(128), size, Stop.EXACT, seen, trials, "simulated", ("NCCL",))
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request, tmp_path) -> Store:
+    """An empty store of each kind."""
+    return Store(tmp_path / "cache" if request.param == "local" else f"memory://{tmp_path.name}/store")
+
+
+def test_an_answer_comes_back_whole(store, make_key):
+    """What was put is found again, source and trials included, by that key alone; the last put wins."""
+    assert store.get(make_key()) is None
+    store.put(make_key(), _outcome(31))
+    store.put(make_key(), _outcome(32))
+    store.put(make_key(seq_len=256), _outcome(12))
+    assert store.get(make_key()) == _outcome(32)
+    assert store.get(make_key(seq_len=256)) == _outcome(12)
+    assert store.get(make_key(seq_len=512)) is None
+
+
+def test_records_are_listed_and_removed(store, make_key):
+    """Every record is listed with its key; removing one leaves the others; clearing leaves none and counts them."""
+    keys = [make_key(seq_len=length) for length in (64, 128, 256)]
+    for size, key in enumerate(keys):
+        store.put(key, _outcome(size + 1))
+    assert set(store.keys()) == set(keys)
+    assert {record.key.seq_len: record.outcome.max_batch_size for record in store.records()} == {64: 1, 128: 2, 256: 3}
+    assert all(record.created.tzinfo is not None for record in store.records())
+    assert (store.remove(keys[0]), store.remove(keys[0])) == (True, False)
+    assert set(store.keys()) == set(keys[1:])
+    assert (store.clear(), store.clear(), list(store.keys())) == (2, 0, [])
+
+
+def test_a_slot_is_one_keys_place(store, make_key):
+    """A slot reads and writes its own key's record and no other."""
+    slot = store.slot(make_key())
+    assert slot.get() is None
+    slot.put(_outcome(32))
+    assert slot.get() == store.get(make_key()) == _outcome(32)
+    assert store.slot(make_key(gpu="K80")).get() is None
+
+
+def _path(store: Store) -> str:
+    (name,) = os.listdir(store.url)
+    return f"{store.url}/{name}"
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[: len(data) // 2], "it is cut short or not JSON"),
+        (lambda data: b"", "it is cut short or not JSON"),
+        (lambda data: data.replace(b"Titan X", b"Titan Y"), "its checksum does not match"),
+        (lambda data: data.replace(b'"schema": 1', b'"schema": 2'), "its schema is 2; this version reads 1"),
+    ],
+)
+def test_a_damaged_record_is_ignored_named_and_replaced(damage, reason, tmp_path, make_key):
+    """A damaged record is no answer; one warning names the file and the reason; the next put makes it whole."""
+    store = Store(tmp_path)
+    store.put(make_key(), _outcome(32))
+    path = _path(store)
+    with open(path, "rb+") as file:
+        data = damage(file.read())
+        file.seek(0)
+        file.truncate()
+        file.write(data)
+    message = f"ignoring the damaged cache record {path}: {reason}. The next result for it will replace it."
+    for look in (lambda: store.get(make_key()), lambda: next(store.records(), None)):
+        with pytest.warns(DamagedRecordWarning) as caught:
+            assert look() is None
+        assert [str(warning.message) for warning in caught] == [message]
+        assert caught[0].filename == __file__
+    store.put(make_key(), _outcome(33))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.get(make_key()) == _outcome(33)
+
+
+def test_another_keys_record_is_not_this_ones_answer(tmp_path, make_key):
+    """A sound record under another key's name, as a careless copy leaves it, is damaged."""
+    store = Store(tmp_path)
+    store.put(make_key(), _outcome(32))
+    other = f"{tmp_path}/{make_key(gpu='K80').digest}.json"
+    os.rename(_path(store), other)
+    with pytest.warns(DamagedRecordWarning) as caught:
+        assert store.get(make_key(gpu="K80")) is None
+    assert str(caught[0].message) == (
+        f"ignoring the damaged cache record {other}: it holds another key's result. "
+        "The next result for it will replace it."
+    )
+
+
+def test_one_damaged_record_does_not_hide_the_others(tmp_path, make_key):
+    """Listing goes on behind a damaged record, and clearing removes it too."""
+    store = Store(tmp_path)
+    for length in (64, 128):
+        store.put(make_key(seq_len=length), _outcome(length))
+    (tmp_path / f"{make_key(seq_len=64).digest}.json").write_bytes(b"{")
+    with pytest.warns(DamagedRecordWarning):
+        assert list(store.keys()) == [make_key(seq_len=128)]
+    assert store.clear() == 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_other_peoples_files_are_left_alone(tmp_path, make_key):
+    """Pointed at a directory with other things in it, the store neither reads nor removes what is not its own."""
+    names = ["notes.json", "thesis.tex", ".hidden.tmp", "a" * 63 + ".json", "A" * 64 + ".json"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ("b" * 64 + ".json")).mkdir()
+    store = Store(tmp_path)
+    store.put(make_key(), _outcome(1))
+    assert [record.outcome for record in store.records()] == [_outcome(1)]
+    assert store.clear() == 1
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "b" * 64 + ".json"])
+
+
+def test_clearing_takes_a_killed_writers_file(tmp_path, make_key):
+    """Clearing removes temporary files of any age."""
+    stale = tmp_path / f".{make_key().digest}.json.{'a' * 32}.tmp"
+    stale.write_bytes(b"half")
+    store = Store(tmp_path)
+    assert (list(store.keys()), store.clear(), os.listdir(tmp_path)) == ([], 0, [])
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(1, 10_000), unique=True, min_size=2, max_size=8))
+def test_two_keys_never_share_a_record(lengths, make_key):
+    """However many keys are put, each is answered with its own outcome."""
+    store = Store("memory://never-share")
+    store.clear()
+    for length in lengths:
+        store.put(make_key(seq_len=length), _outcome(length))
+    assert [store.get(make_key(seq_len=length)).max_batch_size for length in lengths] == lengths
+    assert len(list(store.keys())) == len(lengths)
+
+
+def test_a_place_that_cannot_be_used_fails_early(tmp_path, make_key):
+    """A place that cannot be written fails at the check, with the message that a put would give an hour later."""
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file" / "cache")
+    for act in (
+        store.check_writable,
+        lambda: store.put(make_key(), _outcome(1)),
+        lambda: store.get(make_key()),
+        lambda: list(store.keys()),
+        store.clear,
+    ):
+        with pytest.raises(CacheFailed) as caught:
+            act()
+        assert str(caught.value) == (
+            f"the cache at {tmp_path}/file/cache cannot be used: Not a directory. "
+            "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
+        )
+
+
+def test_a_place_that_can_be_used_passes(store):
+    """The check passes where a put would, and leaves no record."""
+    store.check_writable()
+    assert list(store.records()) == []
+
+
+def test_the_default_place(monkeypatch, tmp_path):
+    """`BATCHFINDER_CACHE` decides; unset or empty, it is the user's cache directory. Looking does not create it."""
+    monkeypatch.setenv("BATCHFINDER_CACHE", "s3://bucket/cache")
+    assert default_cache_url() == Store().url == "s3://bucket/cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for unset in (lambda: monkeypatch.setenv("BATCHFINDER_CACHE", ""), lambda: monkeypatch.delenv("BATCHFINDER_CACHE")):
+        unset()
+        assert default_cache_url() == Store().url == platformdirs.user_cache_dir("batchfinder", appauthor=False)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_home_directory_is_expanded(monkeypatch, tmp_path):
+    """A tilde means the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Store("~/cache").url == f"{tmp_path}/cache"
+    assert repr(Store("~/cache")) == f"Store('{tmp_path}/cache')"
+
+
+def test_importing_it_is_cheap(tmp_path):
+    """Importing the cache and naming a store imports neither fsspec, tenacity, asyncio nor torch; using it no torch."""
+    code = (
+        "import sys; from batchfinder.cache import Store; store = Store(sys.argv[1])\n"
+        "heavy = {'fsspec', 'tenacity', 'asyncio', 'torch', 'numpy', 'pickle'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+        "list(store.keys()); store.check_writable()\n"
+        "print(sorted({'torch', 'numpy', 'aiohttp', 'requests'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n[]\n"

@@ -1,0 +1,71 @@
+"""A writer or a reader of a busy cache, run as a child process by test_traffic.py.
+
+python traffic.py write URL WRITER COUNT    writes; prints one byte after each write
+python traffic.py read URL STOP             reads until the file STOP is there; prints reads, hits and what was wrong
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from conftest import FIELDS
+
+from batchfinder.cache import CacheKey, Store
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+
+KEYS = [CacheKey(**{**FIELDS, "seq_len": length}) for length in (64, 128, 256, 320, 384, 512)]
+
+
+def outcome(seq_len: int, writer: int, turn: int) -> Outcome:
+    """An outcome of which every part says who wrote it, some small and some larger than a disk's page."""
+    stamp = seq_len * 10**8 + writer * 10**4 + turn
+    seen = Measurement(Verdict.FITS, stamp, stamp, float(stamp))
+    out = Measurement(Verdict.OUT_OF_MEMORY, message=f"{stamp} " * (turn % 7 * 40))
+    trials = (Trial(stamp, Shape(seq_len), seen), *[Trial(stamp + 1, Shape(seq_len), out)] * (turn % 4))
+    return Outcome(Shape(seq_len), stamp, Stop.EXACT, seen, trials, "simulated", (str(stamp),))
+
+
+def write(url: str, writer: int, count: int) -> None:
+    """Write `count` outcomes under keys chosen at random."""
+    store, chance = Store(url), random.Random(writer)
+    for turn in range(count):
+        key = chance.choice(KEYS)
+        store.put(key, outcome(key.seq_len or 0, writer, turn))
+        os.write(1, b".")
+
+
+def read(url: str, stop: str) -> None:
+    """Read every key over and over, with any warning as an error, and compare every part of what is found."""
+    warnings.simplefilter("error")
+    store, wrong, reads, hits = Store(url), [], 0, 0
+    while not os.path.exists(stop) and not wrong:
+        for key in KEYS:
+            try:
+                found = store.get(key)
+            except Exception as error:
+                wrong.append(repr(error))
+                continue
+            reads += 1
+            if found is not None:
+                hits += 1
+                seq_len, rest = divmod(found.max_batch_size, 10**8)
+                if found != outcome(seq_len, *divmod(rest, 10**4)) or seq_len != key.seq_len:
+                    wrong.append(repr(found))
+        if reads % 60 == 0:
+            try:
+                list(store.records())
+            except Exception as error:
+                wrong.append(repr(error))
+    print(reads, hits, wrong)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        write(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        read(*sys.argv[2:])
