@@ -1,0 +1,128 @@
+"""The named models and what is known of model families: data read from TOML, without torch."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from batchfinder.errors import UnknownName
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One named model.
+
+    Attributes:
+        name: the name it is listed by.
+        aliases: other names for exactly this configuration.
+        published: the repository on the Hugging Face hub that its figures come from.
+        architecture: the transformers class, body and head.
+        source: address of the published config.json.
+        config: the figures, by the names of the config class.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    published: str
+    architecture: str
+    source: str
+    config: dict[str, Any]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every way of writing this model's name."""
+        return (self.name, *self.aliases, self.published, self.published.rpartition("/")[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A tensor of integers that a head computes its loss from.
+
+    Attributes:
+        name: the keyword it is passed by.
+        each: `sample` or `token`: what has one number.
+        below: the numbers are smaller than this; a name stands for an attribute of the config, or for `seq_len`.
+    """
+
+    name: str
+    each: str
+    below: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Families:
+    """What transformers' class names and model types say about training.
+
+    Attributes:
+        heads: labels by the end of the class name.
+        unlimited: model types whose positions have no end.
+        after_padding: model types that number positions from `pad_token_id + 1`.
+        smallest_side: smallest image side in pixels by model type.
+    """
+
+    heads: dict[str, tuple[Label, ...]]
+    unlimited: frozenset[str]
+    after_padding: frozenset[str]
+    smallest_side: dict[str, int]
+
+    def labels(self, architecture: str) -> tuple[Label, ...] | None:
+        """Return the labels that a transformers class is trained with, None where it has no head known here."""
+        fitting = [suffix for suffix in self.heads if architecture.endswith(suffix)]
+        return self.heads[max(fitting, key=len)] if fitting else None
+
+
+def _read(name: str) -> dict[str, Any]:
+    return tomllib.loads(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def models() -> tuple[ModelRow, ...]:
+    """Return every named model, in the order it is listed."""
+    return tuple(
+        ModelRow(**{**row, "aliases": tuple(row["aliases"]), "config": row["config"]})
+        for row in _read("models.toml")["models"]
+    )
+
+
+@functools.cache
+def families() -> Families:
+    """Return what is known of heads, positions and image sides."""
+    data = _read("families.toml")
+    return Families(
+        heads={row["suffix"]: tuple(Label(**label) for label in row["labels"]) for row in data["heads"]},
+        unlimited=frozenset(data["positions"]["unlimited"]),
+        after_padding=frozenset(data["positions"]["after_padding"]),
+        smallest_side=data["smallest_side"],
+    )
+
+
+def list_models() -> tuple[str, ...]:
+    """Return the names of the models that need nothing but their name."""
+    return tuple(row.name for row in models())
+
+
+def find_model(name: str) -> ModelRow:
+    """Look a model up by name, alias or repository; case, `-`, `_`, `.` and spaces do not matter.
+
+    Raises:
+        UnknownName: no such model; the nearest names are named.
+    """
+    by_key = {_plain(key): row for row in models() for key in row.keys}
+    found = by_key.get(_plain(name))
+    if found is not None:
+        return found
+    wanted = _plain(name.rpartition("/")[2])
+    near = difflib.get_close_matches(wanted, by_key, n=8, cutoff=0.6)
+    matches = list(dict.fromkeys(by_key[key].name for key in near))[:3]
+    known = "" if matches else f"Known models: {', '.join(list_models())}. "
+    hint = f"{known}A path to a config.json or its folder, or package.module:factory, will do as well."
+    raise UnknownName("model", name, matches, hint)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.\s]", "", name.lower())
