@@ -79,13 +79,16 @@ class RecordingDied(RecordingFailed):
     Attributes:
         operator: the operator that was running, empty when none was.
         exit_code: the process's exit code, negative for a signal.
+        last_words: the end of what the process printed.
     """
 
-    def __init__(self, what: str, operator: str, exit_code: int | None) -> None:
+    def __init__(self, what: str, operator: str, exit_code: int | None, last_words: str = "") -> None:
         self.operator = operator
         self.exit_code = exit_code
+        self.last_words = last_words
         ran = f" while {operator} was running" if operator else ""
-        super().__init__(f"recording {what} ended{ran} (the recording process exited with {exit_code}).")
+        printed = f" It printed last:\n{last_words}" if last_words else ""
+        super().__init__(f"recording {what} ended{ran} (the recording process exited with {exit_code}).{printed}")
 
 
 class UserCodeFailed(BatchFinderError):

@@ -1,0 +1,1 @@
+"""Runs a training step on a pretend GPU and writes down each allocation."""

@@ -1,0 +1,180 @@
+"""The near end of the recording process: asks for recordings and turns failures into clear errors.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from batchfinder import errors
+from batchfinder.simulator.trace import Trace
+from batchfinder.tracing.job import RecordingJob, WorkloadFacts, WorkloadSpec
+
+_LAST_WORDS = 800
+
+
+class Recorder:
+    """A process that records one workload's steps on the pretend GPU.
+
+    Args:
+        spec: how to build the workload there.
+        workers: recordings at once; the number of cores by default.
+
+    Example:
+        >>> spec = WorkloadSpec("batchfinder.zoo:build_workload", {"spec": "bert-base"})
+        >>> with Recorder(spec) as recorder:  # doctest: +SKIP
+        ...     trace = recorder.submit(job).result()
+    """
+
+    def __init__(self, spec: WorkloadSpec, workers: int | None = None) -> None:
+        self.spec = spec
+        self._folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        self._lock = threading.Lock()
+        self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
+        self._facts: Future[WorkloadFacts] = Future()
+        self._next = 0
+        requests_read, self._requests = os.pipe()
+        answers, answers_write = os.pipe()
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "batchfinder.tracing.server"),
+                    *(str(requests_read), str(answers_write), str(self._folder), str(workers or os.cpu_count() or 1)),
+                ],
+                pass_fds=(requests_read, answers_write),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        os.close(requests_read)
+        os.close(answers_write)
+        self._send({"open": {"builder": spec.builder, "arguments": spec.arguments, "fingerprint": spec.fingerprint}})
+        self._reader = threading.Thread(target=self._read, args=(answers,), daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def facts(self) -> WorkloadFacts:
+        """What there is to know about the workload; waits until it is built.
+
+        Raises:
+            BatchFinderError: it could not be built; the user's own failures are `UserCodeFailed`.
+        """
+        return self._facts.result()
+
+    def submit(self, job: RecordingJob) -> Future[Trace]:
+        """Ask for a recording. Several may run at once.
+
+        Returns:
+            The trace to come. Its `result()` raises `UserCodeFailed`, `RecordingFailed` or `RecordingDied`.
+        """
+        future: Future[Trace] = Future()
+        with self._lock:
+            number = self._next
+            self._next += 1
+            self._futures[number] = (job, future)
+        self._send({"record": job.to_json(), "id": number})
+        return future
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        with contextlib.suppress(OSError):
+            os.close(self._requests)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reader.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, json.dumps(request).encode() + b"\n")
+
+    def _read(self, answers: int) -> None:
+        with os.fdopen(answers, "rb") as stream:
+            for line in stream:
+                answer = json.loads(line)
+                if "facts" in answer:
+                    self._facts.set_result(WorkloadFacts(**answer["facts"]))
+                elif "error" in answer:
+                    self._facts.set_exception(revive(answer["error"], self._what()))
+                else:
+                    self._finish(answer["id"], answer["exit"])
+        self._abandon()
+
+    def _what(self) -> str:
+        return str(self.spec.arguments.get("spec", self.spec.builder))
+
+    def _finish(self, number: int, exit_code: int) -> None:
+        with self._lock:
+            job, future = self._futures.pop(number)
+        path = self._folder / f"{number}.json"
+        if not path.exists():
+            operator_file = self._folder / f"{number}.operator"
+            operator = operator_file.read_text().strip() if operator_file.exists() else ""
+            future.set_exception(
+                errors.RecordingDied(f"{self._what()} at {job}", operator, exit_code, self._last_words())
+            )
+            return
+        result = json.loads(path.read_text())
+        path.unlink()
+        if "error" in result:
+            future.set_exception(revive(result["error"], f"{self._what()} at {job}"))
+        else:
+            future.set_result(Trace.from_json(result["trace"]))
+
+    def _abandon(self) -> None:
+        """The process has ended: whatever was asked of it will not come."""
+        self._process.wait()
+        with self._lock:
+            waiting, self._futures = list(self._futures.values()), {}
+        died = errors.RecordingDied(self._what(), "", self._process.returncode, self._last_words())
+        for _, future in waiting:
+            future.set_exception(died)
+        if not self._facts.done():
+            self._facts.set_exception(died)
+
+    def _last_words(self) -> str:
+        log = self._folder / "log"
+        return log.read_text(errors="replace")[-_LAST_WORDS:].strip() if log.exists() else ""
+
+
+def revive(description: dict[str, Any], what: str) -> errors.BatchFinderError:
+    """The error that the recording process described.
+
+    Args:
+        description: as `server.describe` makes it.
+        what: what was being done, for the message.
+    """
+    if description["type"]:
+        kind = getattr(errors, description["type"])
+        error: errors.BatchFinderError = kind.__new__(kind)
+        Exception.__init__(error, description["message"])
+        error.__dict__.update(description["fields"])
+        return error
+    if description["module"].startswith("torch._subclasses") or description["message"].startswith("NotImplementedError"):
+        return errors.RecordingFailed(
+            f"recording {what} met something that has no meaning without values: {description['message']}\n"
+            "Give the model fixed shapes and no decisions on tensors' values, or measure on a real GPU."
+        )
+    return errors.UserCodeFailed(what, description["traceback"])

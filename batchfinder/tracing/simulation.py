@@ -1,0 +1,104 @@
+"""A workload on any simulated GPU: one recording process, shared by all cards and sequence lengths.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from batchfinder.devices import Device
+from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.source import TraceSource
+from batchfinder.simulator.trace import Trace
+from batchfinder.tracing.job import RecordingJob, WorkloadFacts, WorkloadSpec
+from batchfinder.tracing.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class HowToStep:
+    """How the step is taken, as values that pass to the recording process.
+
+    Attributes:
+        mode: `train`, `forward` or `inference`.
+        precision: `fp32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
+        optimizer: a name in `batchfinder.step.optimizers`.
+        micro_batches: forwards and backwards per optimizer step.
+        flash: whether attention must run as the flash kernel.
+    """
+
+    mode: str = "train"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    flash: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of a `StepSettings`."""
+        return {
+            "mode": self.mode,
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+            "micro_batches": self.micro_batches,
+        }
+
+
+class Simulation:
+    """One workload, recorded as needed.
+
+    Args:
+        spec: how to build it.
+        how: how the step is taken.
+    """
+
+    def __init__(self, spec: WorkloadSpec, how: HowToStep) -> None:
+        self.spec = spec
+        self.how = how
+        self._recorder = Recorder(spec)
+        self._sources: dict[tuple[int, int], TraceSource] = {}
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the recording process."""
+        self._recorder.close()
+
+    def facts(self) -> WorkloadFacts:
+        """What there is to know about the workload; waits until it is built."""
+        return self._recorder.facts()
+
+    def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None]) -> TraceSource:
+        """The step's traces on GPUs of one compute capability, at these lengths and any others."""
+        if capability not in self._sources:
+
+            def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+                job = RecordingJob(self.how.settings(), capability, batch_size, seq_len, self.how.flash)
+                return self._recorder.submit(job)
+
+            self._sources[capability] = TraceSource(submit, seq_lens)
+        return self._sources[capability]
+
+    def probe(
+        self, device: Device, seq_lens: Iterable[int | None], allocator: AllocatorSettings | None = None
+    ) -> SimulatedProbe:
+        """A probe for one card.
+
+        Args:
+            device: the card, with what of it may be used.
+            seq_lens: the lengths that will be asked for.
+            allocator: the caching allocator's settings.
+        """
+        memory = DeviceMemory(device.total_bytes, device.usable_bytes)
+        return SimulatedProbe(self.source(device.compute_capability, seq_lens), memory, allocator)
