@@ -1,0 +1,213 @@
+"""The CUDA caching allocator, simulated: the same blocks, segments and counters for the same requests.
+
+Every rule is stated where it is applied, after the function of
+https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cpp that has it. The functions
+were read in snapshots of that file from 2025; of 2.13.0 itself the headers were read and its settings parser was run.
+There is one stream.
+
+What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`), blocks held back by events of other streams,
+memory callbacks, the garbage collector, and the addresses cudaMalloc really gives. Here each new segment lies above all
+earlier ones; addresses only decide between free blocks of the same size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from batchfinder.simulator.blocks import ADDRESS_BITS, Block, FreeList
+from batchfinder.simulator.expandable import ExpandableSegments
+from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
+from batchfinder.simulator.rounding import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, block_size, segment_size
+from batchfinder.simulator.segments import Card, CudaMallocSegments, Segment, SegmentSource, describe
+from batchfinder.simulator.settings import DEFAULT_SETTINGS, AllocatorSettings
+
+UNLIMITED = DeviceMemory(1 << 60, 1 << 60)
+
+
+class CachingAllocator:
+    """Hands out blocks of a simulated card's memory as `torch.cuda` would.
+
+    Args:
+        memory: the card; a number stands for a card of which the allocator may take all of that many bytes, None for
+            one that is never full.
+        settings: what `PYTORCH_CUDA_ALLOC_CONF` would say.
+
+    Attributes:
+        memory: the card.
+        settings: the settings.
+        card: what has been taken from the card; `reserved` and `max_reserved` read it.
+        allocated: bytes in live blocks, `torch.cuda.memory_allocated`. A block counts with its own size, which is the
+            request's rounded up, and more where what was left over was too little to split off.
+        max_allocated: the most that `allocated` was since the start or `reset_peak`.
+        requested: bytes that were asked for in live blocks (`requested_bytes.all.current`).
+        num_alloc_retries: how often everything cached was released to try once more.
+
+    Example:
+        >>> allocator = CachingAllocator(64 << 20)
+        >>> block = allocator.allocate(3_000_000)
+        >>> allocator.allocated, allocator.reserved
+        (3000320, 20971520)
+    """
+
+    def __init__(
+        self, memory: DeviceMemory | int | None = None, settings: AllocatorSettings = DEFAULT_SETTINGS
+    ) -> None:
+        if memory is None:
+            memory = UNLIMITED
+        elif isinstance(memory, int):
+            memory = DeviceMemory(memory, memory)
+        self.memory = memory
+        self.settings = settings
+        self.allocated = 0
+        self.max_allocated = 0
+        self.requested = 0
+        self.num_alloc_retries = 0
+        self.card = Card(memory.usable_bytes)
+        expandable = settings.expandable_segments
+        self._segments: SegmentSource = (
+            ExpandableSegments(self.card, settings, memory.total_bytes)
+            if expandable
+            else CudaMallocSegments(self.card, settings)
+        )
+        # should_split: 512 B must be left over in the small pool and in expandable segments; otherwise more than 1 MiB,
+        # of blocks that max_split_size_mb allows to be split.
+        self._small = FreeList(small=True, least_remainder=MIN_BLOCK_BYTES)
+        if expandable:
+            self._large = FreeList(small=False, least_remainder=MIN_BLOCK_BYTES)
+        else:
+            self._large = FreeList(False, SMALL_BLOCK_BYTES + 1, settings.max_split_size_bytes or 1 << 63)
+        self._rounds_to_divisions = any(divisions > 1 for divisions in settings.roundup_power2_divisions)
+        self._plain = not expandable and settings.max_split_size_bytes is None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes taken from the card, `torch.cuda.memory_reserved`."""
+        return self.card.taken
+
+    @property
+    def max_reserved(self) -> int:
+        """The most that `reserved` was since the start or `reset_peak`."""
+        return self.card.peak
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Hand out a block.
+
+        Args:
+            nbytes: how many bytes are asked for.
+
+        Returns:
+            The block, to be handed to `free`. None for no bytes, which take nothing
+            (`NativeCachingAllocator::allocate`).
+
+        Raises:
+            SimulatedOutOfMemory: the card is full, even after everything wholly free was released. The allocator can
+                still be used.
+        """
+        if nbytes <= 0:
+            return None
+        # round_size
+        size = block_size(nbytes, self.settings) if self._rounds_to_divisions else (nbytes + 511) & -512
+        pool = self._small if size <= SMALL_BLOCK_BYTES else self._large  # get_pool
+        keys = pool.keys
+        index = bisect_left(keys, size << ADDRESS_BITS)  # get_free_block: best fit, then lowest address
+        if index < len(keys) and (self._plain or (index := self._choose(pool, index, size)) >= 0):
+            del keys[index]
+            block = pool.blocks.pop(index)
+        else:
+            block = self._grow(pool, size, nbytes)
+        left = block.size - size
+        if left >= pool.least_remainder and size < pool.unsplit_from:
+            # alloc_found_block: the block keeps its lower part, the rest is free. The same as Block.cut, for speed.
+            follower = block.next
+            rest = Block(block.address + size, left, pool, block, follower)
+            if follower is not None:
+                follower.previous = rest
+            block.next = rest
+            block.size = size
+            pool.add(rest)
+        else:
+            size += left
+        block.free = False
+        block.requested = nbytes
+        self.requested += nbytes
+        self.allocated = allocated = self.allocated + size
+        if allocated > self.max_allocated:
+            self.max_allocated = allocated
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Take a block back and merge it with free neighbours in its segment (`free_block`, `try_merge_blocks`).
+
+        Args:
+            block: what `allocate` returned; not to be used again.
+
+        Raises:
+            ValueError: the block is free already.
+        """
+        if block is None:
+            return
+        if block.free:
+            raise ValueError(f"the block at {block.address:#x} was given back twice")
+        self.allocated -= block.size
+        self.requested -= block.requested
+        block.requested = 0
+        pool = block.pool
+        previous = block.previous
+        if previous is not None and previous.free:
+            pool.remove(previous)
+            block.free = True  # so that giving it back again is noticed
+            previous.absorb(block)
+            block = previous
+        follower = block.next
+        if follower is not None and follower.free:
+            pool.remove(follower)
+            block.absorb(follower)
+        pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Release everything wholly free, `torch.cuda.empty_cache`: unsplit segments, or whole pages."""
+        self._segments.release(self._large)
+        self._segments.release(self._small)
+
+    def reset_peak(self) -> None:
+        """Let the maxima start again from now, `torch.cuda.reset_peak_memory_stats`."""
+        self.max_allocated = self.allocated
+        self.card.peak = self.card.taken
+
+    def segments(self) -> tuple[Segment, ...]:
+        """What has been taken from the card, by address, block by block."""
+        return describe(self._segments.heads, self.settings.expandable_segments)
+
+    def _choose(self, pool: FreeList, index: int, size: int) -> int:
+        """The rest of get_free_block, for settings that have a say in it; -1 when no free block will do."""
+        index = self._segments.fit(pool, index)
+        max_split = self.settings.max_split_size_bytes
+        if max_split is not None:
+            found = pool.blocks[index].size
+            if size < max_split <= found:
+                return -1  # a small request does not get a block that may not be split
+            if size >= max_split and found >= size + self.settings.max_non_split_rounding_bytes:
+                return -1  # nor a large request one that is much too large
+        return index
+
+    def _grow(self, pool: FreeList, size: int, nbytes: int) -> Block:
+        """Take new memory; when the card is full release what is cached and try again, as `malloc` does."""
+        block = self._take(pool, size)
+        max_split = self.settings.max_split_size_bytes
+        if block is None and max_split is not None and self._segments.release_oversize(pool, size, max_split):
+            block = self._take(pool, size)
+        if block is None:
+            self.empty_cache()
+            self.num_alloc_retries += 1  # alloc_block counts the try, not its success
+            block = self._take(pool, size)
+        if block is None:
+            tried = segment_size(size, self.settings)
+            raise SimulatedOutOfMemory(nbytes, tried, self.memory, self.allocated, self.reserved)
+        return block
+
+    def _take(self, pool: FreeList, size: int) -> Block | None:
+        """alloc_block: under a memory fraction a whole segment must be allowed, even if fewer pages would do."""
+        allowed = self.memory.allowed_bytes
+        if allowed is not None and self.reserved + segment_size(size, self.settings) > allowed:
+            return None
+        return self._segments.grow(pool, size)

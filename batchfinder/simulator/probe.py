@@ -1,0 +1,70 @@
+"""A probe that replays the recorded step on a simulated GPU."""
+
+from __future__ import annotations
+
+import time
+
+from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.replay import replay
+from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.source import TraceSource
+from batchfinder.simulator.timeline import Timeline
+from batchfinder.simulator.trace import Trace
+
+
+class SimulatedProbe:
+    """Says whether a size would run on a card that is not there.
+
+    Args:
+        traces: the step, at any size.
+        memory: the card.
+        allocator: the caching allocator's settings.
+    """
+
+    source = "simulated"
+
+    def __init__(self, traces: TraceSource, memory: DeviceMemory, allocator: AllocatorSettings | None = None) -> None:
+        self.traces = traces
+        self.memory = memory
+        self.allocator = allocator or AllocatorSettings()
+        self._unmodelled: dict[str, None] = {}
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """What the answers so far leave out, in words."""
+        return tuple(self._unmodelled)
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        start = time.perf_counter()
+        timeline = self.timeline(batch_size, shape)
+        seconds = time.perf_counter() - start
+        if timeline.oom is not None:
+            return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=timeline.oom.message)
+        return Measurement(Verdict.FITS, timeline.max_allocated_bytes, timeline.max_reserved_bytes, seconds)
+
+    def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
+        """The whole replay of one size.
+
+        Args:
+            batch_size: samples in a micro-batch.
+            shape: one sample's shape.
+            memory: another card than the probe's own.
+        """
+        return self._replay(self.trace(batch_size, shape), memory or self.memory)
+
+    def exact_timeline(self, batch_size: int, shape: Shape) -> Timeline:
+        """The whole replay of one size that is recorded itself: for a single size this is the shorter way."""
+        return self._replay(self._noted(self.traces.recorded(batch_size, shape.seq_len)), self.memory)
+
+    def trace(self, batch_size: int, shape: Shape) -> Trace:
+        """The step's trace at one size."""
+        return self._noted(self.traces.at(batch_size, shape.seq_len))
+
+    def _noted(self, trace: Trace) -> Trace:
+        self._unmodelled.update(dict.fromkeys(trace.unmodelled))
+        return trace
+
+    def _replay(self, trace: Trace, memory: DeviceMemory) -> Timeline:
+        return replay(trace.structure, trace.sizes, CachingAllocator(memory, self.allocator))

@@ -1,0 +1,134 @@
+"""Run a recorded step through the simulated allocator."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.blocks import Block
+from batchfinder.simulator.memory import SimulatedOutOfMemory
+from batchfinder.simulator.timeline import Moment, Overflow, StageMemory, Timeline
+from batchfinder.simulator.trace import Structure
+
+
+def replay(structure: Structure, sizes: Sequence[int], allocator: CachingAllocator) -> Timeline:
+    """Replay a whole trace.
+
+    Args:
+        structure: the events.
+        sizes: for each block, the bytes asked for. They may be of another size than the recorded one.
+        allocator: a new one, made for the card and the settings in question. It is left as the trace leaves it.
+
+    Returns:
+        The counters at the end of each stage, the peaks, and the failure if the card is too small.
+    """
+    order, marks = structure.order, structure.marks
+    live: list[Block | None] = [None] * len(sizes)
+    allocate, free = allocator.allocate, allocator.free
+    most_allocated = most_reserved = 0
+    allocated_peak = reserved_peak = -1
+    stages: list[StageMemory] = []
+    oom: Overflow | None = None
+    i = -1
+    starts = [0, *(mark.position for mark in marks)]
+    ends = [*(mark.position for mark in marks), len(order)]
+    card = allocator.card
+    try:
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            for i in order[start:end]:
+                if i < 0:
+                    free(live[~i])
+                    continue
+                live[i] = allocate(sizes[i])
+                if allocator.max_allocated > most_allocated:
+                    most_allocated = allocator.max_allocated
+                    allocated_peak = i
+                if card.peak > most_reserved:
+                    most_reserved = card.peak
+                    reserved_peak = i
+            if number:
+                mark = marks[number - 1]
+                stages.append(
+                    StageMemory(
+                        step=mark.step,
+                        stage=mark.stage,
+                        micro_batch=mark.micro_batch,
+                        allocated_bytes=allocator.allocated,
+                        max_allocated_bytes=allocator.max_allocated,
+                        reserved_bytes=allocator.reserved,
+                        max_reserved_bytes=allocator.max_reserved,
+                    )
+                )
+    except SimulatedOutOfMemory as error:
+        oom = Overflow(
+            moment=_moment(structure, i),
+            requested_bytes=error.requested_bytes,
+            tried_bytes=error.tried_bytes,
+            allocated_bytes=error.allocated_bytes,
+            reserved_bytes=error.reserved_bytes,
+            message=str(error),
+        )
+    return Timeline(
+        stages=tuple(stages),
+        max_allocated_bytes=allocator.max_allocated,
+        max_reserved_bytes=allocator.max_reserved,
+        allocated_peak=None if allocated_peak < 0 else _moment(structure, allocated_peak),
+        reserved_peak=None if reserved_peak < 0 else _moment(structure, reserved_peak),
+        num_alloc_retries=allocator.num_alloc_retries,
+        oom=oom,
+    )
+
+
+def alive_at(structure: Structure, position: int) -> list[int]:
+    """The blocks alive right after an event, in the order in which they were allocated.
+
+    Args:
+        structure: the events.
+        position: of the event, as in `Moment.position`.
+    """
+    alive: dict[int, None] = {}
+    for i in structure.order[: position + 1]:
+        if i >= 0:
+            alive[i] = None
+        else:
+            del alive[~i]
+    return list(alive)
+
+
+def block_bytes_at(
+    structure: Structure, sizes: Sequence[int], position: int, allocator: CachingAllocator
+) -> dict[int, int]:
+    """What each block alive right after an event takes, as `torch.cuda.memory_allocated` counts it.
+
+    The values sum to `allocator.allocated`; what is missing from `allocator.reserved` is fragmentation.
+
+    Args:
+        structure: the events.
+        sizes: for each block, the bytes asked for.
+        position: of the event, which must not be one that fails.
+        allocator: a new one, as for `replay`. It is left as it is after the event, for `segments` to be looked at.
+
+    Returns:
+        Bytes by block number, in the order in which the blocks were allocated; 0 for an empty tensor.
+
+    Raises:
+        SimulatedOutOfMemory: the trace fails before the event.
+    """
+    alive: dict[int, Block | None] = {}
+    for i in structure.order[: position + 1]:
+        if i >= 0:
+            alive[i] = allocator.allocate(sizes[i])
+        else:
+            allocator.free(alive.pop(~i))
+    return {i: 0 if block is None else block.size for i, block in alive.items()}
+
+
+def _moment(structure: Structure, block: int) -> Moment:
+    """When a block was allocated. Of marks at one position the last one counts: the others' stages are empty."""
+    position = structure.order.index(block)
+    number = bisect_right(structure.marks, position, key=lambda mark: mark.position) - 1
+    if number < 0:
+        return Moment(position, block, step=-1, stage="", micro_batch=0)
+    mark = structure.marks[number]
+    return Moment(position, block, mark.step, mark.stage, mark.micro_batch)

@@ -1,0 +1,174 @@
+"""From two recordings to every size: each allocation's bytes as a polynomial of batch size and sequence length.
+
+A tensor's bytes are a product of its dimensions, so most allocations are one term, `c * batch**i * seq_len**j`; a few
+are sums of two (a class token beside the sequence). Kernels also pad the sequence to a multiple of 8, 32 or 128, so the
+padded lengths stand beside `seq_len` as variables of their own. A term has one unknown: two recordings at different
+sizes fit it and check it at once, and a sum of two needs a third recording. What fits nothing, or more than one thing
+that would differ at a length asked for, is not guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from batchfinder.simulator.trace import Structure, Trace
+
+_PADDINGS = (8, 32, 64, 128)
+_BATCH_POWERS = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """`coefficient * batch**batch_power * (product of the sequence length rounded up to each of paddings)`.
+
+    Attributes:
+        coefficient: bytes.
+        batch_power: 0, 1 or 2.
+        paddings: one entry for each power of the sequence length: what it is rounded up to a multiple of.
+    """
+
+    coefficient: int
+    batch_power: int
+    paddings: tuple[int, ...]
+
+    def __call__(self, batch_size: int, seq_len: int) -> int:
+        return self.coefficient * _unit(self.batch_power, self.paddings, batch_size, seq_len)
+
+
+Polynomial = tuple[Term, ...]
+
+
+def _unit(batch_power: int, paddings: tuple[int, ...], batch_size: int, seq_len: int) -> int:
+    product: int = batch_size**batch_power
+    for padding in paddings:
+        product *= -(-seq_len // padding) * padding
+    return product
+
+
+def _shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first."""
+    lengths: list[tuple[int, ...]] = [(), (1,), (1, 1)]
+    lengths += [(padding,) for padding in _PADDINGS]
+    lengths += [(1, padding) for padding in _PADDINGS] + [(padding, padding) for padding in _PADDINGS]
+    for paddings in lengths:
+        for batch_power in _BATCH_POWERS:
+            yield batch_power, paddings
+
+
+_SHAPES = tuple(_shapes())
+_PLAIN = tuple((power, paddings) for power, paddings in _SHAPES if all(padding == 1 for padding in paddings))
+
+
+@dataclass(frozen=True)
+class ScaledTrace:
+    """A trace for any batch size of at least 2 and any of the sequence lengths it was fitted for.
+
+    Attributes:
+        structure: the events, which are the same at every size.
+        polynomials: the distinct ones.
+        index: for each block, which polynomial gives its bytes.
+        unmodelled: what the recordings left out.
+    """
+
+    structure: Structure
+    polynomials: tuple[Polynomial, ...]
+    index: tuple[int, ...]
+    unmodelled: tuple[str, ...]
+
+    def at(self, batch_size: int, seq_len: int | None) -> Trace:
+        """The trace at one size.
+
+        Args:
+            batch_size: samples in a micro-batch, at least 2.
+            seq_len: tokens per sample; None for data of one fixed shape.
+        """
+        length = seq_len or 1
+        values = [sum(term(batch_size, length) for term in polynomial) for polynomial in self.polynomials]
+        return Trace(batch_size, seq_len, self.structure, tuple([values[i] for i in self.index]), self.unmodelled)
+
+
+def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace | None:
+    """Fit what two or more recordings agree on.
+
+    Args:
+        traces: recordings at different sizes; two suffice where every allocation is a single term.
+        seq_lens: the lengths at which it will be asked for.
+
+    Returns:
+        None where the recordings' events differ, or an allocation fits no polynomial or several different ones.
+    """
+    structure = traces[0].structure
+    if any(trace.structure != structure for trace in traces[1:]):
+        return None
+    points = [(trace.batch_size, trace.seq_len or 1) for trace in traces]
+    lengths = sorted({seq_len or 1 for seq_len in seq_lens})
+    polynomials: dict[tuple[int, ...], int] = {}
+    found: list[Polynomial] = []
+    index: list[int] = []
+    for sizes in zip(*(trace.sizes for trace in traces), strict=True):
+        if sizes not in polynomials:
+            polynomial = _polynomial(sizes, points, lengths)
+            if polynomial is None:
+                return None
+            polynomials[sizes] = len(found)
+            found.append(polynomial)
+        index.append(polynomials[sizes])
+    unmodelled = tuple(dict.fromkeys(text for trace in traces for text in trace.unmodelled))
+    return ScaledTrace(structure, tuple(found), tuple(index), unmodelled)
+
+
+def _polynomial(sizes: tuple[int, ...], points: list[tuple[int, int]], lengths: list[int]) -> Polynomial | None:
+    """The one polynomial through all points; None without one, or with several that differ at these lengths."""
+    if not any(sizes):
+        return ()
+    for candidates in (_single_terms(sizes, points), _sums_of_two(sizes, points)):
+        first: Polynomial | None = None
+        for polynomial in candidates:
+            if first is None:
+                first = polynomial
+            elif _differ(first, polynomial, lengths):
+                return None
+        if first is not None:
+            return first
+    return None
+
+
+def _differ(one: Polynomial, other: Polynomial, lengths: list[int]) -> bool:
+    """Whether two polynomials give different bytes at these lengths. Both are at most quadratic in the batch size."""
+    return any(
+        sum(term(batch_size, length) for term in one) != sum(term(batch_size, length) for term in other)
+        for length in lengths
+        for batch_size in (2, 3, 5)
+    )
+
+
+def _single_terms(sizes: tuple[int, ...], points: list[tuple[int, int]]) -> Iterator[Polynomial]:
+    for batch_power, paddings in _SHAPES:
+        units = [_unit(batch_power, paddings, *point) for point in points]
+        coefficient, rest = divmod(sizes[0], units[0])
+        if not rest and all(coefficient * unit == size for unit, size in zip(units, sizes, strict=True)):
+            yield (Term(coefficient, batch_power, paddings),)
+
+
+def _sums_of_two(sizes: tuple[int, ...], points: list[tuple[int, int]]) -> Iterator[Polynomial]:
+    """Sums of two plain terms, solved from the first two points; only a third point makes that a finding."""
+    if len(points) < 3:
+        return
+    for one, other in combinations(_PLAIN, 2):
+        (a, b), (c, d) = ((_unit(*one, *point), _unit(*other, *point)) for point in points[:2])
+        determinant = a * d - b * c
+        if not determinant:
+            continue
+        first, rest = divmod(sizes[0] * d - b * sizes[1], determinant)
+        second, other_rest = divmod(a * sizes[1] - c * sizes[0], determinant)
+        polynomial = (Term(first, *one), Term(second, *other))
+        if (
+            not rest
+            and not other_rest
+            and first
+            and second
+            and all(sum(term(*point) for term in polynomial) == size for point, size in zip(points, sizes, strict=True))
+        ):
+            yield polynomial

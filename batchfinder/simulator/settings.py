@@ -1,0 +1,178 @@
+"""The caching allocator's settings, read from the text of `PYTORCH_CUDA_ALLOC_CONF`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from batchfinder.errors import InvalidValue
+from batchfinder.units import MIB
+
+_INTERVALS = 16  # one rounding division per power of two from 1 MiB to 32 GiB; AllocatorConfig.cpp
+_FIRST_INTERVAL = 20  # log2 of 1 MiB
+
+# Pinned host memory, locks, the capture of graphs: nothing that a training step takes from the device depends on these.
+_HARMLESS = frozenset(
+    {
+        "graph_capture_record_stream_reuse",
+        "pinned_free_catch_all",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "pinned_use_hip_host_register",
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+    }
+)
+# These change what is taken or when it fails. The garbage collector runs only under a memory fraction.
+_KNOWN_UNMODELLED = frozenset(
+    {"garbage_collection_threshold", "per_process_memory_fraction", "throw_on_cudamalloc_oom"}
+)
+_PAIR = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """What `PYTORCH_CUDA_ALLOC_CONF` (now `PYTORCH_ALLOC_CONF`) changes about the rules of the allocator.
+
+    The names, limits and defaults are those of torch 2.13's `AcceleratorAllocatorConfig`:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/AllocatorConfig.h
+
+    Attributes:
+        expandable_segments: grow one mapped range per pool instead of taking a new segment each time.
+        roundup_power2_divisions: into how many steps each power of two is divided when rounding a request up, for
+            [1 MiB, 2 MiB), [2 MiB, 4 MiB), ... from 32 GiB on; 0 or 1 rounds to 512 B only. Empty for that everywhere.
+        max_split_size_bytes: blocks of at least this size are never split; None for no limit.
+        max_non_split_rounding_bytes: how much larger than the request such a block may be.
+        large_segment_bytes: the segment that a large request under 10 MiB takes, and the page of expandable segments.
+        unmodelled: the settings that were given and that the simulation leaves out, as they were written.
+    """
+
+    expandable_segments: bool = False
+    roundup_power2_divisions: tuple[int, ...] = ()
+    max_split_size_bytes: int | None = None
+    max_non_split_rounding_bytes: int = 20 * MIB
+    large_segment_bytes: int = 20 * MIB
+    unmodelled: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, conf: str, *, option: str = "PYTORCH_CUDA_ALLOC_CONF") -> AllocatorSettings:
+        """Read `expandable_segments:True,max_split_size_mb:128`.
+
+        What does not touch device memory is accepted; what does and is not modelled, and what is not known at all,
+        is listed in `unmodelled`.
+
+        Args:
+            conf: comma-separated `key:value`; a value may be a list in brackets. Blanks do not count.
+            option: the name the message calls the text by.
+
+        Raises:
+            InvalidValue: the text or one of its values is one that PyTorch refuses as well.
+        """
+        values, unmodelled = {}, []
+        for key, value in _pairs(conf, option):
+            if key in _MODELLED:
+                values[key] = value
+            elif key in _KNOWN_UNMODELLED or (key == "backend" and value != "native"):
+                unmodelled.append(f"{key}:{value}")
+            elif key != "backend" and key not in _HARMLESS:
+                unmodelled.append(f"{key}:{value} (not a setting of torch 2.13)")
+        segment = _mebibytes(option, values, "large_segment_size_mb", least=11) or 20 * MIB
+        least = segment // MIB
+        return cls(
+            expandable_segments=_boolean(option, values, "expandable_segments"),
+            roundup_power2_divisions=_divisions(option, values.get("roundup_power2_divisions", "")),
+            max_split_size_bytes=_mebibytes(option, values, "max_split_size_mb", least),
+            max_non_split_rounding_bytes=_mebibytes(option, values, "max_non_split_rounding_mb", least) or 20 * MIB,
+            large_segment_bytes=segment,
+            unmodelled=tuple(unmodelled),
+        )
+
+    def divisions(self, nbytes: int) -> int:
+        """The rounding divisions for a request; `AcceleratorAllocatorConfig::roundup_power2_divisions`.
+
+        Args:
+            nbytes: the request, at least 1.
+        """
+        if not self.roundup_power2_divisions:
+            return 0
+        interval = nbytes.bit_length() - 1 - _FIRST_INTERVAL
+        return self.roundup_power2_divisions[min(max(interval, 0), _INTERVALS - 1)]
+
+
+DEFAULT_SETTINGS = AllocatorSettings()
+_MODELLED = frozenset(
+    {
+        "expandable_segments",
+        "large_segment_size_mb",
+        "max_non_split_rounding_mb",
+        "max_split_size_mb",
+        "roundup_power2_divisions",
+    }
+)
+
+
+def _pairs(conf: str, option: str) -> list[tuple[str, str]]:
+    text = "".join(conf.split())
+    pairs = []
+    position = 0
+    while position < len(text):
+        match = _PAIR.match(text, position)
+        if match is None or (match.end() < len(text) and text[match.end()] != ","):
+            raise InvalidValue(option, conf, "key:value pairs such as expandable_segments:True,max_split_size_mb:128")
+        pairs.append((match.group(1), match.group(2)))
+        position = match.end() + 1
+    return pairs
+
+
+def _boolean(option: str, values: dict[str, str], key: str) -> bool:
+    value = values.get(key, "False")
+    if value not in ("True", "False"):
+        raise InvalidValue(f"{option} {key}", value, "True or False")
+    return value == "True"
+
+
+def _mebibytes(option: str, values: dict[str, str], key: str, least: int) -> int | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < least:
+        raise InvalidValue(f"{option} {key}", value, f"a whole number of MiB, at least {least}")
+    return int(value) * MIB
+
+
+def _divisions(option: str, value: str) -> tuple[int, ...]:
+    """One number for all sizes, or `[64:8,256:4,>:1]` with the start of an interval in MiB.
+
+    The first interval given also holds below it, `>` holds above the last one, and intervals in between that are not
+    named are not rounded (seen by calling the parser of torch 2.13.0).
+    """
+    name = f"{option} roundup_power2_divisions"
+    if not value:
+        return ()
+    if not value.startswith("["):
+        return (_power_of_two(name, value),) * _INTERVALS
+    divisions = [0] * _INTERVALS
+    last = -1
+    for pair in value[1:-1].split(","):
+        start, _, number = pair.partition(":")
+        steps = 0 if number == "0" else _power_of_two(name, number)
+        if start == ">":
+            divisions[last + 1 :] = [steps] * (_INTERVALS - last - 1)
+            continue
+        index = min(_power_of_two(name, start).bit_length() - 1, _INTERVALS - 1)
+        if last < 0:
+            divisions[:index] = [steps] * index
+        divisions[index] = steps
+        last = index
+    return tuple(divisions)
+
+
+def _power_of_two(name: str, value: str) -> int:
+    number = int(value) if value.isdecimal() else 0
+    if number.bit_count() != 1:
+        raise InvalidValue(name, value, "powers of two, as in 4 or [64:8,256:4,>:1]")
+    return number

@@ -1,0 +1,230 @@
+"""Tests of the replay: stages, peaks, failures and what is alive at a moment."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.blocks import Block
+from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
+from batchfinder.simulator.replay import alive_at, block_bytes_at, replay
+from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.timeline import Moment, StageMemory
+from batchfinder.simulator.trace import Mark, Structure
+from batchfinder.units import MIB
+
+
+def structure(order: list[int], marks: tuple[Mark, ...] = ()) -> Structure:
+    """A trace without names."""
+    blank = ("",) * sum(i >= 0 for i in order)
+    return Structure(tuple(order), marks, blank, blank, blank)
+
+
+# Blocks: 0 the parameters, 1 and 2 activations, 3 empty, 4 the gradient, 5 the optimizer's state.
+ORDER = [0, 1, 2, 3, ~2, 4, ~1, 5, ~4]
+SIZES = [12 * MIB, 14 * MIB, 30 * MIB, 0, 12 * MIB, 24 * MIB]
+MARKS = (
+    Mark(0, -1, "model"),
+    Mark(1, 0, "forward"),
+    Mark(4, 0, "loss"),
+    Mark(4, 0, "backward", 1),
+    Mark(7, 0, "optimizer"),
+    Mark(9, 0, "end"),
+)
+TRACE = structure(ORDER, MARKS)
+
+
+def test_stages_show_the_counters_at_their_end() -> None:
+    """Each stage has what is held when its last event is over, and the maxima since the trace began."""
+    timeline = replay(TRACE, SIZES, CachingAllocator())
+    assert timeline.stages == tuple(
+        StageMemory(step, stage, micro_batch, *(number * MIB for number in numbers))
+        for step, stage, micro_batch, numbers in [
+            (-1, "model", 0, (12, 12, 12, 12)),
+            (0, "forward", 0, (56, 56, 56, 56)),
+            (0, "loss", 0, (56, 56, 56, 56)),  # two marks at one position: the first stage is empty
+            # the gradient is split off the 30 MiB, of which 18 MiB stay free
+            (0, "backward", 1, (24, 56, 56, 56)),
+            # the optimizer's 24 MiB fit in neither 14 nor 18 MiB
+            (0, "optimizer", 0, (36, 56, 80, 80)),
+            (0, "end", 0, (36, 56, 80, 80)),
+        ]
+    )
+    assert timeline.fits
+    assert timeline.num_alloc_retries == 0
+
+
+def test_peaks_name_the_allocation_that_reached_them() -> None:
+    """The most allocated and the most reserved are reached at different moments."""
+    timeline = replay(TRACE, SIZES, CachingAllocator())
+    assert (timeline.max_allocated_bytes, timeline.max_reserved_bytes) == (56 * MIB, 80 * MIB)
+    assert timeline.allocated_peak == Moment(2, 2, 0, "forward", 0)
+    assert timeline.reserved_peak == Moment(7, 5, 0, "optimizer", 0)
+
+
+def test_a_smaller_card_makes_do_by_releasing_its_cache() -> None:
+    """70 MiB suffice: the free 14 MiB segment goes back before the optimizer's state is allocated."""
+    timeline = replay(TRACE, SIZES, CachingAllocator(70 * MIB))
+    assert timeline.fits
+    assert timeline.num_alloc_retries == 1
+    assert timeline.stages[-1].reserved_bytes == (12 + 30 + 24) * MIB
+    assert timeline.max_reserved_bytes == 66 * MIB
+
+
+def test_a_failure_is_a_value() -> None:
+    """On 60 MiB the optimizer's state fails; the stages before it are there and the failure has its figures."""
+    timeline = replay(TRACE, SIZES, CachingAllocator(DeviceMemory(64 * MIB, 60 * MIB)))
+    assert not timeline.fits
+    assert [stage.stage for stage in timeline.stages] == ["model", "forward", "loss", "backward"]
+    oom = timeline.oom
+    assert oom is not None
+    assert oom.moment == Moment(7, 5, 0, "optimizer", 0)
+    assert (oom.requested_bytes, oom.tried_bytes) == (24 * MIB, 24 * MIB)
+    assert (oom.allocated_bytes, oom.reserved_bytes) == (24 * MIB, 42 * MIB)
+    assert oom.message.startswith(
+        "CUDA out of memory. Tried to allocate 24.00 MiB. GPU 0 (simulated) has a total capacity of 64.00 MiB of which "
+        "18.00 MiB is free. Including non-PyTorch memory, this process has 46.00 MiB memory in use. Of the allocated "
+        "memory 24.00 MiB is allocated by PyTorch, and 18.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert timeline.allocated_peak == Moment(2, 2, 0, "forward", 0)
+
+
+def test_moments_fall_in_the_stage_that_began_last() -> None:
+    """A failure in the first stage or in the last one names that stage."""
+    marks = (Mark(0, -1, "model"), Mark(1, 0, "forward", 2))
+    for capacity, moment in ((11, Moment(0, 0, -1, "model", 0)), (13, Moment(1, 1, 0, "forward", 2))):
+        timeline = replay(structure([0, 1], marks), [12 * MIB, 14 * MIB], CachingAllocator(capacity * MIB))
+        assert timeline.oom is not None
+        assert timeline.oom.moment == moment
+
+
+def test_a_trace_without_marks_or_events_is_replayed() -> None:
+    """There need be no stages, and an empty trace has no peaks."""
+    timeline = replay(structure(ORDER), SIZES, CachingAllocator())
+    assert timeline.stages == ()
+    assert timeline.allocated_peak == Moment(2, 2, -1, "", 0)
+    empty = replay(structure([]), [], CachingAllocator())
+    assert (empty.fits, empty.max_reserved_bytes, empty.allocated_peak, empty.reserved_peak) == (True, 0, None, None)
+
+
+def test_events_before_the_first_mark_count() -> None:
+    """What comes before the first mark is replayed too, and belongs to no stage."""
+    timeline = replay(structure([0, 1], (Mark(1, 0, "forward"),)), [12 * MIB, 14 * MIB], CachingAllocator())
+    assert [stage.allocated_bytes for stage in timeline.stages] == [26 * MIB]
+
+
+def test_what_is_alive_is_found_for_any_position() -> None:
+    """Blocks are alive from the event that allocates them until before the one that releases them."""
+    assert [alive_at(TRACE, position) for position in range(len(ORDER))] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 3],
+        [0, 1, 3, 4],
+        [0, 3, 4],
+        [0, 3, 4, 5],
+        [0, 3, 5],
+    ]
+
+
+def test_bytes_of_the_blocks_alive_sum_to_what_is_allocated() -> None:
+    """Each block counts with what the allocator gave it, an empty one with nothing."""
+    allocator = CachingAllocator()
+    sizes = [*SIZES[:4], 30 * MIB - 700_000, SIZES[5]]  # the gradient leaves less than 1 MiB of the 30 unused
+    assert block_bytes_at(TRACE, sizes, 5, allocator) == {0: 12 * MIB, 1: 14 * MIB, 3: 0, 4: 30 * MIB}
+    assert (allocator.allocated, allocator.reserved) == (56 * MIB, 56 * MIB)
+
+
+def test_bytes_beyond_a_failure_are_not_to_be_had() -> None:
+    """A position that the trace does not reach raises the failure."""
+    with pytest.raises(SimulatedOutOfMemory):
+        block_bytes_at(TRACE, SIZES, 8, CachingAllocator(60 * MIB))
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> tuple[Structure, list[int]]:
+    """A random trace in which every release follows its allocation."""
+    order: list[int] = []
+    sizes: list[int] = []
+    live: list[int] = []
+    length = draw(st.integers(0, 60))
+    for release in draw(st.lists(st.integers(-20, 20), min_size=length, max_size=length)):
+        if release >= 0 and live:
+            order.append(~live.pop(release % len(live)))
+        else:
+            live.append(len(sizes))
+            order.append(len(sizes))
+            sizes.append(draw(st.one_of(st.integers(0, 3 * MIB), st.integers(0, 40 * MIB))))
+    cuts = sorted(draw(st.lists(st.integers(0, len(order)), max_size=4)))
+    return structure(order, tuple(Mark(cut, 0, f"stage {i}") for i, cut in enumerate(cuts))), sizes
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(traces(), st.one_of(st.none(), st.integers(0, 200 * MIB)), st.booleans())
+def test_agrees_with_stepping_through_the_allocator(
+    trace: tuple[Structure, list[int]], capacity: int | None, expandable: bool
+) -> None:
+    """Counters by stage, first peaks and failure are those of an allocator that is watched event by event."""
+    events, sizes = trace
+    conf = AllocatorSettings(expandable_segments=expandable)
+    timeline = replay(events, sizes, CachingAllocator(capacity, conf))
+    watched = CachingAllocator(capacity, conf)
+    live: dict[int, Block | None] = {}
+    history = [(0, 0, 0, 0)]
+    failed = None
+    for position, i in enumerate(events.order):
+        try:
+            if i >= 0:
+                live[i] = watched.allocate(sizes[i])
+            else:
+                watched.free(live.pop(~i))
+        except SimulatedOutOfMemory:
+            failed = position
+            break
+        history.append((watched.allocated, watched.max_allocated, watched.reserved, watched.max_reserved))
+    ends = [*(mark.position for mark in events.marks[1:]), len(events.order)] if events.marks else []
+    assert [
+        (s.allocated_bytes, s.max_allocated_bytes, s.reserved_bytes, s.max_reserved_bytes) for s in timeline.stages
+    ] == [history[end] for end in ends if failed is None or end <= failed]
+    assert (timeline.oom.moment.position if timeline.oom else None) == failed
+    for peak, column in ((timeline.allocated_peak, 1), (timeline.reserved_peak, 3)):
+        if peak is None:
+            assert history[-1][column] == 0
+        else:
+            assert history[peak.position][column] < history[peak.position + 1][column] == history[-1][column]
+            assert events.order[peak.position] == peak.block
+            reached = block_bytes_at(events, sizes, peak.position, CachingAllocator(capacity, conf))
+            assert list(reached) == alive_at(events, peak.position)
+            assert sum(reached.values()) == history[peak.position + 1][0]
+
+
+def test_twelve_thousand_events_take_milliseconds() -> None:
+    """A trace as long as two steps of BERT-large is replayed fast enough to be searched over (8 ms measured).
+
+    24 layers, each of which allocates what it keeps and what it drops, then a backward that frees it, 12 times over.
+    """
+    order: list[int] = []
+    sizes: list[int] = []
+    for _ in range(12):
+        kept = []
+        for layer in range(25):
+            for tensor in range(10):
+                order.append(len(sizes))
+                sizes.append((layer % 5 + 1) * (tensor + 1) * 300_000)
+                order.append(len(sizes))
+                sizes.append((tensor + 1) * 70_000)
+                kept.append(len(sizes) - 2)
+                order.append(~(len(sizes) - 1))
+        order += [~block for block in reversed(kept)]
+    assert 11_000 < len(order) < 13_000
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert replay(structure(order), sizes, CachingAllocator()).fits
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.1  # far above, so that a busy machine does not fail it
