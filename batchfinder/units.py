@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from batchfinder.errors import InvalidValue
 
@@ -54,7 +55,7 @@ def parse_bytes(text: str, *, option: str = "size") -> int:
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
-    size = int(float(match.group(1)) * factor) if match and factor else 0
+    size = int(Fraction(match.group(1)) * factor) if match and factor else 0
     if size <= 0:
         raise InvalidValue(option, text, "a positive size such as 12GiB, 900MiB or 24GB")
     return size

@@ -1,0 +1,77 @@
+"""The one driver: the search proposes, the probe measures, until the search has its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from batchfinder.outcome import Outcome, Shape, Trial
+from batchfinder.probe import Probe
+from batchfinder.search import Bounds, Doubling, Search
+
+
+class OutcomeSlot(Protocol):
+    """A place for one outcome, already keyed by everything that changes the answer."""
+
+    def get(self) -> Outcome | None:
+        """The outcome kept here; None when there is none."""
+        ...
+
+    def put(self, outcome: Outcome) -> None:
+        """Keep an outcome here."""
+        ...
+
+
+def find_max_batch_size(
+    probe: Probe,
+    shape: Shape,
+    *,
+    search: Search[Any] | None = None,
+    cache: OutcomeSlot | None = None,
+    on_trial: Callable[[Trial], object] | None = None,
+) -> Outcome:
+    """Find the largest batch size that runs.
+
+    Whatever the probe or `on_trial` raises propagates unchanged, an interrupt too; nothing is put into the cache then.
+
+    Args:
+        probe: answers whether one size runs.
+        shape: one sample's shape.
+        search: which sizes to try; `Doubling()` by default, which is exact.
+        cache: looked at first, and given the outcome at the end. A cached outcome is returned with the source `cache`
+            and no trials, and nothing is probed.
+        on_trial: called after each probe with the trial, as the search counts it.
+
+    Returns:
+        The answer, 0 when nothing runs, with its own measurement and every trial in order.
+
+    Raises:
+        InvalidValue: the search's settings leave no size to try.
+    """
+    known = cache.get() if cache is not None else None
+    if known is not None:
+        return replace(known, source="cache", trials=())
+    search = Doubling() if search is None else search
+    trials: list[Trial] = []
+    state = search.init(shape, Bounds())
+    while (batch_size := search.propose(state)) is not None:
+        trial = search.judge(Trial(batch_size, shape, probe(batch_size, shape)))
+        trials.append(trial)
+        if on_trial is not None:
+            on_trial(trial)
+        state = search.update(state, trial)
+    answer, stop = search.result(state)
+    measurements = {trial.batch_size: trial.measurement for trial in trials}
+    outcome = Outcome(
+        shape=shape,
+        max_batch_size=answer,
+        stop=stop,
+        measurement=measurements[answer] if answer else None,
+        trials=tuple(trials),
+        source=probe.source,
+        unmodelled=probe.unmodelled,
+    )
+    if cache is not None:
+        cache.put(outcome)
+    return outcome

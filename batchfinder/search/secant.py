@@ -1,0 +1,152 @@
+"""Fit, jump, certify: most of the way on a line through what was measured, the rest by probing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchfinder.errors import InvalidValue
+from batchfinder.outcome import Shape, Stop, Trial
+from batchfinder.search.bounds import Bounds
+from batchfinder.search.bracket import Bracket
+from batchfinder.search.fit import Fit
+from batchfinder.search.protocol import Search, check_tolerance
+
+_SURPRISES = 2
+"""Guesses that may be a little too low before the steps grow; while they do not, one failure ends the search."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecantState:
+    """What is known, and how well the guesses did.
+
+    Attributes:
+        bracket: what is certain.
+        fit: the peaks seen.
+        limit_bytes: what a peak may have; None when unknown.
+        tries: probes so far.
+        surprises: sizes that ran although they were guessed to fail.
+    """
+
+    bracket: Bracket
+    fit: Fit
+    limit_bytes: int | None
+    tries: int = 0
+    surprises: int = 0
+
+
+@dataclass(frozen=True)
+class Secant(Search[SecantState]):
+    """For a real device, where a probe costs seconds and a failure more: guess from peaks, certify by probing.
+
+    With a prediction it probes a quarter of it (which warms the device up and gives the line a second point), then just
+    under it; without one it starts at the first size. From there it moves by a line through the peaks measured so far:
+    to just under where the line meets the limit, then to the size at which a failure ends the search. Measurements
+    without peaks leave the prediction, then doubling and bisection.
+
+    A good prediction takes 3 or 4 probes, the last of which is the one failure. After `patience` probes guesses no
+    longer count, so that a curve that is not affine costs at most `patience + 2 * n + 2` probes, where `n` is the
+    number of binary digits of the cap.
+
+    Attributes:
+        limit_bytes: bytes a peak may have, as the probe counts them; None when unknown (`Headroom` says it too).
+        tolerance: may end once a failing size is within this share of the answer; 0 for the exact maximum.
+        predicted: a guess of the answer, such as the simulated step's; None without one.
+        margin: how far under the prediction to start, as a share of it: the prediction's own usual error.
+        patience: probes for which guesses count.
+
+    Raises:
+        InvalidValue: a setting is out of range.
+    """
+
+    limit_bytes: int | None = None
+    tolerance: float = 0.01
+    predicted: int | None = None
+    margin: float = 0.02
+    patience: int = 8
+
+    def __post_init__(self) -> None:
+        check_tolerance(self.tolerance)
+        if self.limit_bytes is not None and self.limit_bytes <= 0:
+            raise InvalidValue("limit_bytes", self.limit_bytes, "a positive number of bytes")
+        if self.predicted is not None and self.predicted < 0:
+            raise InvalidValue("predicted", self.predicted, "a size, or 0 when nothing is predicted to fit")
+        if not 0 <= self.margin < 1:
+            raise InvalidValue("margin", self.margin, "a share from 0 to below 1, such as 0.02")
+        if self.patience < 0:
+            raise InvalidValue("patience", self.patience, "a number of probes")
+
+    def init(self, shape: Shape, bounds: Bounds) -> SecantState:
+        """Nothing is known yet; the tighter of the two byte limits holds."""
+        limits = [limit for limit in (self.limit_bytes, bounds.limit_bytes) if limit is not None]
+        return SecantState(Bracket(bounds), Fit(), min(limits, default=None))
+
+    def propose(self, state: SecantState) -> int | None:
+        """The size most likely to end the search, at the least risk of a failure."""
+        bracket = state.bracket
+        if bracket.stop(self.tolerance):
+            return None
+        if state.tries == 0:
+            return bracket.inside(self._start(state))
+        return self._climb(state) if bracket.high is None else self._close(state)
+
+    def update(self, state: SecantState, trial: Trial) -> SecantState:
+        """Narrow the bracket, add the peak to the fit, and note a guess that was too low."""
+        guess = self._guess(state)
+        surprised = trial.fits and guess is not None and trial.batch_size > guess
+        return SecantState(
+            state.bracket.update(trial),
+            state.fit.add(trial),
+            state.limit_bytes,
+            state.tries + 1,
+            state.surprises + surprised,
+        )
+
+    def result(self, state: SecantState) -> tuple[int, Stop]:
+        """The bracket's low end."""
+        return state.bracket.result(self.tolerance)
+
+    def _guess(self, state: SecantState) -> int | None:
+        """The largest size thought to run: by the fit, else by the prediction."""
+        fitted = None if state.limit_bytes is None else state.fit.crossing(state.limit_bytes)
+        return self.predicted if fitted is None else fitted
+
+    def _reach(self, bracket: Bracket) -> int:
+        """How far above the low end a failure would end the search."""
+        return max(bracket.bounds.multiple_of, int(self.tolerance * bracket.low))
+
+    def _start(self, state: SecantState) -> int:
+        """A quarter of the prediction where its peak will be of use, else just under the prediction."""
+        if self.predicted is None:
+            return 0
+        return self._under_prediction(self.predicted) if state.limit_bytes is None else self.predicted // 4
+
+    def _under_prediction(self, predicted: int) -> int:
+        return predicted - int(self.margin * predicted)
+
+    def _climb(self, state: SecantState) -> int:
+        """Nothing failed yet: jump to just under the guess, or once there to where a failure would end the search.
+
+        The third surprise, and each probe past the patience, doubles the least step: this ends for any curve.
+        """
+        bracket, guess = state.bracket, self._guess(state)
+        if guess is None:
+            return bracket.step()
+        late = max(0, state.surprises - _SURPRISES) + max(0, state.tries - self.patience)
+        least = bracket.low + (self._reach(bracket) << late)
+        sizes = [least]
+        if guess > least:
+            sizes.append(guess - int(self.tolerance * guess) // 2)
+        if state.tries == 1 and self.predicted is not None:
+            sizes.append(self._under_prediction(self.predicted))
+        return bracket.inside(max(sizes))
+
+    def _close(self, state: SecantState) -> int:
+        """Something failed: probe near the guess if it lies between, else in the middle."""
+        bracket, guess = state.bracket, self._guess(state)
+        high = bracket.high or 0
+        if guess is None or not bracket.low <= guess < high or state.tries > self.patience:
+            return bracket.step()
+        enough = high - int(self.tolerance * high)
+        if guess >= enough:
+            return bracket.inside(enough)
+        return bracket.inside(max(bracket.low + self._reach(bracket), guess - int(self.tolerance * guess) // 2))

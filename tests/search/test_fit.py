@@ -1,0 +1,84 @@
+"""Fit: where a line through peaks meets the limit."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfinder.outcome import Measurement, Shape, Trial, Verdict
+from batchfinder.search.fit import SEGMENT_BYTES, Fit
+from batchfinder.units import GIB, MIB
+
+QUICK = settings(derandomize=True, deadline=None, max_examples=200)
+
+
+def fit(*points: tuple[int, int]) -> Fit:
+    """A fit of (batch size, peak) points."""
+    made = Fit()
+    for size, peak in points:
+        made = made.add(Trial(size, Shape(), Measurement(Verdict.FITS, peak_reserved_bytes=peak)))
+    return made
+
+
+def test_nothing():
+    """Without peaks there is nothing to say."""
+    assert Fit().crossing(100) is None
+    assert fit((1, 0)).crossing(100) is None
+
+
+def test_what_counts():
+    """Reserved bytes count before allocated ones; a failure, or a size without peaks, adds nothing."""
+    ran = Measurement(Verdict.FITS, peak_allocated_bytes=3, peak_reserved_bytes=5)
+    assert Fit().add(Trial(2, Shape(), ran)).points == ((2, 5),)
+    assert Fit().add(Trial(2, Shape(), Measurement(Verdict.FITS, peak_allocated_bytes=3))).points == ((2, 3),)
+    assert Fit().add(Trial(2, Shape(), Measurement(Verdict.FITS))).points == ()
+    assert Fit().add(Trial(2, Shape(), Measurement(Verdict.OUT_OF_MEMORY, 3, 5))).points == ()
+
+
+def test_one_point():
+    """One peak is scaled as if the samples took all of it."""
+    assert fit((4, 20)).crossing(104) == 20
+
+
+def test_two_points():
+    """Two peaks make a line; limits too small to have segments are met to the sample."""
+    assert fit((1, 110), (8, 180)).crossing(500) == 40
+    assert fit((1, 110), (8, 180)).crossing(499) == 39
+
+
+def test_the_nearest_point_that_is_well_apart():
+    """A line is drawn from the last point at most three quarters as large, so that rounding does not tilt it."""
+    assert fit((1, 100), (6, 110), (8, 130)).crossing(330) == 8 + 20 * 10 // 1 // 10
+    assert fit((1, 100), (7, 110), (8, 130)).crossing(330) == 8 + 200 * 7 // 30
+
+
+def test_falling_peaks():
+    """Peaks that fall say nothing."""
+    assert fit((1, 110), (8, 100)).crossing(500) is None
+
+
+def test_flat_peaks():
+    """Peaks a segment apart or less carry the line sixteenfold at most, clearly rising ones as far as it goes."""
+    assert fit((1, GIB), (2, GIB)).crossing(40 * GIB) == 32
+    assert fit((1, GIB), (2, GIB + 20 * MIB)).crossing(40 * GIB) == 32
+    assert fit((1, GIB), (2, GIB + 21 * MIB)).crossing(40 * GIB) > 900
+
+
+@QUICK
+@given(
+    fixed=st.integers(0, 8 * GIB),
+    per_sample=st.integers(MIB, GIB),
+    segment=st.sampled_from([512, 2 * MIB, SEGMENT_BYTES]),
+    small=st.integers(1, 50),
+    more=st.integers(1, 200),
+)
+def test_never_too_high(fixed, per_sample, segment, small, more):
+    """On an affine curve rounded up to segments the guess is never above the truth before rounding, plus one."""
+
+    def peak(size: int) -> int:
+        return -(-(fixed + per_sample * size) // segment) * segment
+
+    limit = max(12 * GIB, peak(small + more))
+    guess = fit((small, peak(small)), (small + more, peak(small + more))).crossing(limit)
+    assert guess is not None
+    assert guess <= (limit - fixed) // per_sample + 1

@@ -1,0 +1,230 @@
+"""Secant: few probes, fewer failures, whatever the prediction is worth."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfinder.errors import InvalidValue
+from batchfinder.find import find_max_batch_size
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Verdict
+from batchfinder.probe import FunctionProbe
+from batchfinder.search import Bounds, Bracket, Headroom, Secant
+from batchfinder.search.fit import Fit
+from batchfinder.search.secant import SecantState
+from batchfinder.units import GIB, MIB
+
+QUICK = settings(derandomize=True, deadline=None, max_examples=400)
+
+
+def device(answer: int, limit: int, share: float, segment: int) -> FunctionProbe:
+    """A step whose samples take `share` of the limit at `answer`, with peaks rounded up to segments."""
+    fixed = int((1 - share) * limit)
+    per_sample = (limit - fixed) // answer
+    return FunctionProbe(lambda size, shape: -(-(fixed + per_sample * size) // segment) * segment, limit)
+
+
+def truth(probe: FunctionProbe) -> int:
+    """The largest size that runs."""
+    low, high = 0, 1 << 14
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if probe(middle, Shape()).fits else (low, middle)
+    return low
+
+
+def failures(outcome: Outcome) -> int:
+    """How many probes failed."""
+    return sum(not trial.fits for trial in outcome.trials)
+
+
+devices = st.builds(
+    device,
+    answer=st.one_of(st.integers(1, 4096), st.integers(1, 100)),
+    limit=st.integers(8 * 1024, 80 * 1024).map(lambda size: size * MIB),
+    share=st.floats(0.2, 1.0),
+    segment=st.sampled_from([1, 512, 2 * MIB, 20 * MIB]),
+)
+
+
+@QUICK
+@given(devices, st.floats(-0.02, 0.02))
+def test_good_prediction(probe, error):
+    """Within 2 % of the truth a prediction takes at most 6 probes and 1 failure, up to 4096 and within 1 %."""
+    answer = truth(probe)
+    if not 1 <= answer <= 4096:
+        return
+    search = Secant(probe.capacity_bytes, predicted=max(1, round(answer * (1 + error))))
+    outcome = find_max_batch_size(probe, Shape(), search=search)
+    assert len(outcome.trials) <= 6
+    assert failures(outcome) <= 1
+    assert answer - max(1, 0.01 * answer) <= outcome.max_batch_size <= answer
+
+
+@QUICK
+@given(devices)
+def test_no_prediction(probe):
+    """Without a prediction it takes at most 12 probes and 2 failures where the samples take a fifth or more."""
+    answer = truth(probe)
+    if answer > 4096:
+        return
+    outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes))
+    assert len(outcome.trials) <= 12
+    assert failures(outcome) <= 2
+    assert answer - max(1, 0.01 * answer) <= outcome.max_batch_size <= answer
+
+
+@pytest.mark.parametrize(("predicted", "most"), [(True, 3.6), (False, 5.0)])
+def test_usual_cost(predicted, most):
+    """On 500 random devices it takes 3.4 probes on average with a good prediction, 4.7 without, and one failure."""
+    rng = random.Random(0)
+    outcomes = []
+    for _ in range(500):
+        limit = rng.randrange(8, 80) * GIB
+        probe = device(int(2 ** rng.uniform(0, 12)), limit, rng.uniform(0.2, 1), rng.choice([1, 2 * MIB, 20 * MIB]))
+        guess = max(1, round(truth(probe) * rng.uniform(0.98, 1.02))) if predicted else None
+        outcomes.append(find_max_batch_size(probe, Shape(), search=Secant(limit, predicted=guess)))
+    assert sum(len(outcome.trials) for outcome in outcomes) / 500 <= most
+    assert sum(failures(outcome) for outcome in outcomes) / 500 <= 1.02
+
+
+@QUICK
+@given(devices, st.one_of(st.none(), st.integers(0, 1 << 20)))
+def test_exact(probe, predicted):
+    """With a tolerance of 0 the answer is the exact maximum, however wrong the prediction."""
+    outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes, 0.0, predicted))
+    assert (outcome.max_batch_size, outcome.stop) == (truth(probe), Stop.EXACT)
+
+
+def tried(answer: int, search: Secant, peaks: bool = True) -> list[int]:
+    """The sizes probed on a device on which exactly the sizes up to `answer` run, at 100 bytes and 1 each."""
+
+    def probe(size: int, shape: Shape) -> Measurement:
+        peak = 100 + size if peaks else None
+        return Measurement(Verdict.FITS if size <= answer else Verdict.OUT_OF_MEMORY, peak, peak)
+
+    probe.source, probe.unmodelled = "measured", ()
+    outcome = find_max_batch_size(probe, Shape(), search=search)
+    assert outcome.max_batch_size <= answer
+    return [trial.batch_size for trial in outcome.trials]
+
+
+def test_sizes_with_a_prediction():
+    """A quarter of it, just under it, and the size at which a failure ends the search."""
+    assert tried(1000, Secant(1100, predicted=1000)) == [250, 980, 995, 1004]
+
+
+def test_sizes_without_a_prediction():
+    """The first size, as far as that is bound to fit, and then along the line."""
+    assert tried(1000, Secant(1100)) == [1, 10, 816, 995, 1004]
+    assert tried(1000, Secant(1100, tolerance=0.0)) == [1, 10, 820, 999, 1000, 1001]
+
+
+def test_sizes_without_peaks():
+    """Measurements without peaks leave the prediction, and doubling where there is none."""
+    assert tried(1000, Secant(predicted=1000), peaks=False) == [980, 995, 1004]
+    assert tried(9, Secant(1100), peaks=False) == [1, 2, 4, 8, 16, 12, 10, 9]
+
+
+def test_prediction_too_high():
+    """A prediction far too high costs a failure, then halving and the line find the way back."""
+    assert tried(1000, Secant(1100, predicted=100000))[:2] == [25000, 12500]
+    assert len(tried(1000, Secant(1100, predicted=100000))) <= 10
+
+
+def test_small_predictions_are_tried_themselves():
+    """The margin is rounded down: a prediction below 50 is where the search starts."""
+    assert tried(40, Secant(predicted=40), peaks=False) == [40, 41]
+    assert tried(1, Secant(101, predicted=1)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "points", "tries", "expected"),
+    [
+        (800, 1200, ((800, 900),), 3, 888 - 4),
+        (800, 885, ((800, 900),), 3, 842),
+        (800, 888, ((800, 900),), 3, 844),
+        (800, 889, ((800, 900),), 3, 889 - 8),
+        (800, 896, ((800, 900),), 3, 896 - 8),
+        (800, 897, ((800, 900),), 3, 888 - 4),
+        (800, 900, ((800, 999),), 3, 808),
+        (800, 900, ((800, 1000),), 3, 808),
+        (800, 900, ((800, 1001),), 3, 850),
+        (800, 897, ((800, 900),), 8, 888 - 4),
+        (800, 897, ((800, 900),), 9, 848),
+        (800, None, ((800, 900),), 8, 888 - 4),
+        (800, None, ((800, 1000),), 8, 808),
+        (800, None, ((800, 1000),), 9, 816),
+        (800, None, ((800, 1000),), 11, 864),
+        (0, 800, (), 3, 400),
+    ],
+)
+def test_one_step(low, high, points, tries, expected):
+    """Near the guess, else the middle: the next size for a limit of 1000 bytes, a tolerance of 1 %, a patience of 8."""
+    search = Secant(1000)
+    assert search.propose(SecantState(Bracket(Bounds(), low, high), Fit(points), 1000, tries)) == expected
+
+
+def test_surprises_grow_the_steps():
+    """From the third size that ran although it was guessed to fail, the steps double."""
+    sizes = tried(130, Secant(predicted=100, tolerance=0.0), peaks=False)
+    assert sizes[:8] == [98, 100, 101, 102, 103, 105, 109, 117]
+
+
+@pytest.mark.parametrize("answer", [1, 7, 640, 5000, 70000])
+def test_peaks_that_mislead(answer):
+    """Peaks that always say that the limit was reached cost no more than the bound."""
+
+    def probe(size: int, shape: Shape) -> Measurement:
+        return Measurement(Verdict.FITS, 10**6, 10**6) if size <= answer else Measurement(Verdict.OUT_OF_MEMORY)
+
+    probe.source, probe.unmodelled = "measured", ()
+    search = Secant(10**6, tolerance=0.0)
+    outcome = find_max_batch_size(probe, Shape(), search=search)
+    assert outcome.max_batch_size == answer
+    assert len(outcome.trials) <= search.patience + 2 * answer.bit_length() + 2
+
+
+def test_nested_headroom_sets_the_limit():
+    """Of two headrooms the larger is aimed at."""
+    for rooms in ((100, 300), (300, 100)):
+        search = Headroom(Headroom(Secant(tolerance=0.0), 1200, rooms[0]), 1200, rooms[1])
+        assert search.init(Shape(), Bounds()).limit_bytes == 900
+
+
+def test_headroom_sets_the_limit():
+    """The tighter of its own limit and a wrapper's is what the line aims at."""
+    probe = FunctionProbe(lambda size, shape: 100 + size, 1200)
+    for search in (Headroom(Secant(1200), 1200, 100), Headroom(Secant(), 1200, 100), Secant(1100)):
+        outcome = find_max_batch_size(probe, Shape(), search=search)
+        assert [trial.batch_size for trial in outcome.trials][:4] == [1, 10, 816, 995]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("limit_bytes", 0, "limit_bytes: 0 will not do; expected a positive number of bytes."),
+        ("predicted", -1, "predicted: -1 will not do; expected a size, or 0 when nothing is predicted to fit."),
+        ("margin", 1.0, "margin: 1.0 will not do; expected a share from 0 to below 1, such as 0.02."),
+        ("margin", -0.1, "margin: -0.1 will not do; expected a share from 0 to below 1, such as 0.02."),
+        ("patience", -1, "patience: -1 will not do; expected a number of probes."),
+        ("tolerance", 1.0, "tolerance: 1.0 will not do; expected a share from 0 (exact) to below 1, such as 0.01."),
+    ],
+)
+def test_bad_settings(setting, value, message):
+    """Each setting out of range is refused by name."""
+    with pytest.raises(InvalidValue) as error:
+        Secant(**{setting: value})
+    assert str(error.value) == message
+    assert Secant(limit_bytes=1, predicted=0, margin=0, patience=0)
+
+
+def test_a_prediction_on_a_device_that_is_larger():
+    """A prediction far too low is left behind by the line in as few probes as no prediction."""
+    probe = device(4000, 40 * GIB, 0.7, 2 * MIB)
+    outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes, predicted=40))
+    assert len(outcome.trials) <= 6
+    assert failures(outcome) == 1

@@ -1,0 +1,88 @@
+"""Accumulation: exact wherever it can be, and said where it cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfinder.accumulation import plan_accumulation
+from batchfinder.errors import BatchFinderError, InvalidValue, OutOfMemory
+
+QUICK = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+@QUICK
+@given(st.integers(1, 120), st.integers(1, 130), st.integers(1, 20))
+def test_against_brute_force(target, largest, devices):
+    """Of all plans that fit, it is the nearest to the target, then the one with the fewest micro-batches."""
+    plan = plan_accumulation(target, largest, devices)
+    best = min(
+        (abs(micro * times * devices - target), times, -micro)
+        for micro in range(1, largest + 1)
+        for times in range(1, target + 2)
+        if micro * times * devices < target + devices or micro * times == 1
+    )
+    assert (abs(plan.deviation), plan.accumulation, -plan.micro_batch_size) == best
+    assert plan.effective_batch_size == plan.micro_batch_size * plan.accumulation * devices
+    assert plan.deviation == plan.effective_batch_size - target
+    assert plan.exact == (target % devices == 0)
+    assert (plan.target_batch_size, plan.num_devices) == (target, devices)
+    assert plan.micro_batch_size <= largest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((256, 8), "8 x 32 = 256"),
+        ((256, 256), "256 x 1 = 256"),
+        ((256, 255), "128 x 2 = 256"),
+        ((256, 1000), "256 x 1 = 256"),
+        ((1024, 48, 4), "32 x 8 x 4 devices = 1024"),
+        ((257, 100), "1 x 257 = 257"),
+        ((10, 3), "2 x 5 = 10"),
+        ((100, 30, 3), "11 x 3 x 3 devices = 99 (1 fewer than the target of 100)"),
+        ((101, 30, 3), "17 x 2 x 3 devices = 102 (1 more than the target of 101)"),
+        ((1, 30, 8), "1 x 1 x 8 devices = 8 (7 more than the target of 1)"),
+    ],
+)
+def test_text(arguments, text):
+    """A plan reads as the sum it is, and states any deviation."""
+    assert str(plan_accumulation(*arguments)) == text
+
+
+def test_equally_near():
+    """Of two sums equally far from the target the one with fewer, then larger, micro-batches is taken."""
+    assert plan_accumulation(3, 1, 2).effective_batch_size == 2
+    assert plan_accumulation(3, 2, 2).effective_batch_size == 4
+
+
+def test_nothing_fits():
+    """A maximum of 0 cannot be accumulated, and says so."""
+    with pytest.raises(OutOfMemory) as error:
+        plan_accumulation(256, 0)
+    assert str(error.value) == "batch size 1 does not fit: there is no micro-batch to accumulate to 256"
+    assert isinstance(error.value, BatchFinderError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 8), "target_batch_size: 0 will not do; expected a size of at least 1."),
+        ((8, -1), "max_batch_size: -1 will not do; expected the largest size that fits, or 0 when none does."),
+        ((8, 8, 0), "num_devices: 0 will not do; expected at least 1 device."),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    """Arguments that cannot be meant are refused by name."""
+    with pytest.raises(InvalidValue) as error:
+        plan_accumulation(*arguments)
+    assert str(error.value) == message
+
+
+def test_frozen():
+    """A plan cannot be changed after it was made."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan_accumulation(256, 8).accumulation = 1

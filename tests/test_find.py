@@ -1,0 +1,129 @@
+"""The driver: what it passes on, what it keeps, what it lets through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batchfinder.find import find_max_batch_size
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+from batchfinder.probe import FunctionProbe
+from batchfinder.search import Doubling, Headroom
+
+SHAPE = Shape(seq_len=128)
+
+
+class Slot:
+    """A cache slot in memory."""
+
+    def __init__(self, outcome: Outcome | None = None) -> None:
+        self.outcome = outcome
+
+    def get(self) -> Outcome | None:
+        return self.outcome
+
+    def put(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+
+class RaisingProbe:
+    """Runs up to 4 and raises above."""
+
+    source = "measured"
+    unmodelled = ()
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        if batch_size > 4:
+            raise self.error
+        return Measurement(Verdict.FITS)
+
+
+def five() -> FunctionProbe:
+    """A probe on which 5 is the answer at length 128."""
+    return FunctionProbe(lambda size, shape: 10 * size + (shape.seq_len or 0), 128 + 55)
+
+
+def test_outcome():
+    """The outcome holds the answer's own measurement, every trial in order, and where it came from."""
+    probe = five()
+    probe.source, probe.unmodelled = "measured", ("cuDNN workspaces",)
+    outcome = find_max_batch_size(probe, SHAPE)
+    assert outcome == Outcome(
+        shape=SHAPE,
+        max_batch_size=5,
+        stop=Stop.EXACT,
+        measurement=Measurement(Verdict.FITS, 178, 178),
+        trials=tuple(Trial(size, SHAPE, probe(size, SHAPE)) for size in (1, 2, 4, 8, 6, 5)),
+        source="measured",
+        unmodelled=("cuDNN workspaces",),
+    )
+
+
+def test_nothing_runs():
+    """0 is an answer, with no measurement and the failure among the trials."""
+    outcome = find_max_batch_size(FunctionProbe(lambda size, shape: 300, 200), SHAPE)
+    assert (outcome.max_batch_size, outcome.measurement, len(outcome.trials)) == (0, None, 1)
+    assert outcome.trials[0].measurement.message == "needs 300 bytes of 200"
+
+
+def test_on_trial():
+    """`on_trial` sees each trial as it happens, as the search counts it."""
+    seen: list[Trial] = []
+    search = Headroom(Doubling(), limit_bytes=183, headroom_bytes=20)
+    outcome = find_max_batch_size(five(), SHAPE, search=search, on_trial=seen.append)
+    assert tuple(seen) == outcome.trials
+    assert [trial.measurement.verdict for trial in seen if trial.batch_size == 4] == [Verdict.HEADROOM]
+    assert outcome.max_batch_size == 3
+
+
+def test_cache_is_filled():
+    """An outcome is put into the cache as it is returned."""
+    slot = Slot()
+    assert find_max_batch_size(five(), SHAPE, cache=slot) == slot.outcome
+
+
+def test_cache_is_used():
+    """A cached outcome comes back without a probe, marked as such; the record is left as it is."""
+    kept = find_max_batch_size(five(), SHAPE)
+    slot = Slot(kept)
+    outcome = find_max_batch_size(RaisingProbe(AssertionError("probed")), SHAPE, cache=slot, on_trial=pytest.fail)
+    assert outcome == replace(kept, source="cache", trials=())
+    assert slot.outcome is kept
+
+
+def test_cached_zero():
+    """A cached 0 is an answer too."""
+    kept = find_max_batch_size(FunctionProbe(lambda size, shape: 300, 200), SHAPE)
+    outcome = find_max_batch_size(RaisingProbe(AssertionError("probed")), SHAPE, cache=Slot(kept))
+    assert (outcome.max_batch_size, outcome.source) == (0, "cache")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("mat1 and mat2 shapes cannot be multiplied")])
+def test_errors_propagate(error):
+    """An interrupt or a bug in the user's code comes through unchanged, after the trials so far; nothing is cached."""
+    slot, seen = Slot(), []
+    with pytest.raises(type(error)) as caught:
+        find_max_batch_size(RaisingProbe(error), SHAPE, cache=slot, on_trial=seen.append)
+    assert caught.value is error
+    assert caught.value.__cause__ is None
+    assert [trial.batch_size for trial in seen] == [1, 2, 4]
+    assert slot.outcome is None
+
+
+def test_on_trial_may_stop_it():
+    """What `on_trial` raises comes through, so a caller can stop a search."""
+    with pytest.raises(KeyboardInterrupt):
+        find_max_batch_size(five(), SHAPE, on_trial=lambda trial: (_ for _ in ()).throw(KeyboardInterrupt()))
+
+
+def test_one_search_serves_many_shapes():
+    """A search keeps nothing from one use to the next."""
+    search = Doubling()
+    answers = [
+        find_max_batch_size(five(), Shape(seq_len), search=search).max_batch_size for seq_len in (128, 8, 180, 128)
+    ]
+    assert answers == [5, 17, 0, 5]
