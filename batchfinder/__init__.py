@@ -1,1 +1,59 @@
-"""Find the largest batch size that trains, with or without a GPU at hand."""
+"""Find the largest batch size that trains, with or without a GPU at hand.
+
+Public names are loaded when they are first used, so that importing the package stays quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+    from batchfinder.errors import BatchFinderError
+    from batchfinder.find import find_max_batch_size
+    from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+    from batchfinder.probe import FunctionProbe, Probe
+    from batchfinder.step.workload import Workload
+
+_HOMES = {
+    "AccumulationPlan": "accumulation",
+    "BatchFinderError": "errors",
+    "FunctionProbe": "probe",
+    "Measurement": "outcome",
+    "Outcome": "outcome",
+    "Probe": "probe",
+    "Shape": "outcome",
+    "Stop": "outcome",
+    "Trial": "outcome",
+    "Verdict": "outcome",
+    "Workload": "step.workload",
+    "find_max_batch_size": "find",
+    "plan_accumulation": "accumulation",
+}
+
+__all__ = [
+    "AccumulationPlan",
+    "BatchFinderError",
+    "FunctionProbe",
+    "Measurement",
+    "Outcome",
+    "Probe",
+    "Shape",
+    "Stop",
+    "Trial",
+    "Verdict",
+    "Workload",
+    "find_max_batch_size",
+    "plan_accumulation",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"batchfinder.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -67,7 +67,7 @@ def find_max_batch_size(
         shape=shape,
         max_batch_size=answer,
         stop=stop,
-        measurement=measurements[answer] if answer else None,
+        measurement=measurements[answer or min(measurements)],
         trials=tuple(trials),
         source=probe.source,
         unmodelled=probe.unmodelled,

@@ -51,6 +51,7 @@ class Measurement:
         peak_reserved_bytes: most bytes taken from the device (`torch.cuda.max_memory_reserved`); None if unknown.
         seconds: time the probe took.
         message: the device's own words for a failure; empty when it fits.
+        needed_bytes: what a size that failed would have taken, where that is known.
     """
 
     verdict: Verdict
@@ -58,6 +59,7 @@ class Measurement:
     peak_reserved_bytes: int | None = None
     seconds: float = 0.0
     message: str = ""
+    needed_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -113,7 +115,7 @@ class Outcome:
         shape: the sample's shape it was found for.
         max_batch_size: the largest size that was probed and ran; 0 when not even one sample fits.
         stop: why the search ended.
-        measurement: the probe of `max_batch_size`; None when that is 0.
+        measurement: the probe of `max_batch_size`; of the smallest size that failed when that is 0.
         trials: every probe, in order; empty when the answer came from the cache.
         source: `simulated`, `measured` or `cache`.
         unmodelled: what a simulated figure leaves out, in words.

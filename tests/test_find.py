@@ -64,10 +64,10 @@ def test_outcome():
 
 
 def test_nothing_runs():
-    """0 is an answer, with no measurement and the failure among the trials."""
+    """0 is an answer, and its measurement is the failure of the smallest size tried."""
     outcome = find_max_batch_size(FunctionProbe(lambda size, shape: 300, 200), SHAPE)
-    assert (outcome.max_batch_size, outcome.measurement, len(outcome.trials)) == (0, None, 1)
-    assert outcome.trials[0].measurement.message == "needs 300 bytes of 200"
+    assert (outcome.max_batch_size, outcome.measurement, len(outcome.trials)) == (0, outcome.trials[0].measurement, 1)
+    assert outcome.measurement.message == "needs 300 bytes of 200"
 
 
 def test_on_trial():

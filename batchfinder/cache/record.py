@@ -116,7 +116,7 @@ def _write_outcome(outcome: Outcome) -> dict[str, Json]:
         "max_batch_size": operator.index(outcome.max_batch_size),
         "stop": outcome.stop.name,
         "measurement": None if outcome.measurement is None else _write_measurement(outcome.measurement),
-        # [batch_size, seq_len, verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message]
+        # [batch_size, seq_len, verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes]
         "trials": [
             [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_write_measurement(trial.measurement)]
             for trial in outcome.trials
@@ -128,7 +128,7 @@ def _write_outcome(outcome: Outcome) -> dict[str, Json]:
 
 def _write_measurement(seen: Measurement) -> list[Json]:
     peaks = _index(seen.peak_allocated_bytes), _index(seen.peak_reserved_bytes)
-    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message]
+    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, _index(seen.needed_bytes)]
 
 
 def _index(value: int | None) -> int | None:
@@ -164,7 +164,7 @@ def _read_outcome(value: object) -> Outcome:
 
 def _read_trial(value: object) -> Trial:
     row = _of(list, value, "trial")
-    if len(row) != 7:
+    if len(row) != 8:
         raise DamagedRecord(f"its trial is {value!r}")
     shape = Shape(_optional_int(row[1], "seq_len"))
     return Trial(_of(int, row[0], "batch_size"), shape, _read_measurement(row[2:]))
@@ -172,7 +172,7 @@ def _read_trial(value: object) -> Trial:
 
 def _read_measurement(value: object) -> Measurement:
     row = _of(list, value, "measurement")
-    if len(row) != 5:
+    if len(row) != 6:
         raise DamagedRecord(f"its measurement is {value!r}")
     return Measurement(
         verdict=_member(Verdict, row[0], "verdict"),
@@ -180,6 +180,7 @@ def _read_measurement(value: object) -> Measurement:
         peak_reserved_bytes=_optional_int(row[2], "peak_reserved_bytes"),
         seconds=_of(float, row[3], "seconds"),
         message=_of(str, row[4], "message"),
+        needed_bytes=_optional_int(row[5], "needed_bytes"),
     )
 
 

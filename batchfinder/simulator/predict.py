@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from batchfinder.outcome import Shape
-from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.probe import ENDLESS, SimulatedProbe
 
 # A batch of one needs a recording of its own, so neither size is 1.
 _SMALL, _LARGE = 2, 32
-_ENDLESS = DeviceMemory(1 << 60, 1 << 60)
 
 
 def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
@@ -21,19 +19,8 @@ def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
     Returns:
         A size of at least 2.
     """
-    low, high = (probe.timeline(size, shape, _ENDLESS).max_allocated_bytes for size in (_SMALL, _LARGE))
+    low, high = (probe.timeline(size, shape, ENDLESS).max_allocated_bytes for size in (_SMALL, _LARGE))
     per_sample = (high - low) / (_LARGE - _SMALL)
     if per_sample <= 0:
         return _LARGE
     return max(_SMALL, int(_SMALL + (probe.memory.capacity_bytes - low) / per_sample))
-
-
-def needed_bytes(probe: SimulatedProbe, batch_size: int, shape: Shape) -> int:
-    """The most the allocator would reserve for a size if the card had no end.
-
-    Args:
-        probe: knows the step; its card does not matter.
-        batch_size: samples in a micro-batch.
-        shape: one sample's shape.
-    """
-    return probe.timeline(batch_size, shape, _ENDLESS).max_reserved_bytes

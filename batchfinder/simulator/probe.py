@@ -14,6 +14,10 @@ from batchfinder.simulator.timeline import Timeline
 from batchfinder.simulator.trace import Trace
 
 
+ENDLESS = DeviceMemory(1 << 60, 1 << 60)
+"""A card that is never full, to see what a step would take."""
+
+
 class SimulatedProbe:
     """Says whether a size would run on a card that is not there.
 
@@ -41,7 +45,10 @@ class SimulatedProbe:
         timeline = self.timeline(batch_size, shape)
         seconds = time.perf_counter() - start
         if timeline.oom is not None:
-            return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=timeline.oom.message)
+            needed = self.needed_bytes(batch_size, shape) if batch_size == 1 else None
+            return Measurement(
+                Verdict.OUT_OF_MEMORY, seconds=seconds, message=timeline.oom.message, needed_bytes=needed
+            )
         return Measurement(Verdict.FITS, timeline.max_allocated_bytes, timeline.max_reserved_bytes, seconds)
 
     def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
@@ -53,6 +60,10 @@ class SimulatedProbe:
             memory: another card than the probe's own.
         """
         return self._replay(self.trace(batch_size, shape), memory or self.memory)
+
+    def needed_bytes(self, batch_size: int, shape: Shape) -> int:
+        """The most the allocator would reserve for a size on a card without end."""
+        return self.timeline(batch_size, shape, ENDLESS).max_reserved_bytes
 
     def exact_timeline(self, batch_size: int, shape: Shape) -> Timeline:
         """The whole replay of one size that is recorded itself: for a single size this is the shorter way."""
