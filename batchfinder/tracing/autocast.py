@@ -2,8 +2,9 @@
 
 PyTorch keeps the lists of operators per policy in `aten/src/ATen/autocast_mode.h` as macros for any backend to use
 (https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and the
-lists after it). What each policy does is in the same file. A cast of a leaf fp32 parameter is kept until the outermost
-autocast region ends, which is why a mixed-precision step holds half-precision copies of the weights.
+lists after it). What each policy does is in the same file; what is cached and what is banned is in
+https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp. A cast of a leaf fp32 parameter is kept
+until the outermost autocast region ends: this is why a mixed-precision step holds half-precision copies of the weights.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from torch.library import Library, fallthrough_kernel
 
 from batchfinder.tracing.pretend import DEVICE_TYPE
 
-LOWER_PRECISION = """
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+LOWER_PRECISION = _names("""
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
     bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
     rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
-""".split()
-FP32 = """
+""")
+FP32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
     pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
     nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
@@ -33,16 +39,18 @@ FP32 = """
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
-""".split()
-FP32_SET_OPT_DTYPE = """
+""")
+FP32_SET_OPT_DTYPE = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
-""".split()
-PROMOTE = """
+""")
+PROMOTE = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-""".split()
+""")
+# The overload that takes the output's type, for those that are sent to another overload.
+FP32_APPEND_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
-_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 
@@ -56,7 +64,7 @@ def register() -> Library:
     others = Library("_", "IMPL", "AutocastPrivateUse1")
     others.fallback(fallthrough_kernel)
     library = Library("aten", "IMPL", "AutocastPrivateUse1")
-    policies: tuple[tuple[list[str], Callable[[Any], Callable[..., Any]]], ...] = (
+    policies: tuple[tuple[tuple[str, ...], Callable[[Any], Callable[..., Any]]], ...] = (
         (LOWER_PRECISION, _to_lower_precision),
         (FP32, _to_fp32),
         (FP32_SET_OPT_DTYPE, _to_fp32_by_dtype),
@@ -67,6 +75,9 @@ def register() -> Library:
             operator = _find(name)
             if operator is not None:
                 library.impl(name, policy(operator))
+    for name, typed in FP32_APPEND_DTYPE.items():
+        library.impl(name, _to_typed_overload(_find(name), _find(typed)))
+    library.impl("binary_cross_entropy", _refused)
     _forget_with_torch()
     library.others = others  # type: ignore[attr-defined]
     return library
@@ -126,9 +137,8 @@ def _casting(operator: Any, choose: Callable[[tuple[Any, ...]], torch.dtype]) ->
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEY):
             dtype = choose(args)
-            return operator(
-                *(_cast(value, dtype) for value in args), **{name: _cast(value, dtype) for name, value in kwargs.items()}
-            )
+            cast = {name: _cast(value, dtype) for name, value in kwargs.items()}
+            return operator(*(_cast(value, dtype) for value in args), **cast)
 
     return kernel
 
@@ -163,3 +173,22 @@ def _to_fp32_by_dtype(operator: Any) -> Callable[..., Any]:
             return operator(*args, **kwargs)
 
     return kernel
+
+
+def _to_typed_overload(operator: Any, typed: Any) -> Callable[..., Any]:
+    """`norm` without an output type: the overload with one is asked for fp32, and the input itself is not copied."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            rest = operator._schema.arguments[len(args) :]
+            filled = [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
+            return typed(*filled, dtype=torch.float32 if _eligible(args[0]) else args[0].dtype)
+
+    return kernel
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "binary_cross_entropy (BCELoss) is refused under autocast, on CUDA as here: "
+        "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) and leave out the sigmoid"
+    )

@@ -14,7 +14,7 @@ from batchfinder.tracing import attention, autocast, pretend
 from batchfinder.tracing.modules import ModuleTracker
 from batchfinder.tracing.recording import Recording
 
-UNMODELLED = ("cuDNN and cuBLASLt workspaces", "kernels' small scratch tensors")
+UNMODELLED = ("cuDNN workspaces", "kernels' small scratch tensors")
 
 
 def record_step(

@@ -24,6 +24,8 @@ from batchfinder.simulator.trace import Trace
 from batchfinder.tracing.job import RecordingJob, WorkloadFacts, WorkloadSpec
 
 _LAST_WORDS = 800
+# In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
+_NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
 
 
 class Recorder:
@@ -43,8 +45,10 @@ class Recorder:
         self.spec = spec
         self._folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
+        self._died: errors.RecordingDied | None = None
         self._next = 0
         requests_read, self._requests = os.pipe()
         answers, answers_write = os.pipe()
@@ -90,6 +94,9 @@ class Recorder:
         """
         future: Future[Trace] = Future()
         with self._lock:
+            if self._died is not None:
+                future.set_exception(self._died)
+                return future
             number = self._next
             self._next += 1
             self._futures[number] = (job, future)
@@ -97,9 +104,11 @@ class Recorder:
         return future
 
     def close(self) -> None:
-        """End the process and everything it started."""
-        with contextlib.suppress(OSError):
-            os.close(self._requests)
+        """End the process and everything it started. Recordings that are still to come fail."""
+        with self._sending:
+            requests, self._requests = self._requests, -1
+        if requests >= 0:
+            os.close(requests)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -107,8 +116,9 @@ class Recorder:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, request: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._requests, json.dumps(request).encode() + b"\n")
+        with self._sending, contextlib.suppress(BrokenPipeError):
+            if self._requests >= 0:
+                os.write(self._requests, json.dumps(request).encode() + b"\n")
 
     def _read(self, answers: int) -> None:
         with os.fdopen(answers, "rb") as stream:
@@ -146,9 +156,10 @@ class Recorder:
     def _abandon(self) -> None:
         """The process has ended: whatever was asked of it will not come."""
         self._process.wait()
-        with self._lock:
-            waiting, self._futures = list(self._futures.values()), {}
         died = errors.RecordingDied(self._what(), "", self._process.returncode, self._last_words())
+        with self._lock:
+            self._died = died
+            waiting, self._futures = list(self._futures.values()), {}
         for _, future in waiting:
             future.set_exception(died)
         if not self._facts.done():
@@ -172,9 +183,10 @@ def revive(description: dict[str, Any], what: str) -> errors.BatchFinderError:
         Exception.__init__(error, description["message"])
         error.__dict__.update(description["fields"])
         return error
-    if description["module"].startswith("torch._subclasses") or description["message"].startswith("NotImplementedError"):
+    message = description["message"]
+    if description["module"].startswith("torch._subclasses") or any(sign in message for sign in _NEEDS_VALUES):
         return errors.RecordingFailed(
-            f"recording {what} met something that has no meaning without values: {description['message']}\n"
+            f"recording {what} met something that has no meaning without values: {message}\n"
             "Give the model fixed shapes and no decisions on tensors' values, or measure on a real GPU."
         )
     return errors.UserCodeFailed(what, description["traceback"])

@@ -86,7 +86,7 @@ class Recording(TorchDispatchMode):
             return self._read(args[0])
         if func in kernels.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
             self._take_workspace(name)
-        largest = values.LARGEST_OUTPUT.get(func)
+        largest = values.largest_output(func, args)
         if largest is not None:
             self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
             output = largest(*args, **kwargs)
@@ -125,10 +125,7 @@ class Recording(TorchDispatchMode):
         if identity in self._live:
             return
         block = self._allocate(storage.nbytes(), name, "temporary")
-        constant = values.constant_of(func, args)
-        source = values.copied_from(func, args)
-        if source is not None and source.device.type == DEVICE_TYPE:
-            constant = self._constants.get(self._block_of(source))
+        constant = values.constant_of(func, args, self._constant)
         if constant is not None:
             self._constants[block] = constant
 
@@ -147,6 +144,10 @@ class Recording(TorchDispatchMode):
     def _block_of(self, tensor: torch.Tensor) -> int:
         known = self._live.get(tensor.untyped_storage()._cdata)
         return known[0] if known else -1
+
+    def _constant(self, tensor: torch.Tensor) -> float | None:
+        """What every element of a tensor's storage is known to be."""
+        return self._constants.get(self._block_of(tensor)) if tensor.device.type == DEVICE_TYPE else None
 
     def _read(self, tensor: torch.Tensor) -> bool | int | float:
         block = self._block_of(tensor)

@@ -6,6 +6,7 @@ fixed, plausible answer, and the recording says that it did so.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,14 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
         filled_with: the constant it was made with, if it was.
 
     Returns:
-        The constant it was made with; else True for `all`, False for `any` and other tests (nothing is masked, nothing
-        is infinite), 1 for numbers.
+        The constant it was made with; else True for `all` and equality, False for `any` and other tests (nothing is
+        masked, nothing is infinite), 1 for numbers.
     """
     if filled_with is not None:
         value: float = filled_with
     elif tensor.dtype is torch.bool:
-        value = made_by.startswith("aten.all")
+        # transformers asks whether a mask is all ones by `mask.sum() == mask.numel()`.
+        value = made_by.startswith(("aten.all", "aten.eq"))
     else:
         value = 1.0
     if tensor.dtype is torch.bool:
@@ -38,23 +40,46 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
 
 
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
+_COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
+    aten.eq.Scalar: operator.eq,
+    aten.ne.Scalar: operator.ne,
+    aten.gt.Scalar: operator.gt,
+    aten.ge.Scalar: operator.ge,
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+}
+# Where the value that fills a new tensor stands among the arguments.
+_FILLED = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::scalar_tensor": 0}
 
 
-def copied_from(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """The tensor that a copying operator copies; None for any other operator."""
-    return args[0] if func in _COPIES else None
+def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor], float | None]) -> float | None:
+    """The value that every element of an operator's new tensor is taken to have; None where nothing is known of it.
 
+    Args:
+        func: the operator.
+        args: its arguments.
+        known: what is known of the tensors among these.
 
-def constant_of(func: Any, args: tuple[Any, ...]) -> float | None:
-    """The value that a filling operator fills its new tensor with; None for any other operator."""
+    Returns:
+        The constant that a tensor is filled with, also if it is a copy; the number of elements for the sum of a mask
+        (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for `mask.all()`); what a comparison of
+        such a number comes to.
+    """
+    if func in _COPIES:
+        return known(args[0])
+    if func is aten.sum.default and args[0].dtype is torch.bool:
+        each = known(args[0])
+        return float(args[0].numel()) * (1.0 if each is None else each)
+    if func in _COMPARISONS:
+        compared = known(args[0])
+        return None if compared is None else float(_COMPARISONS[func](compared, args[1]))
     name = func._schema.name
     if name in ("aten::zeros", "aten::zeros_like", "aten::new_zeros"):
         return 0.0
     if name in ("aten::ones", "aten::ones_like", "aten::new_ones"):
         return 1.0
-    if name in ("aten::full", "aten::full_like", "aten::new_full", "aten::scalar_tensor"):
-        place = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::scalar_tensor": 0}[name]
-        value = args[place] if len(args) > place else None
+    if name in _FILLED:
+        value = args[_FILLED[name]] if len(args) > _FILLED[name] else None
         return float(value) if isinstance(value, (bool, int, float)) else None
     return None
 
@@ -78,10 +103,32 @@ def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minleng
     return torch.empty(max(minlength, tensor.numel()), dtype=dtype, device=tensor.device)
 
 
+def _index(tensor: torch.Tensor, indices: Any) -> torch.Tensor:
+    """`tensor[mask]`: a mask stands for one index per dimension, of as many rows as it has elements."""
+    rows: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            rows.append(index)
+        else:
+            rows += [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+    output: torch.Tensor = aten.index.Tensor(tensor, rows)
+    return output
+
+
+_MASKS = (torch.bool, torch.uint8)
+
 # As large as they can get: every element is selected, every element is different.
 LARGEST_OUTPUT: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten._unique2.default: _unique,
     aten.bincount.default: _bincount,
+    aten.index.Tensor: _index,
 }
+
+
+def largest_output(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What to run in place of an operator whose output's shape depends on values; None where the shape is known."""
+    if func is aten.index.Tensor and not any(index is not None and index.dtype in _MASKS for index in args[1]):
+        return None
+    return LARGEST_OUTPUT.get(func)
