@@ -13,7 +13,6 @@ from batchfinder.simulator.source import TraceSource
 from batchfinder.simulator.timeline import Timeline
 from batchfinder.simulator.trace import Trace
 
-
 ENDLESS = DeviceMemory(1 << 60, 1 << 60)
 """A card that is never full, to see what a step would take."""
 

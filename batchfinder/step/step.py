@@ -21,7 +21,7 @@ class StepSettings:
     """How a step is taken.
 
     Attributes:
-        mode: `train` (all stages), `forward` (one forward in eval mode, its graph kept) or `inference` (without a graph).
+        mode: `train` (all stages), `forward` (one forward in eval mode, its graph kept) or `inference` (without one).
         precision: a name in `PRECISIONS`.
         optimizer: a name in `OPTIMIZERS`; not used where the workload brings its own.
         micro_batches: forwards and backwards per optimizer step.
@@ -68,7 +68,9 @@ class Step:
 
         return pytree.tree_map(move, batch)
 
-    def run(self, batch_size: int, seq_len: int | None, on_stage: OnStage = lambda step, stage, micro_batch: None) -> None:
+    def run(
+        self, batch_size: int, seq_len: int | None, on_stage: OnStage = lambda step, stage, micro_batch: None
+    ) -> None:
         """Take the steps.
 
         Args:
@@ -126,7 +128,7 @@ class Step:
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
-    """`model` of a batch: a mapping gives keywords, a tuple or list positional arguments, anything else the argument."""
+    """`model` of a batch: a mapping gives keywords, a tuple or list positional arguments, else it is the argument."""
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return model(**batch)
     if isinstance(batch, (tuple, list)):

@@ -13,7 +13,7 @@ class WorkloadSpec:
     Attributes:
         builder: `module:function`, which returns a `Workload`.
         arguments: its keyword arguments, as JSON values.
-        fingerprint: `module:function` that makes a text of a workload by which it is known in the cache; empty for none.
+        fingerprint: `module:function` that makes a text of a workload, by which the cache knows it; empty for none.
     """
 
     builder: str

@@ -50,7 +50,7 @@ class PretendMode(FakeTensorMode):
     """Fake tensors that never ask a real accelerator to wake up."""
 
     @property
-    def avoid_device_init(self) -> bool:  # type: ignore[override]
+    def avoid_device_init(self) -> bool:
         return True
 
 
@@ -81,7 +81,7 @@ def hide_from_transformers() -> None:
     """Tell transformers, if it is loaded, that no tensor is fake (see `_pass_for_ordinary_tensors`)."""
     module = sys.modules.get("transformers.utils.import_utils")
     if module is not None and hasattr(module, "is_fake_tensor"):
-        module.is_fake_tensor = lambda tensor: False
+        setattr(module, "is_fake_tensor", lambda tensor: False)  # noqa: B010
 
 
 def pretend_copy(
@@ -105,7 +105,8 @@ def move_module(
 ) -> None:
     """What `module.to(device, dtype)` does, in the same order, for modules of real or fake CPU tensors.
 
-    A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. Order (children first, then parameters, then buffers) as in
+    A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. Order (children
+    first, then parameters, then buffers) as in
     `torch.nn.Module._apply`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py.
     """
     moved: dict[int, torch.Tensor] = {}
@@ -124,6 +125,6 @@ def move_module(
         for store in (current._parameters, current._buffers):
             for name, tensor in store.items():
                 if tensor is not None:
-                    store[name] = move(tensor)  # type: ignore[index]
+                    store[name] = move(tensor)  # type: ignore[assignment]
 
     visit(module)

@@ -19,8 +19,8 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 class Recording(TorchDispatchMode):
     """Watches every operator; a storage seen for the first time on the pretend GPU is an allocation.
 
-    The release is noticed when the storage object dies, which on CPython is the moment its last reference goes, as it is
-    on a GPU.
+    The release is noticed when the storage object dies, which on CPython is the moment its last reference goes, as it
+    is on a GPU.
 
     Args:
         capability: the simulated GPU's compute capability, for the kernels' own memory.
@@ -34,7 +34,7 @@ class Recording(TorchDispatchMode):
         module: Callable[[], str],
         on_operator: Callable[[str], None] = lambda name: None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._workspace_bytes = kernels.cublas_workspace_bytes(capability)
         self._module = module
         self._on_operator = on_operator

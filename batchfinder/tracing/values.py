@@ -24,14 +24,13 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
         filled_with: the constant it was made with, if it was.
 
     Returns:
-        The constant it was made with; else True for `all` and equality, False for `any` and other tests (nothing is
-        masked, nothing is infinite), 1 for numbers.
+        The constant it was made with; else True for `all`, False for `any` and other tests (nothing is masked, nothing
+        is infinite), 1 for numbers.
     """
     if filled_with is not None:
         value: float = filled_with
     elif tensor.dtype is torch.bool:
-        # transformers asks whether a mask is all ones by `mask.sum() == mask.numel()`.
-        value = made_by.startswith(("aten.all", "aten.eq"))
+        value = made_by.startswith("aten.all")
     else:
         value = 1.0
     if tensor.dtype is torch.bool:
@@ -62,8 +61,8 @@ def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor]
 
     Returns:
         The constant that a tensor is filled with, also if it is a copy; the number of elements for the sum of a mask
-        (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for `mask.all()`); what a comparison of
-        such a number comes to.
+        (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for `mask.all()`); what a comparison
+        of such a number comes to.
     """
     if func in _COPIES:
         return known(args[0])

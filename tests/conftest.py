@@ -1,0 +1,76 @@
+"""Recordings in forks of this process, which stays one without the pretend GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchfinder.simulator.trace import Trace
+
+Record = Callable[..., Trace]
+
+
+def _record(
+    build: Callable[[], Any],
+    batch_size: int,
+    seq_len: int | None,
+    capability: tuple[int, int],
+    flash: bool,
+    settings: dict[str, Any],
+) -> Trace:
+    """Build and record, in a process of its own."""
+    from batchfinder.step.step import StepSettings
+    from batchfinder.tracing.pretend import PretendMode
+    from batchfinder.tracing.record import record_step
+
+    mode = PretendMode(allow_non_fake_inputs=True)
+    with mode:
+        workload = build()
+    return record_step(workload, StepSettings(**settings), capability, batch_size, seq_len, mode, flash)
+
+
+@pytest.fixture(scope="session")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """`record(build, batch_size, seq_len, capability=..., flash=..., **settings)` in a fork of this process.
+
+    What goes wrong there is raised as an AssertionError with the fork's own words.
+    """
+    folder = tmp_path_factory.mktemp("traces")
+    number = iter(range(1 << 30))
+
+    def record_in_fork(
+        build: Callable[[], Any],
+        batch_size: int,
+        seq_len: int | None = None,
+        capability: tuple[int, int] = (7, 0),
+        flash: bool = False,
+        **settings: Any,
+    ) -> Trace:
+        # Imported here, once, so that the forks need not; the first optimizer imports the last of these.
+        for module in ("batchfinder.tracing.record", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
+            importlib.import_module(module)
+
+        path = Path(folder) / f"{next(number)}.json"
+        process = os.fork()
+        if process == 0:
+            try:
+                trace = _record(build, batch_size, seq_len, capability, flash, settings)
+                result = {"trace": trace.to_json()}
+            except BaseException as error:
+                result = {"error": f"{type(error).__name__}: {error}"}
+            path.write_text(json.dumps(result))
+            os._exit(0)
+        _, status = os.waitpid(process, 0)
+        assert status == 0, f"the fork ended with {os.waitstatus_to_exitcode(status)}"
+        result = json.loads(path.read_text())
+        path.unlink()
+        assert "trace" in result, result
+        return Trace.from_json(result["trace"])
+
+    return record_in_fork

@@ -1,0 +1,84 @@
+"""Tests of batchfinder/simulator/probe.py, on a step made of formulas."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from batchfinder.outcome import Shape, Verdict
+from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.source import TraceSource
+from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.units import GIB, MIB
+
+SHAPE = Shape(128)
+CARD = DeviceMemory(12 * GIB, 11 * GIB)
+
+
+def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+    """A gibibyte of weights and 24 MiB per sample of 128 tokens."""
+    structure = Structure(
+        (0, 1, ~1), (Mark(0, -1, "model"), Mark(1, 0, "forward")), ("a", "b"), ("", ""), ("parameter", "activation")
+    )
+    sizes = (GIB, batch_size * (seq_len or 1) * 24 * MIB // 128)
+    future: Future[Trace] = Future()
+    future.set_result(Trace(batch_size, seq_len, structure, sizes, ("something",)))
+    return future
+
+
+def probe(card: DeviceMemory = CARD, settings: AllocatorSettings | None = None) -> SimulatedProbe:
+    """A probe of that step."""
+    return SimulatedProbe(TraceSource(submit, [128]), card, settings)
+
+
+def test_fits_with_both_peaks() -> None:
+    """A size that runs is measured by the allocator's two maxima."""
+    measurement = probe()(100, SHAPE)
+    assert measurement.verdict is Verdict.FITS
+    assert measurement.peak_allocated_bytes == measurement.peak_reserved_bytes == GIB + 100 * 24 * MIB
+
+
+def test_out_of_memory_in_pytorchs_words() -> None:
+    """A size that does not run says so as PyTorch would, and that it is simulated."""
+    measurement = probe()(10_000, SHAPE)
+    assert measurement.verdict is Verdict.OUT_OF_MEMORY
+    assert "simulated" in measurement.message
+    assert "Tried to allocate 234.38 GiB" in measurement.message
+
+
+def test_what_it_leaves_out_is_passed_on() -> None:
+    """The recording's `unmodelled` is the probe's, once anything was asked."""
+    asked = probe()
+    assert asked.unmodelled == ()
+    asked(2, SHAPE)
+    asked(3, SHAPE)
+    assert asked.unmodelled == ("something",)
+    assert asked.source == "simulated"
+
+
+def test_settings_reach_the_allocator() -> None:
+    """Expandable segments grow in 20 MiB pages."""
+    plain, expandable = (
+        probe(settings=settings).timeline(3, SHAPE).max_reserved_bytes
+        for settings in (None, AllocatorSettings(expandable_segments=True))
+    )
+    assert plain == GIB + 72 * MIB
+    assert expandable % (20 * MIB) == 0
+
+
+def test_exact_timeline_is_recorded_itself() -> None:
+    """It equals the scaled one, at the price of a recording."""
+    asked = probe()
+    scaled = asked.timeline(50, SHAPE)
+    before = asked.traces.recordings
+    assert asked.exact_timeline(50, SHAPE) == scaled
+    assert asked.traces.recordings == before + 1
+
+
+def test_needed_bytes_are_what_would_be_reserved() -> None:
+    """The bytes that a card would have to have, whether the probe's has them or not."""
+    small = probe(DeviceMemory(GIB, GIB // 2))
+    assert small.needed_bytes(10, SHAPE) == GIB + 240 * MIB
+    assert small(1, SHAPE).needed_bytes == GIB + 24 * MIB
+    assert small(2, SHAPE).needed_bytes is None

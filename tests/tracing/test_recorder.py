@@ -1,0 +1,175 @@
+"""Tests of batchfinder/tracing/recorder.py and server.py: what goes wrong in the recording process, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchfinder.errors import BatchFinderError, InvalidValue, RecordingDied, RecordingFailed, UserCodeFailed
+from batchfinder.tracing.job import RecordingJob, WorkloadSpec
+from batchfinder.tracing.recorder import Recorder
+
+GOOD, BAD = 7, 13
+SECONDS = 60
+
+
+def job(
+    batch_size: int, seq_len: int | None = None, capability: tuple[int, int] = (7, 0), **more: bool
+) -> RecordingJob:
+    """One recording with the default settings."""
+    return RecordingJob({}, capability, batch_size, seq_len, **more)
+
+
+def spec(function: str, **arguments: object) -> WorkloadSpec:
+    """One of the small models."""
+    return WorkloadSpec(f"tests.builders.small:{function}", dict(arguments))
+
+
+def error_of(recorder: Recorder, asked: RecordingJob) -> BatchFinderError:
+    """What a recording failed with."""
+    error = recorder.submit(asked).exception(SECONDS)
+    assert isinstance(error, BatchFinderError), error
+    return error
+
+
+def processes_of_group(group: int) -> list[int]:
+    """Processes of one process group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "said", "line"),
+    [
+        ("forward", "RuntimeError: no answer today", 'raise RuntimeError("no answer today")'),
+        ("make_batch", "LookupError: no data today", 'raise LookupError("no data today")'),
+    ],
+)
+def test_user_code_that_raises(where: str, said: str, line: str) -> None:
+    """The user's own traceback is shown and nothing of ours; the next recording works."""
+    with Recorder(spec("failing", where=where)) as recorder:
+        error = error_of(recorder, job(BAD))
+        assert type(error) is UserCodeFailed
+        assert said in error.traceback
+        assert line in error.traceback
+        assert "batchfinder/" not in error.traceback.replace("tests/builders", "")
+        assert "batch size 13" in str(error)
+        assert recorder.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
+
+
+def test_backward_that_raises() -> None:
+    """It ends the fork or raises; either way the message is clear, and the next recording works."""
+    with Recorder(spec("failing", where="backward")) as recorder:
+        error = error_of(recorder, job(BAD))
+        assert isinstance(error, (UserCodeFailed, RecordingDied))
+        assert "batch size 13" in str(error)
+        if isinstance(error, RecordingDied):
+            assert error.operator.startswith("aten.")
+            assert error.exit_code
+        assert "no gradient today" in str(error)
+        assert recorder.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
+
+
+@pytest.mark.parametrize("builder", ["tests.builders.small:nothing_there", "tests.builders.nowhere:build"])
+def test_builder_that_does_not_exist(builder: str) -> None:
+    """What cannot be built is said by `facts`, and recordings asked for fail rather than wait for ever."""
+    with Recorder(WorkloadSpec(builder)) as recorder:
+        with pytest.raises(BatchFinderError) as caught:
+            recorder.facts()
+        assert builder.rpartition(":")[0].rpartition(".")[2] in str(caught.value)
+        assert isinstance(recorder.submit(job(GOOD)).exception(SECONDS), BatchFinderError)
+
+
+def test_builder_that_ends_the_process() -> None:
+    """The exit code and the last words are passed on, and whatever is asked afterwards fails too."""
+    with Recorder(spec("leaving")) as recorder:
+        early = recorder.submit(job(GOOD))
+        with pytest.raises(RecordingDied) as caught:
+            recorder.facts()
+        assert caught.value.exit_code == 3
+        assert caught.value.last_words == "my last words"
+        assert isinstance(early.exception(SECONDS), RecordingDied)
+        assert isinstance(recorder.submit(job(GOOD)).exception(SECONDS), RecordingDied)
+
+
+def test_close_leaves_nothing_behind() -> None:
+    """While recordings run: no process of the group is left, no folder, and their futures do not wait for ever."""
+    recorder = Recorder(spec("slow"))
+    recorder.facts()
+    running = [recorder.submit(job(size)) for size in (2, 3, 4)]
+    group, folder = recorder._process.pid, recorder._folder
+    deadline = time.monotonic() + SECONDS
+    while len(processes_of_group(group)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    recorder.close()
+    while processes_of_group(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of_group(group) == []
+    assert not folder.exists()
+    assert all(isinstance(future.exception(SECONDS), RecordingDied) for future in running)
+    recorder.close()
+
+
+@pytest.fixture(scope="module")
+def mlp() -> Iterator[Recorder]:
+    """The recording process of a perceptron, shared."""
+    with Recorder(spec("mlp")) as recorder:
+        yield recorder
+
+
+def test_interrupt_passes_it_by(mlp: Recorder) -> None:
+    """Ctrl-C is for the foreground: the recording process goes on until it is closed."""
+    mlp.facts()
+    os.kill(mlp._process.pid, signal.SIGINT)
+    assert mlp.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
+
+
+def test_facts(mlp: Recorder) -> None:
+    """What there is to know is told without a recording."""
+    facts = mlp.facts()
+    assert facts.parameters == 256 * 1024 + 1024 + 1024 * 128 + 128
+    assert facts.max_seq_len is None
+    assert not facts.brings_optimizer
+    assert facts.versions["torch"]
+
+
+def test_many_at_once_keep_apart(mlp: Recorder) -> None:
+    """Recordings that run side by side each answer with their own size, the same as alone."""
+    futures = {size: mlp.submit(job(size)) for size in range(2, 10)}
+    for size, future in futures.items():
+        trace = future.result(SECONDS)
+        assert trace.batch_size == size
+        assert 4 * size * 1024 in trace.sizes
+    assert mlp.submit(job(5)).result(SECONDS) == futures[5].result()
+
+
+@pytest.mark.parametrize(("capability", "precision"), [((8, 0), "fp32"), ((7, 0), "16-mixed"), ((6, 1), "fp32")])
+def test_flash_where_there_is_none(capability: tuple[int, int], precision: str) -> None:
+    """Flash attention in fp32, or on a card before Ampere, is a value that will not do."""
+    with Recorder(spec("attention")) as recorder:
+        asked = RecordingJob({"precision": precision}, capability, GOOD, 24, flash=True)
+        error = error_of(recorder, asked)
+        assert isinstance(error, InvalidValue), error
+        assert "flash" in str(error)
+        assert error.option == "attention"
+
+
+def test_values_out_of_reach() -> None:
+    """`.numpy()` needs values that are not there: a failed recording that says so, not a bug of the user's."""
+    with Recorder(spec("reading", way="numpy")) as recorder:
+        error = error_of(recorder, job(GOOD))
+        assert type(error) is RecordingFailed
+        assert "values" in str(error)
