@@ -89,9 +89,11 @@ class Step:
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         self.optimizer = optimizer
         scaler = self.precision.scaler(self.device)
+        late = self.workload.zero_grad_after_loss
         for step in range(settings.steps):
-            on_stage(step, "zero_grad", 0)
-            optimizer.zero_grad()
+            if not late:
+                on_stage(step, "zero_grad", 0)
+                optimizer.zero_grad()
             for micro_batch in range(settings.micro_batches):
                 on_stage(step, "batch", micro_batch)
                 batch = self.batch(batch_size, seq_len)
@@ -104,6 +106,9 @@ class Step:
                     loss = loss / settings.micro_batches
                 # As in Lightning and in transformers' Trainer, only the loss outlives the function that computed it.
                 del output
+                if late and micro_batch == 0:
+                    on_stage(step, "zero_grad", 0)
+                    optimizer.zero_grad()
                 on_stage(step, "backward", micro_batch)
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 del loss

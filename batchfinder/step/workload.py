@@ -23,7 +23,9 @@ class Workload:
             the output itself where that is a scalar, else the mean of its floating-point elements.
         optimizer: `optimizer(parameters)` returns an optimizer; None leaves the choice to the caller's options.
         max_seq_len: the longest sequence the model's positions allow; None where there is no such limit.
-        seq_len_unit: what a sequence length counts, for messages: `tokens` or `pixels`.
+        seq_len_unit: what a sequence length counts: `tokens`, `pixels`, or `none` for data of one fixed shape.
+        zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
+            rather than before the forward: they are there, then, while the forward fills the memory.
     """
 
     model: nn.Module
@@ -32,3 +34,4 @@ class Workload:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     max_seq_len: int | None = None
     seq_len_unit: str = "tokens"
+    zero_grad_after_loss: bool = False

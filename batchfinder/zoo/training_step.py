@@ -54,6 +54,8 @@ def workload_from_training_step(module: nn.Module, what: str, run_user_code: Run
         make_batch=_WholeBatches(module.make_batch),  # type: ignore[arg-type]
         loss=_loss,
         optimizer=_ConfiguredOptimizer(module, what),
+        # `Closure.closure` in pytorch_lightning/loops/optimization/automatic.py: training_step, zero_grad, backward.
+        zero_grad_after_loss=True,
     )
 
 

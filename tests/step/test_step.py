@@ -170,3 +170,14 @@ def test_optimizers_step(name: str) -> None:
     before = given.model.linear.weight.detach().clone()
     Step(given, StepSettings(optimizer=name), CPU).run(6, None)
     assert not torch.equal(given.model.linear.weight, before)
+
+
+def test_old_gradients_can_wait_for_the_loss() -> None:
+    """In Lightning's order the gradients of the last step are cleared once, after the first micro-batch's loss."""
+    late = [
+        stage
+        for number, stage, _ in stages(Step(workload(zero_grad_after_loss=True), StepSettings(micro_batches=2), CPU))
+        if number == 1
+    ]
+    assert late[:5] == ["batch", "forward", "loss", "zero_grad", "backward"]
+    assert late.count("zero_grad") == 1
