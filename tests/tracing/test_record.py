@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
@@ -71,6 +72,15 @@ def test_gradients(mlp: Trace) -> None:
         assert set(made) <= set(alive_after(mlp, step, "optimizer"))
         if step == 0:
             assert not set(made) & set(alive_after(mlp, 1, "zero_grad"))
+
+
+def test_gradients_of_a_lightning_module(record: Record) -> None:
+    """Where zero_grad waits for the loss, the last step's gradients are alive at the end of the forward."""
+    trace = record(lambda: dataclasses.replace(small.mlp(), zero_grad_after_loss=True), 8)
+    gradients = {i for i, kind in enumerate(trace.structure.kinds) if kind == "gradient"}
+    waiting = gradients & set(alive_after(trace, 1, "loss"))
+    assert sum(trace.sizes[i] for i in waiting) == PARAMETERS
+    assert not gradients & set(alive_after(trace, 1, "zero_grad"))
 
 
 def test_optimizer_state(mlp: Trace) -> None:
