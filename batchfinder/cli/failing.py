@@ -4,48 +4,77 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import FrameType
 
 from batchfinder.errors import BatchFinderError
 
 OK, USER_ERROR, BUG, INTERRUPTED = 0, 1, 3, 130
 
 
-def run_verb(verb: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Run a verb and turn what escapes it into a message and an exit code.
+def run_verb(module: str, arguments: argparse.Namespace) -> int:
+    """Import and run a verb, and turn what escapes it into a message and an exit code.
 
     Args:
-        verb: takes the parsed arguments and returns an exit code.
+        module: has a `main` that takes the parsed arguments and returns an exit code.
         arguments: of the command line.
     """
-    warnings.showwarning = _show_warning
     try:
-        code = verb(arguments)
-        sys.stdout.flush()
-        return code
+        with _interrupted_once(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code: int = import_module(module).main(arguments)
+            sys.stdout.flush()
+            return code
     except BatchFinderError as error:
         print(f"batchfinder: {error}", file=sys.stderr)
         return USER_ERROR
-    except KeyboardInterrupt:
-        print("batchfinder: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["batchfinder: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:
-        with tempfile.NamedTemporaryFile("w", prefix="batchfinder-", suffix=".log", delete=False) as log:
-            log.write(traceback.format_exc())
         print(
             f"batchfinder: a bug of batchfinder's: {type(error).__name__}: {error}\n"
-            f"The whole story is in {log.name}; please report it with that file.",
+            f"The whole story is in {_log(traceback.format_exc())}; please report it with that file.",
             file=sys.stderr,
         )
         return BUG
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Let the first Ctrl-C interrupt, and no other one: an impatient second would cut the cleaning up short."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    # A process that was started to ignore it, as by nohup, still does.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _log(text: str) -> str:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", prefix="batchfinder-", suffix=".log", encoding="utf-8", delete=False) as log:
+        log.write(text)
+    return log.name
 
 
 def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:

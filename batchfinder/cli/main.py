@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 
-from batchfinder.cli import profile, sweep
+from batchfinder.cli.arguments import profile_arguments, sweep_arguments
 from batchfinder.cli.failing import run_verb
 
-VERBS: dict[str, ModuleType] = {"sweep": sweep, "profile": profile}
+VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "sweep": ("print the largest batch size for each model, GPU and sequence length", sweep_arguments),
+    "profile": ("print the memory of one training step, stage by stage", profile_arguments),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,10 +20,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, module in VERBS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        verb = verbs.add_parser(name, help=summary, description=summary)
-        module.add_arguments(verb)
+    for name, (summary, add_arguments) in VERBS.items():
+        add_arguments(verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."))
     return parser
 
 
@@ -35,4 +35,4 @@ def main(argv: Sequence[str]) -> int:
         0 ok, 1 a user's error, 2 wrong usage, 3 a bug of ours (with a log), 130 interrupted.
     """
     arguments = build_parser().parse_args(argv)
-    return run_verb(VERBS[arguments.verb].main, arguments)
+    return run_verb(f"batchfinder.cli.{arguments.verb}", arguments)

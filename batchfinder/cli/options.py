@@ -1,8 +1,4 @@
-"""Options that several verbs share, and the checks that make clear messages of wrong values.
-
-argparse would end with 2 and its own words for a wrong value; these are values, not usage, so they are taken as text
-here and checked by us.
-"""
+"""From the text of an option to what it means, with a clear message where it means nothing."""
 
 from __future__ import annotations
 
@@ -10,33 +6,19 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from batchfinder.devices import Device, device_for, device_with_budget, find_gpu
 from batchfinder.errors import InvalidValue
 from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.tracing.job import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import parse_bytes
+from batchfinder.zoo.catalogue import find_model
 
-MODES = ("train", "forward", "inference")
-PRECISIONS = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
-OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
-ATTENTIONS = ("eager", "sdpa", "flash")
-
-
-def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """How the step is taken."""
-    group = parser.add_argument_group("the step")
-    group.add_argument("--mode", default="train", metavar="|".join(MODES), help="default: train")
-    group.add_argument("--precision", default="fp32", metavar="|".join(PRECISIONS), help="default: fp32")
-    group.add_argument("--optimizer", default="adamw", metavar="|".join(OPTIMIZERS), help="default: adamw")
-    group.add_argument("--attention", metavar="|".join(ATTENTIONS), help="default: the model's own")
-    group.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
-
-
-def add_json_option(parser: argparse._ActionsContainer) -> None:
-    """Results as JSON."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+DEFAULT_GPU = "titan x"
+DEFAULT_IMAGE_SIDE = 224
 
 
 def workload_spec(model: str, arguments: argparse.Namespace) -> WorkloadSpec:
@@ -50,6 +32,16 @@ def workload_spec(model: str, arguments: argparse.Namespace) -> WorkloadSpec:
         },
         fingerprint="batchfinder.zoo.fingerprint:fingerprint",
     )
+
+
+def check_model_name(model: str) -> None:
+    """Find a misspelt name at once; whatever else a model may be given as is looked at where it is built.
+
+    Raises:
+        UnknownName: it can be nothing but a name, and there is no such model.
+    """
+    if not (":" in model or os.sep in model or model.endswith(".json") or Path(model).exists()):
+        find_model(model)
 
 
 def how_to_step(arguments: argparse.Namespace, micro_batches: int = 1) -> HowToStep:
@@ -68,9 +60,20 @@ def how_to_step(arguments: argparse.Namespace, micro_batches: int = 1) -> HowToS
 
 
 def allocator_settings() -> AllocatorSettings:
-    """The caching allocator's settings, from the environment variables that PyTorch reads."""
-    conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    return AllocatorSettings.parse(conf)
+    """The caching allocator's settings, from the environment variables that PyTorch reads.
+
+    Raises:
+        InvalidValue: PyTorch would refuse them as well.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if conf := os.environ.get(name):
+            return AllocatorSettings.parse(conf, option=name)
+    return AllocatorSettings()
+
+
+def allocator_notes(settings: AllocatorSettings) -> tuple[str, ...]:
+    """The allocator's settings that a simulated figure leaves out, in words."""
+    return tuple(f"the allocator's setting {setting}" for setting in settings.unmodelled)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,15 @@ def whole_number(option: str, value: str, least: int = 1) -> int:
     return int(value)
 
 
+def optional_number(option: str, value: str | None) -> int | None:
+    """The value as a number of at least 1; None where there is none.
+
+    Raises:
+        InvalidValue: it is no whole number, or a smaller one.
+    """
+    return None if value is None else whole_number(option, value)
+
+
 def headroom_bytes(value: str, usable_bytes: int) -> int:
     """What has to stay free: a share such as 0.1 or 10%, or a size such as 1GiB.
 
@@ -137,16 +149,21 @@ def headroom_bytes(value: str, usable_bytes: int) -> int:
     Raises:
         InvalidValue: it is neither, or leaves nothing.
     """
-    expected = "a share such as 0.1 or 10%, or a size such as 1GiB, smaller than the device"
-    text = value.strip()
+    size = _share_or_size(value.strip(), usable_bytes)
+    if size is None or not 0 <= size < usable_bytes:
+        raise InvalidValue(
+            "--headroom", value, "a share such as 0.1 or 10%, or a size such as 1GiB, smaller than the device"
+        )
+    return size
+
+
+def _share_or_size(text: str, usable_bytes: int) -> int | None:
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        size = parse_bytes(text, option="--headroom")
-    else:
-        if not 0 <= share < 1:
-            raise InvalidValue("--headroom", value, expected)
-        size = int(share * usable_bytes)
-    if size >= usable_bytes:
-        raise InvalidValue("--headroom", value, expected)
-    return size
+        return int(share * usable_bytes)
+    except (ValueError, OverflowError):
+        pass
+    try:
+        return parse_bytes(text)
+    except InvalidValue:
+        return None

@@ -4,120 +4,110 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
-from rich.console import Console
-
 from batchfinder.cli.options import (
-    add_json_option,
-    add_step_options,
+    DEFAULT_GPU,
+    DEFAULT_IMAGE_SIDE,
+    allocator_notes,
     allocator_settings,
     card,
+    check_model_name,
     how_to_step,
+    optional_number,
     whole_number,
     workload_spec,
 )
 from batchfinder.errors import InvalidValue
 from batchfinder.outcome import Shape
-from batchfinder.report.rows import Columns
-from batchfinder.report.table import rich_table
-from batchfinder.simulator.timeline import Timeline
+from batchfinder.report.progress import Activity
+from batchfinder.report.sheet import Columns, Sheet
+from batchfinder.simulator.timeline import Overflow, Timeline
+from batchfinder.tracing.job import WorkloadFacts
 from batchfinder.tracing.simulation import Simulation
 from batchfinder.units import format_bytes
 
+DEFAULT_SEQ_LEN = 128
 # What a reader of `torch.cuda.memory_allocated()` would print after; moving the model and the batch is no stage.
 STAGES = ("zero_grad", "forward", "loss", "backward", "optimizer")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this verb."""
-    what = parser.add_argument_group("what is profiled")
-    what.add_argument("--model", default="bert-base", metavar="NAME|PATH|MODULE:FACTORY", help="default: bert-base")
-    what.add_argument("--batch-size", default="8", metavar="N", help="samples in a micro-batch (default: 8)")
-    what.add_argument("--seq-len", metavar="N", help="tokens, or pixels for images (default: 128 or 224)")
-    what.add_argument("--gpu", metavar="NAME", help="default: Titan X, unless a budget is given")
-    what.add_argument("--budget", metavar="SIZE", help="bytes that may be used, such as 12GiB")
-    what.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per optimizer step (default: 1)")
-    add_step_options(parser)
-    add_json_option(parser)
+_FIGURES = ("allocated_bytes", "max_allocated_bytes", "reserved_bytes", "max_reserved_bytes")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Profile one size; running out of memory is a finding, not a failure."""
+    model = arguments.model
     batch_size = whole_number("--batch-size", arguments.batch_size)
     how = how_to_step(arguments, whole_number("--accumulation", arguments.accumulation))
-    asked = None if arguments.seq_len is None else whole_number("--seq-len", arguments.seq_len)
-    gpu = arguments.gpu or (None if arguments.budget else "titan x")
-    device = card(gpu, arguments.budget).device
+    asked = optional_number("--seq-len", arguments.seq_len)
+    device = card(arguments.gpu or (None if arguments.budget else DEFAULT_GPU), arguments.budget).device
     settings = allocator_settings()
-    if allocator_notes := ", ".join(settings.unmodelled):
-        print(f"batchfinder: allocator settings that are not modelled: {allocator_notes}", file=sys.stderr)
-    with Simulation(workload_spec(arguments.model, arguments), how) as simulation:
-        facts = simulation.facts()
-        if asked is not None and facts.max_seq_len is not None and asked > facts.max_seq_len:
-            raise InvalidValue("--seq-len", asked, f"at most {facts.max_seq_len} {facts.seq_len_unit}")
-        seq_len = asked or {"pixels": 224, "none": None}.get(facts.seq_len_unit, 128)
+    check_model_name(model)
+    with Activity() as activity, Simulation(workload_spec(model, arguments), how) as simulation:
+        activity.doing(f"building {model}")
+        seq_len = _seq_len(asked, simulation.facts())
+        activity.doing(f"recording {model}")
         probe = simulation.probe(device, [seq_len], settings)
         timeline = probe.exact_timeline(batch_size, Shape(seq_len))
-        unmodelled = probe.unmodelled
     if arguments.json:
-        print(json.dumps(_json(timeline), indent=1))
+        print(json.dumps({"stages": _stages(timeline), "oom": _oom(timeline.oom)}, indent=1))
         return 0
-    console = Console()
-    where = f"{arguments.model}, batch size {batch_size}" + (f", sequence length {seq_len}" if seq_len else "")
-    console.print(
-        rich_table(_columns(timeline), f"{where}, on a simulated {device.name} ({how.precision}, {how.optimizer})")
+    size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
+    details = (
+        ", ".join([how.precision, *([how.optimizer] if how.mode == "train" else [how.mode])]),
+        f"{format_bytes(device.usable_bytes)} usable",
     )
-    if timeline.oom is not None:
-        console.print(
-            f"out of memory in {timeline.oom.moment.stage} of step {timeline.oom.moment.step}:", style="bold red"
-        )
-        console.print(timeline.oom.message, highlight=False, soft_wrap=True)
-    for note in unmodelled:
-        console.print(f"  left out: {note}", style="dim", highlight=False, soft_wrap=True)
+    notes = [] if timeline.oom is None else [_out_of_memory(timeline.oom)]
+    notes += [f"left out: {text}" for text in (*probe.unmodelled, *allocator_notes(settings))]
+    title = f"{model} at {size} on {device.name}, simulated"
+    Sheet(title, details, _columns(timeline, how.micro_batches), tuple(notes)).show()
     return 0
 
 
+def _seq_len(asked: int | None, facts: WorkloadFacts) -> int | None:
+    """The length asked for, which the model must allow, or the usual one.
+
+    Raises:
+        InvalidValue: it is beyond the model's positions.
+    """
+    most = facts.max_seq_len
+    if asked is not None:
+        if most is not None and asked > most:
+            raise InvalidValue("--seq-len", asked, f"at most {most} {facts.seq_len_unit}")
+        return asked
+    usual = {"pixels": DEFAULT_IMAGE_SIDE, "none": None}.get(facts.seq_len_unit, DEFAULT_SEQ_LEN)
+    return usual if usual is None or most is None else min(usual, most)
+
+
 def _stages(timeline: Timeline) -> list[dict[str, Any]]:
-    return [
-        {
-            "step": stage.step,
-            "stage": stage.stage,
-            "micro_batch": stage.micro_batch,
-            "allocated_bytes": stage.allocated_bytes,
-            "max_allocated_bytes": stage.max_allocated_bytes,
-            "reserved_bytes": stage.reserved_bytes,
-            "max_reserved_bytes": stage.max_reserved_bytes,
-        }
-        for stage in timeline.stages
-        if stage.stage in STAGES
-    ]
+    names = ("step", "stage", "micro_batch", *_FIGURES)
+    return [{name: getattr(stage, name) for name in names} for stage in timeline.stages if stage.stage in STAGES]
 
 
-def _json(timeline: Timeline) -> dict[str, Any]:
-    oom = timeline.oom
+def _oom(oom: Overflow | None) -> dict[str, Any] | None:
+    if oom is None:
+        return None
     return {
-        "stages": _stages(timeline),
-        "oom": None
-        if oom is None
-        else {
-            "step": oom.moment.step,
-            "stage": oom.moment.stage,
-            "tried_bytes": oom.tried_bytes,
-            "allocated_bytes": oom.allocated_bytes,
-            "reserved_bytes": oom.reserved_bytes,
-            "message": oom.message,
-        },
+        "step": oom.moment.step,
+        "stage": oom.moment.stage,
+        "tried_bytes": oom.tried_bytes,
+        "allocated_bytes": oom.allocated_bytes,
+        "reserved_bytes": oom.reserved_bytes,
+        "message": oom.message,
     }
 
 
-def _columns(timeline: Timeline) -> Columns:
+def _out_of_memory(oom: Overflow) -> str:
+    return f"out of memory in {oom.moment.stage} of step {oom.moment.step}: {' '.join(oom.message.split())}"
+
+
+def _columns(timeline: Timeline, micro_batches: int) -> Columns:
     stages = _stages(timeline)
-    table: Columns = {
-        "step": [str(stage["step"]) for stage in stages],
-        "stage": [stage["stage"] for stage in stages],
-    }
-    for heading in ("allocated", "max_allocated", "reserved", "max_reserved"):
-        table[heading.replace("_", " ")] = [format_bytes(stage[f"{heading}_bytes"]) for stage in stages]
+    table: Columns = {"step": [str(stage["step"]) for stage in stages]}
+    if micro_batches > 1:
+        table["micro-batch"] = [
+            str(stage["micro_batch"]) if stage["stage"] in ("forward", "loss", "backward") else "" for stage in stages
+        ]
+    table["stage"] = [stage["stage"] for stage in stages]
+    for figure in _FIGURES:
+        table[figure.removesuffix("_bytes").replace("_", " ")] = [format_bytes(stage[figure]) for stage in stages]
     return table

@@ -7,85 +7,65 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from batchfinder.cli.options import add_json_option, add_step_options
 from batchfinder.cli.sweep_request import SweepRequest, read_request
 from batchfinder.cli.sweep_run import run_sweep
 from batchfinder.errors import InvalidValue
 from batchfinder.report.progress import SweepProgress
-from batchfinder.report.rows import SCHEMA, SweepRow, columns
-from batchfinder.report.table import comma_separated, markdown, rich_table
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this verb."""
-    what = parser.add_argument_group("what is swept")
-    what.add_argument(
-        "--model",
-        action="append",
-        metavar="NAME|PATH|MODULE:FACTORY",
-        help="a named model, a config.json or its folder, or your own factory; repeatable (default: two BERTs)",
-    )
-    what.add_argument("--seq-len", action="append", metavar="N", help="tokens, or pixels for images; repeatable")
-    what.add_argument(
-        "--gpu", action="append", metavar="NAME", help="repeatable (default: the card here, or a Titan X)"
-    )
-    what.add_argument("--instance", metavar="NAME", help="a cloud instance's GPUs")
-    what.add_argument("--budget", metavar="SIZE", help="bytes that may be used, such as 12GiB")
-    add_step_options(parser)
-    how = parser.add_argument_group("the search")
-    how.add_argument("--target-batch-size", metavar="N", help="add micro-batch x accumulation for this effective batch")
-    how.add_argument("--max-batch-size", metavar="N", help="look no further than this")
-    how.add_argument("--headroom", metavar="SHARE|SIZE", default="0", help="leave this much free: 0.1, 10%% or 1GiB")
-    how.add_argument("--cache", metavar="URL", help="where results are kept (default: BATCHFINDER_CACHE or the user's)")
-    how.add_argument("--no-cache", action="store_true", help="neither look results up nor keep them")
-    out = parser.add_argument_group("the output")
-    add_json_option(out)
-    out.add_argument("--markdown", metavar="FILE", help="write the table as Markdown, too")
-    out.add_argument("--csv", metavar="FILE", help="write all figures as CSV, too")
+from batchfinder.report.rows import SCHEMA, SweepRow
+from batchfinder.report.sweep_sheet import comma_separated, sweep_sheet
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sweep; whatever was found is printed, also when it ends early."""
     for option in ("markdown", "csv"):
-        path = getattr(arguments, option)
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise InvalidValue(f"--{option}", path, "a file in a folder that exists")
+        _check_file(f"--{option}", getattr(arguments, option))
     request = read_request(arguments)
     for note in request.notes:
         print(f"batchfinder: {note}", file=sys.stderr)
-    progress = SweepProgress(request.cells, request.target_batch_size, request.title)
+    progress = SweepProgress(request.conditions)
     try:
         with progress:
             run_sweep(request, progress)
+    except KeyboardInterrupt:
+        _write(progress.rows, request, arguments)
+        raise KeyboardInterrupt(*_kept(progress, request)) from None
     except BaseException:
-        if progress.rows:
-            print(
-                f"batchfinder: {len(progress.rows)} of {request.cells} cells were found"
-                f"{'; they are kept, and the same command goes on from there' if request.cache else ''}",
-                file=sys.stderr,
-            )
-            _write(progress.rows, request, arguments)
+        _write(progress.rows, request, arguments)
+        for words in _kept(progress, request):
+            print(f"batchfinder: {words}", file=sys.stderr)
         raise
     _write(progress.rows, request, arguments)
     return 0
 
 
+def _check_file(option: str, path: str | None) -> None:
+    if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
+        raise InvalidValue(option, path, "a file in a folder that exists")
+
+
+def _kept(progress: SweepProgress, request: SweepRequest) -> list[str]:
+    if not progress.rows:
+        return []
+    kept = "; they are kept, and the same command goes on from there" if request.cache is not None else ""
+    return [f"{len(progress.rows)} of {progress.cells} cells were found{kept}"]
+
+
 def _write(rows: list[SweepRow], request: SweepRequest, arguments: argparse.Namespace) -> None:
-    table = columns(rows, request.target_batch_size)
-    values = [row.to_json() for row in rows]
+    if not rows:
+        return
+    sheet = sweep_sheet(rows, request.conditions)
     if arguments.json:
-        print(json.dumps({"schema": SCHEMA, "rows": values}, indent=1))
+        print(json.dumps({"schema": SCHEMA, "rows": [row.to_json() for row in rows]}, indent=1))
     else:
-        console = Console()
-        # Not a terminal: rich would cut lines at 80 columns, and a file has no width.
-        if not console.is_terminal:
-            console.width = 200
-        console.print(rich_table(table, request.title), soft_wrap=False)
-        for note in dict.fromkeys(text for row in rows for text in row.unmodelled):
-            console.print(f"  left out: {note}", style="dim", highlight=False)
-    if arguments.markdown is not None:
-        Path(arguments.markdown).write_text(markdown(table))
-    if arguments.csv is not None:
-        Path(arguments.csv).write_text(comma_separated(values))
+        sheet.show()
+    for option, text in (("markdown", sheet.to_markdown()), ("csv", comma_separated(rows))):
+        path = getattr(arguments, option)
+        if path is not None:
+            _write_file(f"--{option}", path, text)
+
+
+def _write_file(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error

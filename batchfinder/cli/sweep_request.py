@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from batchfinder.cache import Store
 from batchfinder.cli.options import (
+    DEFAULT_GPU,
     Card,
     allocator_settings,
     card,
+    check_model_name,
     headroom_bytes,
     how_to_step,
+    optional_number,
     whole_number,
     workload_spec,
 )
 from batchfinder.devices import Device, find_instance, present_gpus
 from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
+from batchfinder.devices.present import PresentGpu
 from batchfinder.errors import UnknownName
 from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.tracing.job import WorkloadSpec
@@ -24,8 +28,6 @@ from batchfinder.tracing.simulation import HowToStep
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
 DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
-DEFAULT_IMAGE_SIDE = 224
-DEFAULT_GPU = "titan x"
 # What the CUDA context of a card that is not in the catalogue is taken to need.
 _UNKNOWN_CONTEXT_BYTES = 600 << 20
 
@@ -63,18 +65,15 @@ class SweepRequest:
     notes: tuple[str, ...]
 
     @property
-    def cells(self) -> int:
-        """How many rows there will be, as far as is known before the models are built."""
-        return len(self.models) * len(self.cards) * len(self.seq_lens or DEFAULT_SEQ_LENS)
-
-    @property
-    def title(self) -> str:
-        """What the table is about."""
-        what = {"train": "training", "forward": "forward", "inference": "inference"}[self.how.mode]
-        extras = [self.how.precision, self.how.optimizer] if self.how.mode == "train" else [self.how.precision]
-        extras += [f"{self.attention} attention"] if self.attention else []
-        extras += ["gradient checkpointing"] if self.gradient_checkpointing else []
-        return f"Largest {what} batch, simulated ({', '.join(extras)})"
+    def conditions(self) -> tuple[str, ...]:
+        """What the figures hold under, beyond what each row says, in words."""
+        words = [] if self.headroom == "0" else [f"headroom {self.headroom}"]
+        words += [] if self.max_batch_size is None else [f"at most {self.max_batch_size}"]
+        words += [] if self.target_batch_size is None else [f"for an effective batch of {self.target_batch_size}"]
+        given = {name: value for name, value in asdict(self.allocator).items() if name != "unmodelled"}
+        usual = asdict(AllocatorSettings())
+        words += [f"{name}={value}" for name, value in given.items() if value != usual[name]]
+        return tuple(words)
 
 
 def read_request(arguments: argparse.Namespace) -> SweepRequest:
@@ -85,34 +84,31 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
 
     Raises:
         InvalidValue: an option has a value that cannot be meant.
-        UnknownName: no such GPU or instance.
+        UnknownName: no such GPU, instance or model.
         CacheFailed: results cannot be kept where they should be.
     """
-    target = (
-        None
-        if arguments.target_batch_size is None
-        else whole_number("--target-batch-size", arguments.target_batch_size)
-    )
-    cap = None if arguments.max_batch_size is None else whole_number("--max-batch-size", arguments.max_batch_size)
+    target = optional_number("--target-batch-size", arguments.target_batch_size)
+    cap = optional_number("--max-batch-size", arguments.max_batch_size)
     # With accumulation the gradients of one micro-batch are there while the next one runs.
     how = how_to_step(arguments, micro_batches=1 if target is None else 2)
     cards, notes = _cards(arguments)
     for one in cards:
         headroom_bytes(arguments.headroom, one.device.usable_bytes)
+    seq_lens = dict.fromkeys(whole_number("--seq-len", seq_len) for seq_len in arguments.seq_len or ())
+    models = dict.fromkeys(arguments.model or DEFAULT_MODELS)
+    for model in models:
+        check_model_name(model)
     cache = None if arguments.no_cache else Store(arguments.cache)
     if cache is not None:
         cache.check_writable()
-    allocator = allocator_settings()
-    if allocator.unmodelled:
-        notes.append(f"allocator settings that are not modelled: {', '.join(allocator.unmodelled)}")
     return SweepRequest(
-        models=tuple((model, workload_spec(model, arguments)) for model in arguments.model or DEFAULT_MODELS),
-        seq_lens=tuple(dict.fromkeys(whole_number("--seq-len", seq_len) for seq_len in arguments.seq_len or ())),
+        models=tuple((model, workload_spec(model, arguments)) for model in models),
+        seq_lens=tuple(seq_lens),
         cards=tuple(cards),
         how=how,
         attention=arguments.attention,
         gradient_checkpointing=arguments.gradient_checkpointing,
-        allocator=allocator,
+        allocator=allocator_settings(),
         target_batch_size=target,
         max_batch_size=cap,
         headroom=arguments.headroom,
@@ -128,18 +124,24 @@ def _cards(arguments: argparse.Namespace) -> tuple[list[Card], list[str]]:
         one = card(instance.gpu.name, arguments.budget)
         cards.append(replace(one, name=f"{instance.name}: {instance.num_gpus} x {one.name}", count=instance.num_gpus))
     if cards:
-        return cards, []
+        return _each_once(cards), []
     if arguments.budget is not None:
         return [card(None, arguments.budget)], []
     present = present_gpus()
     if not present:
         return [card(DEFAULT_GPU, None)], []
-    for gpu in present:
-        try:
-            cards.append(card(gpu.name, None))
-        except UnknownName:
-            capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
-            usable = gpu.smi_total_bytes - _UNKNOWN_CONTEXT_BYTES
-            cards.append(Card(Device(gpu.name, gpu.smi_total_bytes, usable, capability), gpu.name))
-    cards = list({one.name: one for one in cards}.values())
+    cards = _each_once([_present_card(gpu) for gpu in present])
     return cards, [f"this machine has {', '.join(one.name for one in cards)}; its figures are simulated, not measured"]
+
+
+def _present_card(gpu: PresentGpu) -> Card:
+    try:
+        return card(gpu.name, None)
+    except UnknownName:
+        capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
+        usable = gpu.smi_total_bytes - _UNKNOWN_CONTEXT_BYTES
+        return Card(Device(gpu.name, gpu.smi_total_bytes, usable, capability), gpu.name)
+
+
+def _each_once(cards: list[Card]) -> list[Card]:
+    return list({one.name: one for one in cards}.values())

@@ -9,8 +9,8 @@ from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cache import CacheKey
-from batchfinder.cli.options import Card, headroom_bytes
-from batchfinder.cli.sweep_request import DEFAULT_IMAGE_SIDE, DEFAULT_SEQ_LENS, SweepRequest
+from batchfinder.cli.options import DEFAULT_IMAGE_SIDE, Card, allocator_notes, headroom_bytes
+from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SweepRequest
 from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
@@ -26,7 +26,9 @@ from batchfinder.tracing.simulation import HowToStep, Simulation
 
 
 def run_sweep(request: SweepRequest, progress: SweepProgress) -> None:
-    """Find every cell, hardest model last, telling `progress` of each.
+    """Find every cell, in the order asked for, telling `progress` of each.
+
+    The next model is built while this one is recorded; more would only fill the host's memory.
 
     Args:
         request: what to find.
@@ -35,17 +37,24 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> None:
     Raises:
         BatchFinderError: a model could not be built or recorded.
     """
+    usual: tuple[int | None, ...] = request.seq_lens or DEFAULT_SEQ_LENS
+    lengths = dict.fromkeys((model for model, _ in request.models), usual)
+    simulations: dict[str, Simulation] = {}
     with ExitStack() as stack:
-        simulations = [(model, stack.enter_context(Simulation(spec, request.how))) for model, spec in request.models]
-        lengths = {}
-        for model, simulation in simulations:
-            progress.doing(f"building {model}")
-            facts = simulation.facts()
-            lengths[model] = _seq_lens(model, facts, request)
-        progress.cells = sum(len(seq_lens) for seq_lens in lengths.values()) * len(request.cards)
-        for model, simulation in simulations:
-            _sweep_model(model, simulation, lengths[model], request, progress)
-            simulation.close()
+        for index in range(len(request.models)):
+            progress.expect(sum(map(len, lengths.values())) * len(request.cards))
+            near = request.models[index : index + 2]
+            new = [(model, spec) for model, spec in near if model not in simulations]
+            if new:
+                progress.doing(f"building {' and '.join(model for model, _ in new)}")
+            for model, spec in new:
+                simulations[model] = stack.enter_context(Simulation(spec, request.how))
+            for model, _ in new:
+                lengths[model] = _seq_lens(model, simulations[model].facts(), request)
+            progress.expect(sum(map(len, lengths.values())) * len(request.cards))
+            model = near[0][0]
+            _sweep_model(model, simulations[model], lengths[model], request, progress)
+            simulations[model].close()
 
 
 def _sweep_model(
@@ -60,11 +69,13 @@ def _sweep_model(
         device = _less_headroom(card.device, request.headroom)
         probe = simulation.probe(device, seq_lens, request.allocator)
         for seq_len in seq_lens:
-            progress.doing(f"{model} at {seq_len} on {card.name}" if seq_len else f"{model} on {card.name}")
+            where = f"{model} on {card.name}" if seq_len is None else f"{model} at {seq_len} on {card.name}"
+            progress.doing(where, worth_a_line=False)
             start = time.perf_counter()
-            outcome = _find(probe, Shape(seq_len), _key(facts, card, device, seq_len, request), request)
+            outcome = _find(probe, Shape(seq_len), cache_key(facts, card, device, seq_len, request), request)
+            unscaled = sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in outcome.trials)
             seconds = time.perf_counter() - start
-            progress.found(_row(model, facts, card, device, request, outcome, seconds))
+            progress.found(_row(model, facts, card, device, request, outcome, unscaled, seconds))
 
 
 def _find(probe: SimulatedProbe, shape: Shape, key: CacheKey, request: SweepRequest) -> Outcome:
@@ -94,14 +105,23 @@ def _seq_lens(model: str, facts: WorkloadFacts, request: SweepRequest) -> tuple[
         return (DEFAULT_IMAGE_SIDE,)
     if facts.seq_len_unit == "none":
         return (None,)
-    return tuple(seq_len for seq_len in DEFAULT_SEQ_LENS if most is None or seq_len <= most)
+    return tuple(seq_len for seq_len in DEFAULT_SEQ_LENS if most is None or seq_len <= most) or (most,)
 
 
 def _less_headroom(device: Device, headroom: str) -> Device:
     return replace(device, usable_bytes=device.usable_bytes - headroom_bytes(headroom, device.usable_bytes))
 
 
-def _key(facts: WorkloadFacts, card: Card, device: Device, seq_len: int | None, request: SweepRequest) -> CacheKey:
+def cache_key(facts: WorkloadFacts, card: Card, device: Device, seq_len: int | None, request: SweepRequest) -> CacheKey:
+    """Everything that changes a cell's answer.
+
+    Args:
+        facts: of the model.
+        card: what is simulated.
+        device: the card's device, less the headroom.
+        seq_len: tokens per sample; None for data of one fixed shape.
+        request: the rest.
+    """
     return CacheKey(
         model=facts.fingerprint,
         gpu=card.device.name,
@@ -134,6 +154,7 @@ def _row(
     device: Device,
     request: SweepRequest,
     outcome: Outcome,
+    unscaled: int,
     seconds: float,
 ) -> SweepRow:
     measurement, size = outcome.measurement, outcome.max_batch_size
@@ -157,9 +178,11 @@ def _row(
         source=outcome.source,
         trials=len(outcome.trials),
         seconds=seconds,
-        unmodelled=outcome.unmodelled,
+        unmodelled=outcome.unmodelled + allocator_notes(request.allocator),
+        unscaled=unscaled,
         needed_bytes=measurement.needed_bytes if measurement and not size else None,
         published=_published(model, seq_len, card, request),
+        target_batch_size=request.target_batch_size,
         plan=plan,
     )
 

@@ -1,43 +1,38 @@
-"""How far a sweep has come, on stderr: a live table on a terminal, plain lines elsewhere."""
+"""How far a verb has come, on stderr: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from batchfinder.report.rows import SweepRow, columns
-from batchfinder.report.table import rich_table
+from batchfinder.report.rows import SweepRow
+from batchfinder.report.sheet import is_terminal
+from batchfinder.report.sweep_sheet import sweep_sheet
+
+# The lines of a live table that are not rows: title, details, heading, rule, bar and the empty ones between them.
+_OTHER_LINES = 11
 
 
-class SweepProgress:
-    """Shows rows as they are found.
+class Activity:
+    """Says what is being done: beside a spinner on a terminal, a line for each new thing elsewhere."""
 
-    Args:
-        cells: how many there will be.
-        target_batch_size: the effective batch that was asked for; None without one.
-        title: stands above the live table.
-    """
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = self._make_bar()
+        self._task = self._bar.add_task("", total=None)
+        self._live: Live | None = None
+        if is_terminal():
+            self._live = Live(self._bar, console=self._console, transient=True, redirect_stdout=False)
 
-    def __init__(self, cells: int, target_batch_size: int | None, title: str) -> None:
-        self.cells = cells
-        self.rows: list[SweepRow] = []
-        self._target_batch_size = target_batch_size
-        self._title = title
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        )
-        self._task = self._bar.add_task("recording", total=cells)
-        self._live = Live(console=console, transient=True, refresh_per_second=8) if console.is_terminal else None
-
-    def __enter__(self) -> SweepProgress:
+    def __enter__(self) -> Activity:
         if self._live is not None:
             self._live.start()
-            self._draw()
         return self
 
     def __exit__(
@@ -46,10 +41,42 @@ class SweepProgress:
         if self._live is not None:
             self._live.stop()
 
-    def doing(self, what: str) -> None:
-        """Say what is being done now."""
+    def doing(self, what: str, worth_a_line: bool = True) -> None:
+        """Say what is being done now.
+
+        Args:
+            what: in words.
+            worth_a_line: whether it takes so long that it should be said where there is no terminal, too.
+        """
         self._bar.update(self._task, description=what)
-        self._draw()
+        if self._live is None and worth_a_line:
+            print(what, file=sys.stderr, flush=True)
+
+    def _make_bar(self) -> Progress:
+        return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self._console)
+
+
+class SweepProgress(Activity):
+    """Shows rows as they are found.
+
+    Args:
+        conditions: what the figures hold under, for the live table.
+    """
+
+    def __init__(self, conditions: Sequence[str]) -> None:
+        super().__init__()
+        self.rows: list[SweepRow] = []
+        self.cells = 0
+        self._conditions = conditions
+
+    def __enter__(self) -> SweepProgress:
+        super().__enter__()
+        return self
+
+    def expect(self, cells: int) -> None:
+        """Say how many rows there will be, as far as is known."""
+        self.cells = cells
+        self._bar.update(self._task, total=cells)
 
     def found(self, row: SweepRow) -> None:
         """Show a finished row."""
@@ -62,11 +89,18 @@ class SweepProgress:
                 f"[{len(self.rows)}/{self.cells}] {row.model}{where} on {row.gpu}: {row.max_batch_size} "
                 f"({source}, {row.seconds:.1f} s)",
                 file=sys.stderr,
+                flush=True,
             )
-        self._draw()
-
-    def _draw(self) -> None:
-        if self._live is None:
             return
-        parts = [rich_table(columns(self.rows, self._target_batch_size), self._title)] if self.rows else []
-        self._live.update(Group(*parts, self._bar))
+        shown = self.rows[-max(self._console.height - _OTHER_LINES, 1) :]
+        table = replace(sweep_sheet(shown, self._conditions), notes=())
+        self._live.update(Group(table, "", self._bar), refresh=True)
+
+    def _make_bar(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+        )

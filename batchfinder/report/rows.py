@@ -1,4 +1,4 @@
-"""One line of a sweep, as values and as text."""
+"""One line of a sweep, as values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan
-from batchfinder.units import format_bytes
 
 SCHEMA = 1
 
@@ -29,12 +28,14 @@ class SweepRow:
         peak_allocated_bytes: at that size; None when it is 0.
         peak_reserved_bytes: at that size; None when it is 0.
         source: `simulated`, `measured` or `cache`.
-        trials: sizes probed.
-        seconds: spent on this row.
+        trials: sizes probed for this row; none where it came from the cache.
+        seconds: spent on this row, with the recordings that it was the first to need.
         unmodelled: what a simulated figure leaves out.
+        unscaled: how many of the sizes probed did not fit the scaled trace and were recorded themselves.
         needed_bytes: what one sample would take, when the answer is 0.
         published: the published figure, where there is one.
-        plan: how to reach the target effective batch, where one was asked for and something fits.
+        target_batch_size: the effective batch that was asked for; None without one.
+        plan: how to make it, where something fits.
     """
 
     model: str
@@ -53,8 +54,10 @@ class SweepRow:
     trials: int
     seconds: float
     unmodelled: tuple[str, ...] = ()
+    unscaled: int = 0
     needed_bytes: int | None = None
     published: int | None = None
+    target_batch_size: int | None = None
     plan: AccumulationPlan | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -76,45 +79,12 @@ class SweepRow:
             "trials": self.trials,
             "seconds": round(self.seconds, 3),
             "unmodelled": list(self.unmodelled),
+            "unscaled": self.unscaled,
             "needed_bytes": self.needed_bytes,
             "published": self.published,
         }
-        if self.plan is not None:
-            row["micro_batch_size"] = self.plan.micro_batch_size
-            row["accumulation"] = self.plan.accumulation
-            row["effective_batch_size"] = self.plan.effective_batch_size
+        if self.target_batch_size is not None:
+            row["target_batch_size"] = self.target_batch_size
+            for name in ("micro_batch_size", "accumulation", "num_devices", "effective_batch_size"):
+                row[name] = getattr(self.plan, name, None)
         return row
-
-
-Columns = dict[str, list[str]]
-
-
-def columns(rows: list[SweepRow], target_batch_size: int | None) -> Columns:
-    """The rows as columns of text; those with nothing to say are left out.
-
-    Args:
-        rows: in the order in which they are to be shown.
-        target_batch_size: the effective batch that was asked for; None without one.
-    """
-    table: Columns = {
-        "model": [row.model for row in rows],
-        "GPU": [row.gpu for row in rows],
-        "seq len": ["-" if row.seq_len is None else str(row.seq_len) for row in rows],
-        "max batch": [str(row.max_batch_size) for row in rows],
-    }
-    if any(row.published is not None for row in rows):
-        table["published"] = ["" if row.published is None else str(row.published) for row in rows]
-    table["peak reserved"] = [_peak(row) for row in rows]
-    table["usable"] = [format_bytes(row.budget_bytes) for row in rows]
-    if target_batch_size is not None:
-        table[f"for {target_batch_size}: micro x accumulation"] = [
-            "does not fit" if row.plan is None else str(row.plan) for row in rows
-        ]
-    table["source"] = ["simulated (cache)" if row.source == "cache" else row.source for row in rows]
-    return table
-
-
-def _peak(row: SweepRow) -> str:
-    if row.peak_reserved_bytes is not None:
-        return format_bytes(row.peak_reserved_bytes)
-    return "-" if row.needed_bytes is None else f"1 needs {format_bytes(row.needed_bytes)}"

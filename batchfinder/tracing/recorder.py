@@ -63,6 +63,7 @@ class Recorder:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={"TORCHINDUCTOR_CACHE_DIR": str(self._folder), **os.environ},
             )
         os.close(requests_read)
         os.close(answers_write)
@@ -143,7 +144,7 @@ class Recorder:
             operator_file = self._folder / f"{number}.operator"
             operator = operator_file.read_text().strip() if operator_file.exists() else ""
             future.set_exception(
-                errors.RecordingDied(f"{self._what()} at {job}", operator, exit_code, self._last_words())
+                errors.RecordingDied(f"{self._what()} at {job}", operator, exit_code, self._last_words(f"{number}.log"))
             )
             return
         result = json.loads(path.read_text())
@@ -165,8 +166,8 @@ class Recorder:
         if not self._facts.done():
             self._facts.set_exception(died)
 
-    def _last_words(self) -> str:
-        log = self._folder / "log"
+    def _last_words(self, name: str = "log") -> str:
+        log = self._folder / name
         return log.read_text(errors="replace")[-_LAST_WORDS:].strip() if log.exists() else ""
 
 

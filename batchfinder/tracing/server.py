@@ -10,6 +10,7 @@ workload. Requests and answers are lines of JSON on two pipes of their own; what
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import mmap
@@ -23,24 +24,31 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from batchfinder.errors import BatchFinderError
+from batchfinder.errors import BatchFinderError, UserCodeFailed
 
 OPERATOR_BYTES = 256
+_NO_KERNEL = ("prim.", "profiler.")
 _SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
 
 
 def describe(error: BaseException, folder: Path) -> dict[str, Any]:
-    """An exception as JSON: our own whole, anybody else's by its text and its traceback without our frames."""
+    """An exception as JSON: ours whole, anybody else's by its text and a traceback without our frames and torch's."""
     if isinstance(error, BatchFinderError):
         return {"type": type(error).__name__, "message": str(error), "fields": vars(error)}
-    ours = str(Path(__file__).resolve().parent.parent)
+    inner = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).resolve().parent.parent, *_torch_folder()))
     frames = traceback.extract_tb(error.__traceback__)
-    kept = [frame for frame in frames if not frame.filename.startswith(ours)]
+    kept = [frame for frame in frames if not frame.filename.startswith(inner)]
     text = "".join(
         ["Traceback (most recent call last):\n", *traceback.format_list(kept), *traceback.format_exception_only(error)]
     )
     module = type(error).__module__
     return {"type": "", "message": f"{type(error).__name__}: {error}", "traceback": text, "module": module}
+
+
+def _torch_folder() -> list[Path]:
+    """Where torch lies, if it has been imported."""
+    torch = sys.modules.get("torch")
+    return [Path(torch.__file__).resolve().parent] if torch is not None and torch.__file__ else []
 
 
 class Server:
@@ -102,12 +110,10 @@ class Server:
 
         self.mode = PretendMode(allow_non_fake_inputs=True)
         build = _load(builder)
-        try:
-            with self.mode:
-                self.workload = build(**arguments)
-        except BatchFinderError as error:
-            if type(error).__name__ != "UserCodeFailed":
-                raise
+        self.workload = None
+        with self.mode, contextlib.suppress(UserCodeFailed):
+            self.workload = build(**arguments)
+        if self.workload is None:
             # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
             self.workload = build(**arguments)
         parameters = list(self.workload.model.parameters())
@@ -140,8 +146,11 @@ class Server:
         self._answer({"id": number, "exit": os.waitstatus_to_exitcode(status)})
 
     def _record(self, request: dict[str, Any]) -> None:
-        """In the fork: record, leave the trace or the error in a file, and end."""
+        """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
         number = request["id"]
+        log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         try:
             result = {"trace": self._trace(request["record"], self.folder / f"{number}.operator").to_json()}
         except BaseException as error:
@@ -174,7 +183,8 @@ def _operator_writer(path: Path) -> Callable[[str], None]:
         memory = mmap.mmap(file.fileno(), OPERATOR_BYTES)
 
     def write(name: str) -> None:
-        memory[:] = name.encode()[:OPERATOR_BYTES].ljust(OPERATOR_BYTES)
+        if not name.startswith(_NO_KERNEL):
+            memory[:] = name.encode()[:OPERATOR_BYTES].ljust(OPERATOR_BYTES)
 
     return write
 

@@ -55,7 +55,7 @@ def workload_from_factory(spec: str) -> Workload:
             raise InvalidValue("model", spec, f"a factory that exists, and {module_name} has no {attribute}")
         factory = getattr(factory, part)
     if not callable(factory):
-        raise InvalidValue("model", spec, f"something that can be called, and it is a {type(factory).__name__}")
+        raise InvalidValue("model", spec, f"something that can be called, and it is of type {type(factory).__name__}")
     with pretend_initialisation():
         return understand(run_user_code(spec, factory), spec)
 
@@ -138,7 +138,7 @@ def _describe(made: Any) -> str:
         return "None (is its return statement missing?)"
     if isinstance(made, type):
         return f"the class {made.__name__} itself"
-    return f"a {type(made).__module__}.{type(made).__qualname__}".replace("a builtins.", "a ")
+    return f"something of type {type(made).__module__}.{type(made).__qualname__}".replace("builtins.", "")
 
 
 def _token_batches(model: nn.Module, spec: str) -> TextBatches:

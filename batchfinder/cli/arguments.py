@@ -1,0 +1,76 @@
+"""Every verb's options. Nothing heavy is imported here, so that `--help` is quick.
+
+Values are taken as text and checked in `options.py`: argparse would end with 2 and its own words for a wrong value, and
+these are values, not usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+MODES = ("train", "forward", "inference")
+PRECISIONS = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
+OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
+ATTENTIONS = ("eager", "sdpa", "flash")
+
+_MODEL = "NAME|PATH|MODULE:FACTORY"
+
+
+def sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `sweep`."""
+    what = parser.add_argument_group("what is swept")
+    what.add_argument(
+        "--model",
+        action="append",
+        metavar=_MODEL,
+        help="a named model, a config.json or its folder, or your own factory; repeatable (default: two BERTs)",
+    )
+    what.add_argument("--seq-len", action="append", metavar="N", help="tokens, or pixels for images; repeatable")
+    what.add_argument(
+        "--gpu", action="append", metavar="NAME", help="repeatable (default: the cards here, or a Titan X)"
+    )
+    what.add_argument("--instance", metavar="NAME", help="a cloud instance's GPUs, such as p4d.24xlarge")
+    what.add_argument("--budget", metavar="SIZE", help="the most that may be used of a card, such as 12GiB")
+    _step_arguments(parser)
+    how = parser.add_argument_group("the search")
+    how.add_argument("--target-batch-size", metavar="N", help="add micro-batch x accumulation for this effective batch")
+    how.add_argument("--max-batch-size", metavar="N", help="look no further than this")
+    how.add_argument("--headroom", metavar="SHARE|SIZE", default="0", help="leave this much free: 0.1, 10%% or 1GiB")
+    how.add_argument("--cache", metavar="URL", help="where results are kept (default: BATCHFINDER_CACHE or the user's)")
+    how.add_argument("--no-cache", action="store_true", help="neither look results up nor keep them")
+    out = parser.add_argument_group("the output")
+    _json_argument(out)
+    out.add_argument("--markdown", metavar="FILE", help="write the table as Markdown, too")
+    out.add_argument("--csv", metavar="FILE", help="write all figures as CSV, too")
+
+
+def profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `profile`."""
+    what = parser.add_argument_group("what is profiled")
+    what.add_argument("--model", default="bert-base", metavar=_MODEL, help="default: bert-base")
+    what.add_argument("--batch-size", default="8", metavar="N", help="samples in a micro-batch (default: 8)")
+    what.add_argument("--seq-len", metavar="N", help="tokens, or pixels for images (default: 128 or 224)")
+    what.add_argument("--gpu", metavar="NAME", help="default: Titan X, unless a budget is given")
+    what.add_argument("--budget", metavar="SIZE", help="the most that may be used of the card, such as 12GiB")
+    what.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per optimizer step (default: 1)")
+    _step_arguments(parser)
+    _json_argument(parser.add_argument_group("the output"))
+
+
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the step")
+    _choice(group, "--mode", MODES, "train")
+    _choice(group, "--precision", PRECISIONS, "fp32")
+    _choice(group, "--optimizer", OPTIMIZERS, "adamw")
+    _choice(group, "--attention", ATTENTIONS, None)
+    group.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
+
+
+def _choice(group: argparse._ArgumentGroup, option: str, names: Sequence[str], default: str | None) -> None:
+    said = f"{', '.join(names)} (default: {default or 'the model chooses'})"
+    group.add_argument(option, default=default, metavar="NAME", help=said)
+
+
+def _json_argument(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,0 +1,63 @@
+"""The command line as a process, in this folder, which has code of a user's in `mine.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+COMMAND = (sys.executable, "-m", "batchfinder")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """What it printed with --json."""
+        assert self.code == 0, self.err
+        printed: dict[str, Any] = json.loads(self.out)
+        return printed
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The one row of a sweep."""
+        (row,) = self.json["rows"]
+        return dict(row)
+
+
+Run = Callable[..., Done]
+
+
+def environment(cache: Path, **more: str) -> dict[str, str]:
+    """This process's, without what changes the answers or their looks."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTORCH_") and name not in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TERM")
+    }
+    return {**own, "BATCHFINDER_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TERM": "xterm-256color", **more}
+
+
+def run_command(*arguments: str, cache: Path, **more: str) -> Done:
+    """Run `python -m batchfinder` to its end."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=HERE,
+        env=environment(cache, **more),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,114 @@
+"""Code of a user's, some of it broken: `--model mine:NAME` in this folder."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import nn
+
+from batchfinder import Workload
+
+WIDTH = 256
+
+
+class Tiny(nn.Module):
+    """Two linear layers; what it does beside that is for its subclasses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 4 * WIDTH)
+        self.second = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meanwhile(x)
+        out: torch.Tensor = self.second(self.first(x).relu())
+        return out
+
+    def meanwhile(self, x: torch.Tensor) -> None:
+        """Do nothing."""
+
+
+class Aborts(Tiny):
+    def meanwhile(self, x: torch.Tensor) -> None:
+        torch.relu(x)
+        print("goodbye", flush=True)
+        os.abort()
+
+
+class Raises(Tiny):
+    def meanwhile(self, x: torch.Tensor) -> None:
+        raise RuntimeError("no answer today")
+
+
+class Slow(Tiny):
+    def meanwhile(self, x: torch.Tensor) -> None:
+        time.sleep(600)
+
+
+class Changes(Tiny):
+    """Keeps one more tensor in every seventh size, so that sizes do not scale."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x)
+        return out.exp() if x.size(0) % 7 == 0 else out
+
+
+def sequences(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
+    """One batch of sequences of vectors."""
+    return (torch.zeros(batch_size, seq_len or 1, WIDTH),)
+
+
+def tiny() -> Workload:
+    """Works, up to 96 tokens."""
+    return Workload(Tiny(), sequences, max_seq_len=96)
+
+
+def shapeless() -> Workload:
+    """Works, and its samples have one fixed shape."""
+    return Workload(Tiny(), sequences, seq_len_unit="none")
+
+
+def changes() -> Workload:
+    """Works, and does not scale."""
+    return Workload(Changes(), sequences)
+
+
+def own_optimizer() -> Workload:
+    """Works, and brings its optimizer."""
+    return Workload(Tiny(), sequences, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def aborts() -> Workload:
+    """Ends the process in its forward."""
+    return Workload(Aborts(), sequences)
+
+
+def fails_in_forward() -> Workload:
+    """Raises in its forward."""
+    return Workload(Raises(), sequences)
+
+
+def slow_to_record() -> Workload:
+    """Takes for ever in its forward."""
+    return Workload(Slow(), sequences)
+
+
+def slow_to_build() -> Workload:
+    """Takes for ever to be built."""
+    time.sleep(600)
+    return tiny()
+
+
+def raises() -> Workload:
+    """Raises."""
+    raise ValueError("no model today")
+
+
+def rubbish() -> int:
+    """Is no factory at all."""
+    return 42
+
+
+number = 42

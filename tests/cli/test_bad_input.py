@@ -1,0 +1,179 @@
+"""Whatever is wrong with the input is said in full on stderr, and nothing is said on stdout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
+from batchfinder.cli.main import main
+from tests.cli.command import HERE, Run
+
+NUMBER = "expected a whole number of at least 1."
+SIZE = "expected a positive size such as 12GiB, 900MiB or 24GB."
+HEADROOM = "expected a share such as 0.1 or 10%, or a size such as 1GiB, smaller than the device."
+NO_FILE = "expected a file in a folder that exists."
+CACHE = "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
+OTHER_MODELS = "A path to a config.json or its folder, or package.module:factory, will do as well."
+
+AT_ONCE = [
+    ("--gpu v1000", "unknown GPU 'v1000'. Did you mean V100 16GB, P100 16GB, H100 80GB, A100 40GB, V100 32GB?"),
+    ("--gpu v100-24gb", "unknown GPU 'v100-24gb'. Did you mean V100 16GB, V100 32GB?"),
+    ("--instance p3.2xlarg", "unknown instance 'p3.2xlarg'. Did you mean p3.2xlarge, "),
+    (
+        "--model bert-bse",
+        f"unknown model 'bert-bse'. Did you mean bert-base, roberta-base, distilbert? {OTHER_MODELS}",
+    ),
+    ("--mode trian", f"--mode: 'trian' will not do; expected one of {', '.join(MODES)}."),
+    ("--precision fp99", f"--precision: 'fp99' will not do; expected one of {', '.join(PRECISIONS)}."),
+    ("--optimizer adamx", f"--optimizer: 'adamx' will not do; expected one of {', '.join(OPTIMIZERS)}."),
+    ("--attention none", f"--attention: 'none' will not do; expected one of {', '.join(ATTENTIONS)}."),
+    ("--seq-len abc", f"--seq-len: 'abc' will not do; {NUMBER}"),
+    ("--seq-len 0", f"--seq-len: '0' will not do; {NUMBER}"),
+    ("--seq-len -5", f"--seq-len: '-5' will not do; {NUMBER}"),
+    ("--target-batch-size -1", f"--target-batch-size: '-1' will not do; {NUMBER}"),
+    ("--max-batch-size 0", f"--max-batch-size: '0' will not do; {NUMBER}"),
+    ("--budget 0", f"--budget: '0' will not do; {SIZE}"),
+    ("--budget lots", f"--budget: 'lots' will not do; {SIZE}"),
+    ("--headroom 2", f"--headroom: '2' will not do; {HEADROOM}"),
+    ("--headroom 100%", f"--headroom: '100%' will not do; {HEADROOM}"),
+    ("--headroom -0.1", f"--headroom: '-0.1' will not do; {HEADROOM}"),
+    ("--headroom nan", f"--headroom: 'nan' will not do; {HEADROOM}"),
+    ("--headroom lots", f"--headroom: 'lots' will not do; {HEADROOM}"),
+    ("--headroom 13GiB", f"--headroom: '13GiB' will not do; {HEADROOM}"),
+    ("--markdown no/such/folder/sweep.md", f"--markdown: 'no/such/folder/sweep.md' will not do; {NO_FILE}"),
+    ("--csv .", f"--csv: '.' will not do; {NO_FILE}"),
+    ("--cache nope://there", f"the cache at nope://there cannot be used: Protocol not known: nope. {CACHE}"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), AT_ONCE, ids=[options for options, _ in AT_ONCE])
+def test_wrong_values_are_told_before_anything_is_built(
+    options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong value ends a sweep with 1 and one line that says which, and what would do."""
+    code = main(["sweep", *options.split(" ", 1)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (1, "")
+    if said.endswith(", "):  # the nearest one is named first
+        assert err.startswith(f"batchfinder: {said}")
+        assert err.count("\n") == 1
+    else:
+        assert err == f"batchfinder: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--batch-size 0", f"--batch-size: '0' will not do; {NUMBER}"),
+        ("--accumulation x", f"--accumulation: 'x' will not do; {NUMBER}"),
+        ("--gpu k8", "unknown GPU 'k8'. Did you mean K80?"),
+        ("--model gpt-2-xxl", "unknown model 'gpt-2-xxl'. Did you mean "),
+    ],
+)
+def test_profile_checks_its_options_too(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong value ends `profile` in the same way."""
+    code = main(["profile", *options.split()])
+    out, err = capsys.readouterr()
+    assert (code, out) == (1, "")
+    assert err.startswith(f"batchfinder: {said}")
+    assert err.count("\n") == 1
+
+
+def test_a_cache_under_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cache that cannot be written is found out before anything is built."""
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["sweep", "--cache", str(file / "cache")]) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"batchfinder: the cache at {file / 'cache'} cannot be used: Not a directory. {CACHE}\n",
+    )
+
+
+def test_allocator_settings_that_pytorch_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong value in the environment is named by the variable it was found in."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:maybe")
+    assert main(["sweep", "--no-cache"]) == 1
+    said = "batchfinder: PYTORCH_ALLOC_CONF expandable_segments: 'maybe' will not do; expected True or False.\n"
+    assert capsys.readouterr() == ("", said)
+
+
+RAISED = f"""mine:raises raised:
+Traceback (most recent call last):
+  File "{HERE / "mine.py"}", line %d, in raises
+    raise ValueError("no model today")
+ValueError: no model today"""
+WHEN_BUILT = [
+    (
+        "mine:tiny --seq-len 97",
+        "--seq-len: 97 will not do; expected at most 96 tokens, the most that mine:tiny allows.",
+    ),
+    (
+        "nowhere:factory",
+        "model: 'nowhere:factory' will not do; expected a module that exists: "
+        f"there is no nowhere in {HERE} or on the Python path.",
+    ),
+    ("mine:nothing", "model: 'mine:nothing' will not do; expected a factory that exists, and mine has no nothing."),
+    ("mine:number", "model: 'mine:number' will not do; expected something that can be called, and it is of type int."),
+    (
+        "mine:rubbish",
+        "model: 'mine:rubbish' will not do; expected a factory that returns a Workload, an nn.Module that takes "
+        "input_ids, or a LightningModule with make_batch(batch_size, seq_len); it returned something of type int.",
+    ),
+    (
+        "mine:raises",
+        RAISED % (1 + (HERE / "mine.py").read_text().split("\n").index('    raise ValueError("no model today")')),
+    ),
+    ("resnet50 --seq-len 3", "seq_len: 3 will not do; expected an image side of at least 33 pixels."),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "said"), WHEN_BUILT, ids=[options for options, _ in WHEN_BUILT])
+def test_what_shows_when_the_model_is_built(options: str, said: str, run: Run) -> None:
+    """What is wrong with a model or a length is told in full, with the user's traceback and none of ours."""
+    done = run("sweep", "--model", *options.split())
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"building {options.split()[0]}\nbatchfinder: {said}\n"
+
+
+@pytest.mark.slow
+def test_a_forward_that_raises(run: Run) -> None:
+    """A model that fails in its forward is the user's failure: the traceback has the user's frames and none of ours."""
+    done = run("sweep", "--model", "mine:fails_in_forward")
+    assert (done.code, done.out) == (1, "")
+    first, *_ = done.err.splitlines()[1:]
+    assert first == "batchfinder: mine:fails_in_forward at batch size 7, sequence length 64 raised:"
+    assert done.err.endswith('    raise RuntimeError("no answer today")\nRuntimeError: no answer today\n')
+    assert done.err.count("Traceback (most recent call last)") == 1
+    assert str(HERE / "mine.py") in done.err
+    assert str(HERE.parents[1] / "batchfinder") not in done.err
+
+
+@pytest.mark.slow
+def test_a_recording_that_dies(run: Run) -> None:
+    """A recording whose process dies is told with the operator that ran, how it ended and what it printed."""
+    done = run("sweep", "--model", "mine:aborts", "--seq-len", "16")
+    assert (done.code, done.out) == (1, "")
+    assert "Traceback" not in done.err
+    said = done.err.removeprefix("building mine:aborts\n")
+    assert said.startswith(
+        "batchfinder: recording mine:aborts at batch size 7, sequence length 16 ended while aten.relu"
+    )
+    assert "(the recording process exited with -6). It printed last:\ngoodbye\n" in said
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_after_another_was_found(run: Run) -> None:
+    """What was found before a failure is printed, and the failure comes last."""
+    done = run("sweep", "--model", "mine:shapeless", "--model", "mine:fails_in_forward", "--budget", "1GiB")
+    assert done.code == 1
+    assert "mine:shapeless" in done.out
+    assert "mine:fails_in_forward" not in done.out
+    kept = "batchfinder: 1 of 7 cells were found; they are kept, and the same command goes on from there\n"
+    assert f"{kept}batchfinder: mine:fails_in_forward at " in done.err

@@ -1,0 +1,82 @@
+"""Ctrl-C, as a terminal sends it, whatever the sweep is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import COMMAND, HERE, Done, Run, environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
+
+SECONDS = 60.0
+
+
+def processes(temporary: Path) -> list[str]:
+    """The recording processes of a sweep: they are told where their folder is."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            commands.append(path.read_bytes().decode(errors="replace"))
+    return [command for command in commands if str(temporary) in command]
+
+
+def interrupted(folder: Path, arguments: tuple[str, ...], line: str, after: float, whole_group: bool) -> Done:
+    """Start a sweep, wait for a line of its progress, and interrupt it; nothing of it may be left."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [*COMMAND, "sweep", *arguments],
+        cwd=HERE,
+        env=environment(folder / "cache", TMPDIR=str(temporary)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    told = ""
+    while line not in told:
+        said = process.stderr.readline()
+        assert said, told
+        told += said
+    time.sleep(after)
+    assert processes(temporary)
+    assert list(temporary.glob("batchfinder-*"))
+    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=SECONDS)
+    assert processes(temporary) == []
+    assert list(temporary.glob("batchfinder-*")) == []
+    return Done(process.returncode, out, told + err)
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["the whole group", "the process alone"])
+def test_while_building(tmp_path: Path, whole_group: bool) -> None:
+    """While the model is built: 130, one line, nothing on stdout, no child and no folder left."""
+    done = interrupted(tmp_path, ("--model", "mine:slow_to_build"), "building", 0.5, whole_group)
+    assert done == Done(130, "", "building mine:slow_to_build\nbatchfinder: interrupted\n")
+
+
+def test_while_recording(tmp_path: Path, run: Run) -> None:
+    """While a later model is recorded: what was found is printed and kept, and the next run goes on from there."""
+    arguments = ("--budget", "1GiB", "--model", "mine:shapeless", "--json")
+    done = interrupted(tmp_path, (*arguments, "--model", "mine:slow_to_record", "--seq-len", "16"), "[1/2]", 0.3, True)
+    assert done.code == 130
+    (row,) = json.loads(done.out)["rows"]
+    assert row["model"] == "mine:shapeless"
+    kept = "1 of 2 cells were found; they are kept, and the same command goes on from there"
+    assert done.err.splitlines()[2:] == [f"batchfinder: interrupted; {kept}"]
+    again = run("sweep", *arguments, "--seq-len", "16", "--seq-len", "32", cache=tmp_path / "cache").json["rows"]
+    assert [found["source"] for found in again] == ["cache", "simulated"]
+    assert again[0]["max_batch_size"] == row["max_batch_size"]

@@ -1,0 +1,137 @@
+"""Verbs, usage and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from batchfinder.cli import sweep
+from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
+from batchfinder.cli.main import VERBS, main
+from tests.cli.command import COMMAND
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the following arguments are required: VERB"),
+        (["nope"], "argument VERB: invalid choice: 'nope'"),
+        (["sweep", "--bogus"], "unrecognized arguments: --bogus"),
+        (["profile", "--batch-size"], "argument --batch-size: expected one argument"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong usage ends with 2, the usage and what was wrong, on stderr."""
+    with pytest.raises(SystemExit) as ending:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert (ending.value.code, out) == (2, "")
+    assert err.startswith("usage: batchfinder ")
+    assert said in err
+
+
+@pytest.mark.parametrize("arguments", [[], *([verb] for verb in VERBS)])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every verb's help is on stdout, fits 80 columns and says `--json`."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as ending:
+        main([*arguments, "--help"])
+    out, err = capsys.readouterr()
+    assert (ending.value.code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert not arguments or "--json" in out
+
+
+def test_a_bug_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What nobody foresaw ends with 3 and two lines; the traceback is in a log that is named."""
+
+    def broken(arguments: object) -> int:
+        raise ZeroDivisionError("by nought")
+
+    monkeypatch.setattr(sweep, "main", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["sweep"]) == 3
+    (log,) = tmp_path.iterdir()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "batchfinder: a bug of batchfinder's: ZeroDivisionError: by nought\n"
+        f"The whole story is in {log}; please report it with that file.\n"
+    )
+    assert log.read_text().startswith("Traceback (most recent call last):\n")
+    assert log.read_text().endswith("ZeroDivisionError: by nought\n")
+
+
+def test_warnings_are_lines_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning is one line on stderr without a place in our code, and warnings are as before afterwards."""
+
+    def warning(arguments: object) -> int:
+        warnings.warn("mind the gap", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(sweep, "main", warning)
+    before = warnings.showwarning
+    assert main(["sweep"]) == 0
+    assert capsys.readouterr() == ("", "batchfinder: warning: mind the gap\n")
+    assert warnings.showwarning is before
+
+
+def test_only_the_first_interrupt_counts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second Ctrl-C does not cut short the cleaning up after the first, and Ctrl-C is as before afterwards."""
+    cleaned = []
+
+    def interrupted(arguments: object) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            cleaned.append(True)
+        return 0
+
+    monkeypatch.setattr(sweep, "main", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["sweep"]) == 130
+    assert cleaned
+    assert capsys.readouterr() == ("", "batchfinder: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_reader_that_has_gone(tmp_path: Path) -> None:
+    """Output that nobody reads is no failure and no noise."""
+    script = (
+        "import sys\nfrom batchfinder.cli import profile\nfrom batchfinder.cli.main import main\n"
+        "profile.main = lambda arguments: print('x' * 100000) or 0\nsys.exit(main(['profile']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+
+
+def test_the_options_are_those_of_the_step() -> None:
+    """Every precision, optimizer, mode and attention on offer is one that a step knows, and none is missing."""
+    from batchfinder.step.optimizers import OPTIMIZERS as KNOWN_OPTIMIZERS
+    from batchfinder.step.precision import PRECISIONS as KNOWN_PRECISIONS
+    from batchfinder.zoo.pretrained import ATTENTION
+
+    assert set(OPTIMIZERS) == set(KNOWN_OPTIMIZERS)
+    assert set(PRECISIONS) == set(KNOWN_PRECISIONS)
+    assert set(ATTENTIONS) == set(ATTENTION)
+    assert MODES == ("train", "forward", "inference")
+
+
+def test_the_module_is_the_script() -> None:
+    """`python -m batchfinder` without a verb is wrong usage, by its own name."""
+    done = subprocess.run(COMMAND, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: batchfinder ")

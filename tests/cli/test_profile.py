@@ -1,0 +1,89 @@
+"""`profile`, as a whole process on a small model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.command import Done, Run
+
+pytestmark = pytest.mark.slow
+
+FIGURES = ("allocated_bytes", "max_allocated_bytes", "reserved_bytes", "max_reserved_bytes")
+STAGES = ["zero_grad", "forward", "loss", "backward", "optimizer"]
+CELL = ("--model", "mine:tiny", "--seq-len", "16", "--gpu", "t4", "--budget", "64MiB")
+
+
+@pytest.fixture(scope="module")
+def swept(run: Run) -> Done:
+    """The largest batch in 64 MiB."""
+    return run("sweep", *CELL, "--json")
+
+
+def test_the_largest_batch(run: Run, swept: Done) -> None:
+    """A profile of the size a sweep answers with has every stage of both steps, and ends at the sweep's own peak."""
+    row = swept.row
+    profile = run("profile", *CELL, "--batch-size", str(row["max_batch_size"]), "--json").json
+    assert profile.keys() == {"stages", "oom"}
+    assert profile["oom"] is None
+    assert [(stage["step"], stage["stage"]) for stage in profile["stages"]] == [
+        (step, stage) for step in (0, 1) for stage in STAGES
+    ]
+    for stage in profile["stages"]:
+        assert stage.keys() == {"step", "stage", "micro_batch", *FIGURES}
+        assert all(type(stage[figure]) is int for figure in FIGURES)
+        assert stage["allocated_bytes"] <= stage["max_allocated_bytes"] <= stage["max_reserved_bytes"]
+        assert stage["reserved_bytes"] <= stage["max_reserved_bytes"] <= 64 << 20
+    last = profile["stages"][-1]
+    peaks = (last["max_allocated_bytes"], last["max_reserved_bytes"])
+    assert peaks == (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
+
+
+def test_one_more_does_not_fit(run: Run, swept: Done) -> None:
+    """A profile of one sample more ends with 0 and says where memory ran out, and how much there was."""
+    profile = run("profile", *CELL, "--batch-size", str(swept.row["max_batch_size"] + 1), "--json").json
+    oom = profile["oom"]
+    assert oom.keys() == {"step", "stage", "tried_bytes", "allocated_bytes", "reserved_bytes", "message"}
+    assert oom["stage"] in STAGES
+    assert oom["allocated_bytes"] <= oom["reserved_bytes"] <= 64 << 20
+    assert oom["reserved_bytes"] + oom["tried_bytes"] > 64 << 20
+    assert oom["message"].startswith("CUDA out of memory. Tried to allocate ")
+    assert "simulated" in oom["message"]
+    assert len(profile["stages"]) < 2 * len(STAGES)
+
+
+def test_table(run: Run) -> None:
+    """The table has a line for each stage, of each micro-batch where there are several, and no trailing blanks."""
+    done = run("profile", *CELL, "--batch-size", "2", "--accumulation", "2", "--precision", "bf16-mixed")
+    assert (done.code, done.err) == (0, "building mine:tiny\nrecording mine:tiny\n")
+    lines = done.out.splitlines()
+    assert lines[:4] == [
+        "mine:tiny at batch size 2, sequence length 16 on T4, 64.00 MiB budget, simulated",
+        "bf16-mixed, adamw",
+        "64.00 MiB usable",
+        "",
+    ]
+    assert lines[4].split("  ")[:3] == ["step", "micro-batch", "stage"]
+    assert lines[4].endswith("  max reserved")
+    assert [line.split()[:-8] for line in lines[6:22]] == [
+        words
+        for step in "01"
+        for words in (
+            [step, "zero_grad"],
+            *([step, micro_batch, stage] for micro_batch in "01" for stage in ("forward", "loss", "backward")),
+            [step, "optimizer"],
+        )
+    ]
+    assert lines[22] == ""
+    assert all(line.startswith("left out: ") for line in lines[23:])
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_out_of_memory_is_told_below_the_table(run: Run) -> None:
+    """Where memory ran out, PyTorch's message stands below the stages that ran, and the command ends with 0."""
+    done = run("profile", "--model", "mine:shapeless", "--budget", "4MiB", "--mode", "inference")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[0] == "mine:shapeless at batch size 8 on 4.00 MiB budget, simulated"
+    assert lines[1] == "fp32, inference"
+    (said,) = [line for line in lines if line.startswith("out of memory in ")]
+    assert ": CUDA out of memory. Tried to allocate " in said

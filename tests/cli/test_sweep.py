@@ -1,0 +1,196 @@
+"""`sweep`, as a whole process on a small model."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Done, Run
+
+pytestmark = pytest.mark.slow
+
+GIB = 1 << 30
+INSTANCE = "p3.16xlarge: 8 x V100 16GB, 1.00 GiB budget"
+T4 = "T4, 1.00 GiB budget"
+ASKED_FOR = {
+    "model": str,
+    "seq_len": int,
+    "gpu": str,
+    "budget_bytes": int,
+    "mode": str,
+    "precision": str,
+    "optimizer": str,
+    "attention": str,
+    "gradient_checkpointing": bool,
+    "max_batch_size": int,
+    "peak_allocated_bytes": int,
+    "peak_reserved_bytes": int,
+    "source": str,
+    "trials": int,
+    "seconds": float,
+    "unmodelled": list,
+}
+MORE = {"unscaled": int, "needed_bytes": type(None), "published": type(None)}
+PLAN = {
+    "target_batch_size": int,
+    "micro_batch_size": int,
+    "accumulation": int,
+    "num_devices": int,
+    "effective_batch_size": int,
+}
+
+
+def test_json(small_json: Done) -> None:
+    """`--json` prints one object with schema 1 and a row per cell, with every key that was asked for, and its type."""
+    assert small_json.json.keys() == {"schema", "rows"}
+    assert small_json.json["schema"] == 1
+    rows = small_json.json["rows"]
+    assert [(row["gpu"], row["seq_len"]) for row in rows] == [(T4, 16), (T4, 32), (INSTANCE, 16), (INSTANCE, 32)]
+    for row in rows:
+        assert {name: type(value) for name, value in row.items()} == ASKED_FOR | MORE | PLAN
+        assert row["source"] == "simulated"
+        assert row["budget_bytes"] == GIB - int(0.1 * GIB)
+        assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"] <= row["budget_bytes"]
+        assert row["trials"] > 1
+
+
+def test_plan(small_json: Done) -> None:
+    """The plan for the effective batch uses micro-batches that fit, and all GPUs of an instance."""
+    for row in small_json.json["rows"]:
+        assert row["num_devices"] == (8 if row["gpu"] == INSTANCE else 1)
+        assert row["micro_batch_size"] <= row["max_batch_size"]
+        assert row["micro_batch_size"] * row["accumulation"] * row["num_devices"] == row["effective_batch_size"]
+        assert row["effective_batch_size"] == row["target_batch_size"] == 100000
+
+
+def test_progress_is_plain_lines_on_stderr(small_json: Done) -> None:
+    """Where stderr is no terminal, it has a line for each thing that takes time and one for each cell."""
+    building, *found = small_json.err.splitlines()
+    assert building == "building mine:tiny"
+    for number, (line, row) in enumerate(zip(found, small_json.json["rows"], strict=True), 1):
+        where = f"mine:tiny at {row['seq_len']} on {row['gpu']}"
+        answer = f"{row['max_batch_size']} (simulated, {row['trials']} trials, {row['seconds']:.1f} s)"
+        assert line == f"[{number}/4] {where}: {answer}"
+
+
+def test_the_second_run_comes_from_the_cache(small_json: Done, small_table: Done) -> None:
+    """The same command again finds every cell in the cache, with the same answers."""
+    found = small_table.err.splitlines()[1:]
+    answers = [row["max_batch_size"] for row in small_json.json["rows"]]
+    assert [int(line.split(": ")[-1].split()[0]) for line in found] == answers
+    assert all("(simulated, from the cache, " in line for line in found)
+
+
+def test_table(small_json: Done, small_table: Done) -> None:
+    """The whole of stdout is plain text without escape codes or trailing blanks; figures are called "simulated"."""
+    rows = small_json.json["rows"]
+    cells = [
+        [
+            "mine:tiny",
+            f"{row['gpu']:<43}",
+            f"{row['seq_len']:>7}",
+            f"{row['max_batch_size']:>9}",
+            f"{row['peak_reserved_bytes'] / 2**20:>9.2f} MiB",
+            f"{_plan(row):>26}",
+            "simulated",
+        ]
+        for row in rows
+    ]
+    assert small_table.out.splitlines() == [
+        "Largest training batch, simulated",
+        "fp32, adamw, headroom 10%, for an effective batch of 100000",
+        f"usable: 921.60 MiB of {T4}, 921.60 MiB of {INSTANCE}",
+        "",
+        f"model      {'GPU':<43}  seq len  max batch  peak reserved  micro-batch x accumulation  source",
+        "─" * (9 + 43 + 7 + 9 + 13 + 26 + 9 + 6 * 2),
+        *("  ".join(row) for row in cells),
+        "",
+        "where a plan has three factors, the last is the number of GPUs",
+        *(f"left out: {text}" for text in rows[0]["unmodelled"]),
+        "from the cache: 4 of 4 rows",
+    ]
+
+
+def _plan(row: dict[str, int]) -> str:
+    devices = f" x {row['num_devices']}" if row["num_devices"] > 1 else ""
+    return f"{row['micro_batch_size']} x {row['accumulation']}{devices} = {row['effective_batch_size']}"
+
+
+def test_files(small_json: Done, small_table: Done, small_folder: Path) -> None:
+    """`--csv` holds the figures of `--json`, `--markdown` the words of the table."""
+    rows = small_json.json["rows"]
+    read = list(csv.DictReader(io.StringIO((small_folder / "sweep.csv").read_text())))
+    assert read == [
+        {
+            name: "; ".join(value) if isinstance(value, list) else "" if value is None else str(value)
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
+    markdown = (small_folder / "sweep.md").read_text()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if line[:1] == "|"]
+    printed = [line.split("  ") for line in small_table.out.splitlines()[6:10]]
+    assert table[2:] == [[cell.strip() for cell in line if cell.strip()] for line in printed]
+
+
+def test_nothing_fits(run: Run) -> None:
+    """A budget smaller than the model is an answer: 0, with the bytes that one sample needs, which are then enough."""
+    small = run("sweep", "--model", "mine:shapeless", "--budget", "4MiB", "--json").row
+    assert (small["max_batch_size"], small["seq_len"]) == (0, None)
+    assert (small["peak_allocated_bytes"], small["peak_reserved_bytes"]) == (None, None)
+    assert small["unscaled"] == 1
+    needed = small["needed_bytes"]
+    assert needed > 4 << 20
+    assert run("sweep", "--model", "mine:shapeless", "--budget", str(needed), "--json").row["max_batch_size"] >= 1
+
+
+def test_nothing_fits_as_a_table(run: Run) -> None:
+    """The table says what one sample needs where nothing fits, and that it was recorded at the size itself."""
+    done = run("sweep", "--model", "mine:own_optimizer", "--seq-len", "16", "--budget", "2MiB")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[:3] == ["Largest training batch on 2.00 MiB budget, simulated", "fp32, its own", "2.00 MiB usable"]
+    assert " 0  1 needs " in lines[6]
+    assert "recorded at the size itself, as they could not be scaled: 1 of the sizes tried" in lines
+
+
+def test_sizes_that_do_not_scale_are_counted(run: Run) -> None:
+    """A model whose step differs from size to size is recorded at each size tried, and the row says how many."""
+    row = run(
+        "sweep", "--model", "mine:changes", "--seq-len", "16", "--budget", "1GiB", "--max-batch-size", "9", "--json"
+    ).row
+    assert row["max_batch_size"] == 9
+    assert row["unscaled"] == row["trials"] > 0
+
+
+def test_allocator_settings_change_the_answer(run: Run, small_json: Done, small_folder: Path) -> None:
+    """`expandable_segments` is taken from the environment, changes the figures and never finds the others' record."""
+    row = run(
+        *("sweep", "--model", "mine:tiny", "--seq-len", "16", "--gpu", "t4", "--budget", "1GiB", "--headroom", "10%"),
+        *("--target-batch-size", "100000", "--json"),
+        cache=small_folder / "cache",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+    ).row
+    usual = small_json.json["rows"][0]
+    assert row["source"] == "simulated"
+    assert row["max_batch_size"] >= usual["max_batch_size"]
+    assert (row["max_batch_size"], row["peak_reserved_bytes"]) != (
+        usual["max_batch_size"],
+        usual["peak_reserved_bytes"],
+    )
+
+
+def test_published(run: Run) -> None:
+    """On a Titan X the published figure stands beside ours, with its source."""
+    done = run("sweep", "--model", "bert-base", "--seq-len", "512", "--no-cache")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0] == "Largest training batch on Titan X Pascal, simulated"
+    assert lines[4] == "model      seq len  max batch  published  peak reserved  source"
+    model, seq_len, answer, published, *_, source = lines[6].split()
+    assert (model, seq_len, published, source) == ("bert-base", "512", "6", "simulated")
+    assert int(answer) >= 6
+    assert lines[8].startswith("published: by google-research/bert ")

@@ -1,0 +1,140 @@
+"""What a sweep's options ask for, and what its records are kept under."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchfinder.cli import sweep_request
+from batchfinder.cli.main import build_parser
+from batchfinder.cli.sweep_request import SweepRequest, read_request
+from batchfinder.cli.sweep_run import _less_headroom, _seq_lens, cache_key
+from batchfinder.devices.present import PresentGpu
+from batchfinder.errors import InvalidValue
+from batchfinder.tracing.job import WorkloadFacts
+
+FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, 1000, {"torch": "2.13.0"})
+VARIANTS = (
+    "--gpu v100",
+    "--gpu v100-32gb",
+    "--instance ml.p3.2xlarge --budget 4GiB",
+    "--budget 4GiB",
+    "--seq-len 64",
+    "--mode forward",
+    "--mode inference",
+    "--precision bf16-mixed",
+    "--precision 16-mixed",
+    "--precision bf16-true",
+    "--optimizer sgd",
+    "--optimizer adamw-fused",
+    "--attention eager",
+    "--attention sdpa",
+    "--attention flash",
+    "--gradient-checkpointing",
+    "--target-batch-size 256",
+    "--max-batch-size 32",
+    "--headroom 10%",
+    "--headroom 1GiB",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_request, "present_gpus", lambda: ())
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+
+def request_for(options: str) -> SweepRequest:
+    """What `sweep` would be asked for."""
+    return read_request(build_parser().parse_args(["sweep", "--no-cache", *options.split()]))
+
+
+def digest(request: SweepRequest, facts: WorkloadFacts = FACTS) -> str:
+    """The record's name of the first cell of a sweep."""
+    (card, *_) = request.cards
+    device = _less_headroom(card.device, request.headroom)
+    return cache_key(facts, card, device, _seq_lens("model", facts, request)[-1], request).digest
+
+
+def test_different_settings_never_share_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever changes the answer changes the key: each option, the allocator's settings, the model, the versions."""
+    digests = [digest(request_for(options)) for options in ("", *VARIANTS)]
+    digests += [
+        digest(request_for(""), replace(FACTS, fingerprint="e" * 64)),
+        digest(request_for(""), replace(FACTS, brings_optimizer=True)),
+        digest(request_for(""), replace(FACTS, versions={"torch": "2.14.0"})),
+    ]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    digests.append(digest(request_for("")))
+    assert len(set(digests)) == len(digests)
+
+
+def test_what_does_not_change_the_answer_shares_a_record() -> None:
+    """Another name for the same card, another way to say the same headroom, or a model by another name: one record."""
+    assert digest(request_for("--gpu v100")) == digest(request_for("--gpu tesla-v100-16gb --model gpt2"))
+    assert digest(request_for("--headroom 0.1")) == digest(request_for("--headroom 10%"))
+    assert digest(request_for("--target-batch-size 64")) == digest(request_for("--target-batch-size 128"))
+
+
+def test_defaults() -> None:
+    """With no options and no GPU here: two BERTs, fp32 and AdamW on a Titan X."""
+    request = request_for("")
+    assert [model for model, _ in request.models] == ["bert-base", "bert-large"]
+    assert [card.name for card in request.cards] == ["Titan X Pascal"]
+    assert (request.how.mode, request.how.precision, request.how.optimizer) == ("train", "fp32", "adamw")
+    assert (request.notes, request.conditions) == ((), ())
+
+
+def test_cards_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's own cards are swept where none is named, each kind once, known or not, and said to be simulated."""
+    here = [PresentGpu(0, "Tesla T4", 15360 << 20, (7, 5)), PresentGpu(1, "Tesla T4", 15360 << 20, (7, 5))]
+    here.append(PresentGpu(2, "NVIDIA Unheard-of 9", 10000 << 20, (12, 0)))
+    monkeypatch.setattr(sweep_request, "present_gpus", lambda: tuple(here))
+    request = request_for("")
+    assert [card.name for card in request.cards] == ["T4", "NVIDIA Unheard-of 9"]
+    assert request.cards[1].device.usable_bytes == 9400 << 20
+    (note,) = request.notes
+    assert note == "this machine has T4, NVIDIA Unheard-of 9; its figures are simulated, not measured"
+    assert [card.name for card in request_for("--gpu v100").cards] == ["V100 16GB"]
+
+
+def test_each_thing_once() -> None:
+    """A model, a length or a card that is named twice is swept once."""
+    request = request_for("--model gpt2 --model gpt2 --seq-len 64 --seq-len 064 --gpu v100 --gpu tesla-v100")
+    assert [len(request.models), len(request.seq_lens), len(request.cards)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("most", "unit", "seq_lens"),
+    [
+        (None, "tokens", (64, 128, 256, 320, 384, 512)),
+        (256, "tokens", (64, 128, 256)),
+        (32, "tokens", (32,)),
+        (None, "pixels", (224,)),
+        (None, "none", (None,)),
+    ],
+)
+def test_usual_lengths(most: int | None, unit: str, seq_lens: tuple[int | None, ...]) -> None:
+    """Where no length is asked for, a model gets those that suit it."""
+    assert _seq_lens("model", replace(FACTS, max_seq_len=most, seq_len_unit=unit), request_for("")) == seq_lens
+
+
+def test_a_length_beyond_the_positions() -> None:
+    """A length asked for that the model does not allow is an error, never silently left out."""
+    with pytest.raises(InvalidValue, match="--seq-len: 513 will not do; expected at most 512 tokens"):
+        _seq_lens("model", FACTS, request_for("--seq-len 64 --seq-len 513"))
+
+
+def test_conditions() -> None:
+    """What the figures hold under is put in words."""
+    request = request_for("--headroom 10% --max-batch-size 32 --target-batch-size 256")
+    assert request.conditions == ("headroom 10%", "at most 32", "for an effective batch of 256")
+
+
+def test_a_path_is_no_misspelt_name(tmp_path: Path) -> None:
+    """A path, a config or a factory is not looked up among the names."""
+    for model in ("no/such", "no.json", "no:such", str(tmp_path)):
+        assert request_for(f"--model {model}").models[0][0] == model

@@ -1,0 +1,90 @@
+"""Progress on a terminal and in a pipe; never on stdout."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from batchfinder.report.progress import Activity, SweepProgress
+from tests.report.test_sweep_sheet import ROW
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no terminal, each thing worth a line and each row is one line on stderr."""
+    with SweepProgress(()) as progress:
+        progress.expect(3)
+        progress.doing("building bert-base")
+        progress.doing("bert-base at 64 on T4", worth_a_line=False)
+        progress.found(ROW)
+        progress.found(replace(ROW, seq_len=None, source="cache", trials=0))
+    assert capsys.readouterr() == (
+        "",
+        "building bert-base\n"
+        "[1/3] bert-base at 64 on T4: 100 (simulated, 7 trials, 0.2 s)\n"
+        "[2/3] bert-base on T4: 100 (simulated, from the cache, 0.2 s)\n",
+    )
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 x 24 that remembers all it was sent."""
+
+    def isatty(self) -> bool:
+        """It is one."""
+        return True
+
+
+Connect = Callable[[], Terminal]
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch) -> Connect:
+    """Make stderr a terminal; in the test itself, since pytest sets stderr anew before each."""
+    for name, value in (("TERM", "xterm-256color"), ("COLUMNS", "80"), ("LINES", "24")):
+        monkeypatch.setenv(name, value)
+
+    def connect_now() -> Terminal:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        return terminal
+
+    return connect_now
+
+
+def test_a_live_table(connect: Connect, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal the table grows under a bar; of more rows than there are lines, the latest are shown."""
+    terminal = connect()
+    with SweepProgress(("headroom 10%",)) as progress:
+        progress.expect(40)
+        for size in range(1, 31):
+            progress.found(replace(ROW, max_batch_size=1000 + size))
+    assert capsys.readouterr().out == ""
+    sent = terminal.getvalue()
+    last = sent[sent.rindex("Largest training batch on T4, simulated") :]
+    assert "headroom 10%" in last
+    assert "1030" in last
+    assert "1010" not in last
+    assert "30/40" in last
+    assert last[: last.index("30/40")].count("\n") < 24
+    assert "[30/40]" not in sent
+
+
+def test_a_spinner(connect: Connect) -> None:
+    """On a terminal what is being done stands beside a spinner, and nothing of it stays."""
+    terminal = connect()
+    with Activity() as activity:
+        activity.doing("building bert-base")
+        assert "building bert-base\n" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")
+
+
+def test_a_dumb_terminal_gets_plain_lines(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that cannot draw a line anew gets plain ones."""
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = connect()
+    with Activity() as activity:
+        activity.doing("building bert-base")
+    assert terminal.getvalue() == "building bert-base\n"

@@ -1,0 +1,109 @@
+"""What a sweep found, in words and figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batchfinder.accumulation import plan_accumulation
+from batchfinder.report.rows import SweepRow
+from batchfinder.report.sweep_sheet import comma_separated, sweep_sheet
+
+GIB = 1 << 30
+ROW = SweepRow(
+    model="bert-base",
+    seq_len=64,
+    gpu="T4",
+    budget_bytes=14 * GIB,
+    mode="train",
+    precision="fp32",
+    optimizer="adamw",
+    attention="default",
+    gradient_checkpointing=False,
+    max_batch_size=100,
+    peak_allocated_bytes=12 * GIB,
+    peak_reserved_bytes=13 * GIB,
+    source="simulated",
+    trials=7,
+    seconds=0.25,
+    unmodelled=("workspaces",),
+)
+
+
+def test_one_gpu_stands_in_the_title() -> None:
+    """What is the same in all rows is said once."""
+    sheet = sweep_sheet([ROW, replace(ROW, seq_len=128)])
+    assert sheet.title == "Largest training batch on T4, simulated"
+    assert sheet.details == ("fp32, adamw", "14.00 GiB usable")
+    assert list(sheet.columns) == ["model", "seq len", "max batch", "peak reserved", "source"]
+    assert sheet.notes == ("left out: workspaces",)
+
+
+def test_several_gpus_are_a_column() -> None:
+    """With several GPUs each row says which, and what is usable of each is said once."""
+    sheet = sweep_sheet([ROW, replace(ROW, gpu="V100", budget_bytes=15 * GIB)])
+    assert sheet.title == "Largest training batch, simulated"
+    assert sheet.details[1] == "usable: 14.00 GiB of T4, 15.00 GiB of V100"
+    assert sheet.columns["GPU"] == ["T4", "V100"]
+
+
+def test_every_option_is_said() -> None:
+    """Mode, attention, checkpointing and the conditions stand above the table; inference has no optimizer."""
+    row = replace(ROW, mode="inference", precision="bf16-true", attention="flash", gradient_checkpointing=True)
+    sheet = sweep_sheet([row], ["headroom 10%"])
+    assert sheet.title == "Largest inference batch on T4, simulated"
+    assert sheet.details[0] == "bf16-true, flash attention, gradient checkpointing, headroom 10%"
+
+
+def test_columns_with_nothing_to_say_are_left_out() -> None:
+    """Samples of one fixed shape need no length; a mixed table has a dash for it."""
+    shapeless = replace(ROW, seq_len=None)
+    assert "seq len" not in sweep_sheet([shapeless]).columns
+    assert sweep_sheet([shapeless, ROW]).columns["seq len"] == ["-", "64"]
+
+
+def test_nothing_fits() -> None:
+    """Where nothing fits there is no plan, and what one sample needs stands in the place of the peak."""
+    row = replace(ROW, max_batch_size=0, peak_reserved_bytes=None, needed_bytes=20 * GIB, target_batch_size=256)
+    columns = sweep_sheet([row]).columns
+    assert columns["peak reserved"] == ["1 needs 20.00 GiB"]
+    assert columns["micro-batch x accumulation"] == ["-"]
+    assert row.to_json()["micro_batch_size"] is None
+
+
+def test_plans() -> None:
+    """A plan is the product it is; a third factor is explained."""
+    one = replace(ROW, target_batch_size=256, plan=plan_accumulation(256, 100))
+    eight = replace(ROW, target_batch_size=256, plan=plan_accumulation(256, 10, 8))
+    sheet = sweep_sheet([one, eight])
+    assert sheet.columns["micro-batch x accumulation"] == ["64 x 4 = 256", "8 x 4 x 8 = 256"]
+    assert sheet.notes[0] == "where a plan has three factors, the last is the number of GPUs"
+    assert sweep_sheet([one]).notes == ("left out: workspaces",)
+
+
+def test_published_figures_have_their_source() -> None:
+    """The published column is there where a row has a figure, 0 included, and says whose it is."""
+    sheet = sweep_sheet([replace(ROW, published=0), ROW])
+    assert sheet.columns["published"] == ["0", ""]
+    assert sheet.notes[0].startswith("published: by google-research/bert ")
+
+
+def test_counts_below_the_table() -> None:
+    """Sizes that were not scaled, and rows from the cache, are counted; a cached figure is still a simulated one."""
+    sheet = sweep_sheet([replace(ROW, source="cache"), replace(ROW, unscaled=2), replace(ROW, unscaled=1)])
+    assert sheet.columns["source"] == ["simulated"] * 3
+    assert sheet.notes[1:] == (
+        "recorded at the size itself, as they could not be scaled: 3 of the sizes tried",
+        "from the cache: 1 of 3 rows",
+    )
+
+
+def test_csv() -> None:
+    """CSV has a heading with every key of any row, lists joined, and nothing where a row has no value."""
+    rows = [replace(ROW, unmodelled=("one", "two")), replace(ROW, target_batch_size=8, plan=plan_accumulation(8, 4))]
+    heading, first, second = comma_separated(rows).splitlines()
+    assert heading.endswith(
+        "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size"
+    )
+    assert first.startswith("bert-base,64,T4,")
+    assert first.endswith("one; two,0,,,,,,,")
+    assert second.endswith("workspaces,0,,,8,4,2,1,8")

@@ -1,0 +1,112 @@
+"""What is imported when: each claim in an interpreter of its own."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "batchfinder"
+HEAVY = ("torch", "transformers", "pytorch_lightning", "rich", "fsspec", "tenacity", "platformdirs", "numpy")
+BELOW_THE_LINE = (
+    *("find", "simulator", "search", "cache", "accumulation", "devices", "retry", "published", "probe", "outcome"),
+    *("errors", "units"),
+)
+# These run in the process that prints: the recording process imports torch for them.
+ALSO_WITHOUT = ("cli", "report", "tracing.job", "tracing.recorder", "tracing.simulation", "zoo", "zoo.catalogue")
+ALLOWED_ABOVE_BARE_PYTHON_SECONDS = 0.15
+
+
+def python(code: str) -> str:
+    """Run code in a fresh interpreter that can import nothing but what it asks for; returns what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
+    """Which of these modules are loaded after the code has run."""
+    printed = python(f"import sys\n{code}\nprint([name for name in {names!r} if name in sys.modules])")
+    loaded: list[str] = eval(printed.splitlines()[-1])
+    return loaded
+
+
+def modules(names: tuple[str, ...]) -> list[str]:
+    """Every module of these parts of the package."""
+    found = []
+    for name in names:
+        path = PACKAGE / name.replace(".", "/")
+        files = [path.with_suffix(".py")] if not path.is_dir() else sorted(path.rglob("*.py"))
+        for file in files:
+            parts = ["batchfinder", *file.relative_to(PACKAGE).with_suffix("").parts]
+            found.append(".".join(part for part in parts if part != "__init__"))
+    return found
+
+
+def test_the_package_alone() -> None:
+    """`import batchfinder` imports nothing heavy."""
+    assert loaded_by("import batchfinder", HEAVY) == []
+
+
+def test_help() -> None:
+    """Every verb's `--help` imports nothing heavy."""
+    for verb in ("", "sweep", "profile"):
+        code = f"""
+import contextlib, io
+from batchfinder.cli.main import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    main({[verb] if verb else []} + ["--help"])
+"""
+        assert loaded_by(code, HEAVY) == [], verb
+
+
+def test_help_is_quick() -> None:
+    """`--help` takes little longer than Python itself."""
+
+    def seconds(*arguments: str) -> float:
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+        return time.perf_counter() - start
+
+    # In turns, so that whatever else the machine does meets both alike.
+    pairs = [(seconds("-c", "pass"), seconds("-m", "batchfinder", "--help")) for _ in range(7)]
+    assert statistics.median(ours - bare for bare, ours in pairs) < ALLOWED_ABOVE_BARE_PYTHON_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="imports each module in a fork")
+@pytest.mark.parametrize("parts", [BELOW_THE_LINE, ALSO_WITHOUT], ids=["below the line", "in the printing process"])
+def test_no_torch(parts: tuple[str, ...]) -> None:
+    """No module below the line imports torch, nor does any that the printing process needs; each is imported alone."""
+    names = [name for name in modules(parts) if name not in NEED_TORCH]
+    assert len(names) > len(parts)
+    code = f"""
+import importlib, os, sys
+for name in {names!r}:
+    process = os.fork()
+    if not process:
+        importlib.import_module(name)
+        os._exit("torch" in sys.modules)
+    if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+        print(name)
+"""
+    assert python(code) == ""
+
+
+# What `zoo` holds for the recording process.
+NEED_TORCH = frozenset(
+    f"batchfinder.zoo.{name}"
+    for name in ("batches", "build", "factory", "fingerprint", "initialisation", "pretrained", "training_step")
+)
+
+
+def test_public_names_are_all_there() -> None:
+    """Every name the package says it has can be imported, and a wrong one is an AttributeError."""
+    code = "import batchfinder as b\nfor name in b.__all__: getattr(b, name)\nprint(len(b.__all__))"
+    assert int(python(code)) > 10
+    assert python("import batchfinder\nprint(hasattr(batchfinder, 'nothing'))") == "False\n"
