@@ -1,0 +1,157 @@
+"""Real training on this process's CUDA device.
+
+Not verified on a card when it was written (there was none): the calls are those of PyTorch's documentation, the logic
+is tested with a card that is made up, and `tests/probing/test_cuda.py` holds tests marked `gpu` that are ready to run.
+What needs them most: that a fraction set below what is reserved acts on the next allocation, that `num_alloc_retries`
+stays 0 on a step that just fits, and that a probe leaves `memory_allocated` where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from batchfinder.errors import InvalidValue
+from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.probing.clearing import Failure, attempt, clear
+from batchfinder.probing.confirming import confirmed
+from batchfinder.units import format_bytes
+
+
+class Card(Protocol):
+    """What a probe asks of a device's memory."""
+
+    def limit(self, limit_bytes: int) -> float:
+        """Let the allocator reserve no more than this; returns what `restore` needs."""
+        ...
+
+    def restore(self, fraction: float) -> None:
+        """Undo `limit`."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for the device, and raise what its kernels have failed with."""
+        ...
+
+    def clear(self) -> None:
+        """Give back what is not in use and begin new peaks."""
+        ...
+
+    def retries(self) -> int:
+        """How often the allocator has given back its cache to satisfy a request."""
+        ...
+
+    def peaks(self) -> tuple[int, int]:
+        """Most bytes allocated and reserved since `clear`."""
+        ...
+
+
+class CudaCard:
+    """A CUDA or HIP device, as `torch.cuda` has it.
+
+    Args:
+        device: which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def limit(self, limit_bytes: int) -> float:
+        """Set the process's share, `torch.cuda.set_per_process_memory_fraction`; at most the whole card."""
+        before = float(torch.cuda.get_per_process_memory_fraction(self.device))
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), self.device)
+        return before
+
+    def restore(self, fraction: float) -> None:
+        """Set the share of before."""
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
+    def synchronize(self) -> None:
+        """`torch.cuda.synchronize`."""
+        torch.cuda.synchronize(self.device)
+
+    def clear(self) -> None:
+        """`batchfinder.probing.clearing.clear`."""
+        clear(self.device)
+
+    def retries(self) -> int:
+        """`num_alloc_retries` of `torch.cuda.memory_stats`."""
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    def peaks(self) -> tuple[int, int]:
+        """`max_memory_allocated` and `max_memory_reserved`."""
+        return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+
+
+class CudaProbe:
+    """Takes real steps on a CUDA device in this process.
+
+    Peaks count all that the process holds on the device, as `torch.cuda` does. Whatever the steps change (weights,
+    gradients, optimizer state, random numbers) is the caller's to restore.
+
+    Args:
+        steps: takes at least two optimizer steps at (batch size, sequence length), such as `Step.run`.
+        device: where they run.
+        limit_bytes: bytes the allocator may reserve in all, so that a large card answers for a smaller one; None for
+            what the card has.
+        card: the device's memory; `CudaCard(device)` by default.
+
+    Raises:
+        InvalidValue: the limit is not positive.
+    """
+
+    source = "measured"
+    unmodelled: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        steps: Callable[[int, int | None], object],
+        device: torch.device,
+        limit_bytes: int | None = None,
+        card: Card | None = None,
+    ) -> None:
+        if limit_bytes is not None and limit_bytes <= 0:
+            raise InvalidValue("limit_bytes", limit_bytes, "a positive number of bytes")
+        self.steps = steps
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.card = card or CudaCard(device)
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """Try one size; an out-of-memory is tried once more after clearing.
+
+        Raises:
+            Exception: whatever the steps raise that is not about the size, unchanged.
+        """
+        self.card.clear()
+        before = None if self.limit_bytes is None else self.card.limit(self.limit_bytes)
+        try:
+            return confirmed(lambda: self._once(batch_size, shape))
+        finally:
+            if before is not None:
+                self.card.restore(before)
+
+    def _once(self, batch_size: int, shape: Shape) -> Measurement:
+        retries = self.card.retries()
+        start = time.perf_counter()
+
+        def steps() -> None:
+            self.steps(batch_size, shape.seq_len)
+            self.card.synchronize()  # here, where what a kernel failed with is still this step's failure
+
+        outcome = attempt(steps, self.device.type)
+        seconds = time.perf_counter() - start
+        allocated, reserved = self.card.peaks()
+        again = self.card.retries() - retries
+        self.card.clear()
+        if isinstance(outcome, Failure):
+            return Measurement(outcome.verdict, seconds=seconds, message=outcome.message)
+        if again > 0:
+            times = "once" if again == 1 else f"{again} times"
+            message = f"it ran, but only by giving back all cached memory {times}, at {format_bytes(reserved)} reserved"
+            return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
+        return Measurement(Verdict.FITS, allocated, reserved, seconds)

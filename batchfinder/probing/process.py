@@ -1,0 +1,133 @@
+"""The near end: one child process per workload and settings, started when first asked and again when it has died.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.probing.confirming import confirmed
+from batchfinder.probing.death import decode
+from batchfinder.step.child import Child, ChildDied, revive
+
+
+class Buildable(Protocol):
+    """How to build a workload in another process, as `batchfinder.tracing.job.WorkloadSpec` says it.
+
+    Attributes:
+        builder: `module:function`, which returns a `Workload`.
+        arguments: its keyword arguments, as JSON values.
+    """
+
+    @property
+    def builder(self) -> str: ...
+
+    @property
+    def arguments(self) -> dict[str, Any]: ...
+
+
+class ProcessProbe:
+    """A probe whose steps are taken by a child process: it survives crashes, kills and dead contexts.
+
+    A death is believed when it comes twice. Errors of the user's code are raised here as `UserCodeFailed`.
+
+    Args:
+        spec: how to build the workload there.
+        settings: the fields of a `StepSettings`; raised to what shows the peak (`enough`).
+        device: as `torch.device` takes it.
+        limit_bytes: what model and steps may take together; None for all there is.
+        threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
+        environment: variables to set for the child.
+
+    Example:
+        >>> spec = WorkloadSpec("batchfinder.zoo:build_workload", {"spec": "bert-tiny"})  # doctest: +SKIP
+        >>> with ProcessProbe(spec, {}, "cuda:0") as probe:  # doctest: +SKIP
+        ...     probe(8, Shape(128)).fits
+    """
+
+    source = "measured"
+    unmodelled: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        spec: Buildable,
+        settings: Mapping[str, Any],
+        device: str,
+        limit_bytes: int | None = None,
+        threads: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.limit_bytes = limit_bytes
+        self.device = device
+        self._open = {
+            "builder": spec.builder,
+            "arguments": spec.arguments,
+            "settings": dict(settings),
+            "device": device,
+            "limit_bytes": limit_bytes,
+            "threads": threads,
+        }
+        self._environment = {"PYTHONUNBUFFERED": "1", **(environment or {})}
+        self._child: Child | None = None
+
+    def __enter__(self) -> ProcessProbe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """Try one size in the child.
+
+        Raises:
+            UserCodeFailed: the user's code raised, while the workload was built or in a step.
+            ProbeDied: the child died twice in a way that says nothing about memory.
+        """
+        what = f"{self._name()} at batch size {batch_size}"
+        if shape.seq_len is not None:
+            what += f", sequence length {shape.seq_len}"
+        try:
+            return confirmed(lambda: self._once(batch_size, shape, what), again=ChildDied)
+        except ChildDied as death:
+            return decode(death, what, self.device.partition(":")[0])
+
+    def close(self) -> None:
+        """End the child and everything it started."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def _once(self, batch_size: int, shape: Shape, what: str) -> Measurement:
+        if self._child is None:
+            self._child = Child("batchfinder.probing.worker", environment=self._environment)
+            opened = self._ask(self._child, {"open": self._open})
+            if "error" in opened:
+                self.close()
+                raise revive(opened["error"], self._name())
+        child = self._child
+        answer = self._ask(child, {"probe": {"batch_size": batch_size, "seq_len": shape.seq_len}})
+        if "exit" in answer:  # of the fork that took the steps; the child itself lives
+            raise ChildDied(answer["exit"], child.last_words())
+        if "error" in answer:
+            if self.device != "cpu":
+                self.close()
+            raise revive(answer["error"], what)
+        measurement = answer["measurement"]
+        return Measurement(**{**measurement, "verdict": Verdict[measurement["verdict"]]})
+
+    def _ask(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return child.ask(request)
+        except ChildDied:
+            self.close()
+            raise
+
+    def _name(self) -> str:
+        return str(self.spec.arguments.get("spec", self.spec.builder))

@@ -1,0 +1,80 @@
+"""Recognising out of memory: an error is looked up in a table, types first, messages last.
+
+What is not in the table is a bug or a choice of the user's, and propagates unchanged. So do, on purpose:
+
+- an error that merely speaks of memory;
+- `CUDA error: too many resources requested for launch` and `device kernel image is invalid`, which a kernel says at any
+  batch size on a card it was not built for;
+- `CUDA error: an illegal memory access was encountered`: kernels with 32-bit offsets fail so on tensors beyond 2**31
+  elements, but so does any other bug of a kernel, and the process can do nothing more on its card.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from batchfinder.outcome import Verdict
+from batchfinder.probing.sign_table import MESSAGES, TYPES, Sign
+
+
+def classify(error: BaseException, *, device: str = "cuda") -> Verdict | None:
+    """Say what an error raised by a training step means for the size it ran at.
+
+    A library that catches an out-of-memory and raises its own error `from` it (`__cause__`) has still run out of
+    memory. An error raised by chance while another was handled (`__context__` alone) is judged for itself: it is a bug
+    in the handler.
+
+    Args:
+        error: as it was caught.
+        device: the type of the device that trains. On `cpu` the host's memory is the device's.
+
+    Returns:
+        The verdict; None for an error that is not about the size and should propagate.
+    """
+    sign = find_sign(error)
+    if sign is None:
+        return None
+    if sign.verdict is Verdict.HOST_OUT_OF_MEMORY and device == "cpu":
+        return Verdict.OUT_OF_MEMORY
+    return sign.verdict
+
+
+def find_sign(error: BaseException) -> Sign | None:
+    """The row of the table that an error, or the first of its causes that has one, matches.
+
+    Args:
+        error: as it was caught.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        sign = _look_up(cause)
+        if sign is not None:
+            return sign
+        cause = cause.__cause__
+    return None
+
+
+def find_in_text(text: str) -> Sign | None:
+    """The row whose message is found in the last words of a process that died.
+
+    Args:
+        text: what it printed.
+    """
+    return next((sign for sign in MESSAGES if re.search(sign.message, text)), None)
+
+
+def _look_up(error: BaseException) -> Sign | None:
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
+    for sign in TYPES:
+        if sign.exception in names:
+            return sign
+    if isinstance(error, OSError) and error.errno not in (None, errno.ENOMEM):
+        return None
+    text = str(error)
+    for sign in MESSAGES:
+        if sign.exception in names and re.search(sign.message, text):
+            return sign
+    return None

@@ -1,0 +1,223 @@
+"""The far end: a process that builds one workload and takes real steps with it.
+
+    {"open": {...}}                              -> {"opened": {...}} or {"error": ...}
+    {"probe": {"batch_size": 8, "seq_len": 64}}  -> {"measurement": {...}}, {"error": ...}, or {"exit": -11}
+
+On the CPU each probe runs in a fork, whose address space is limited: every probe starts from the same slate, its peak
+is the kernel's own count, and a crash takes nothing along. CUDA cannot be used in a fork, so there the process itself
+takes the steps, and ends after an error that may have killed its context.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchfinder.errors import InvalidValue
+from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.probing import address_space
+from batchfinder.probing.clearing import Failure, attempt, clear
+from batchfinder.probing.cuda import CudaProbe
+from batchfinder.probing.enough import enough
+from batchfinder.step.child import answer, describe, end_with_parent, requests_from
+from batchfinder.step.step import Step, StepSettings
+from batchfinder.step.workload import Workload
+from batchfinder.units import format_bytes
+
+_MORE = 8
+"""Part of the limit that is added to see whether a crash was for want of memory."""
+
+
+class Served:
+    """One workload, ready to be probed.
+
+    Args:
+        workload: as it was built, on the CPU.
+        settings: how its steps are taken.
+        device: where.
+        limit_bytes: what model and steps may take together; None for all there is.
+        threads: threads of PyTorch's operators on the CPU.
+    """
+
+    def __init__(
+        self, workload: Workload, settings: StepSettings, device: torch.device, limit_bytes: int | None, threads: int
+    ) -> None:
+        self.workload = workload
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.threads = threads
+        self.step = Step(workload, enough(settings), device)
+        if device.type == "cpu":
+            workload.model.to(dtype=self.step.precision.weights)
+            self.held_bytes = _storage_bytes(workload.model)
+            clear(device)
+            self.base_bytes = address_space.size_bytes() - self.held_bytes
+        else:
+            self.cuda = CudaProbe(self._step_on_card, device, limit_bytes)
+
+    def probe(self, batch_size: int, seq_len: int | None) -> dict[str, Any]:
+        """Try one size."""
+        if self.device.type != "cpu":
+            return measurement_to_json(self.cuda(batch_size, Shape(seq_len)))
+        limit = self.limit_bytes
+        if limit is not None and self.held_bytes > limit:
+            message = f"the model alone takes {format_bytes(self.held_bytes)} of {format_bytes(limit)}"
+            return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
+        seen = in_fork(partial(self.limited, batch_size, seq_len, limit))
+        if limit is None or seen.get("exit", -signal.SIGKILL) == -signal.SIGKILL:
+            return seen
+        # Native code that does not check its allocations crashes at the limit. Does it with a little more, too?
+        with_more = in_fork(partial(self.limited, batch_size, seq_len, limit + limit // _MORE))
+        if "measurement" not in with_more:
+            return seen
+        message = f"it crashed (exit code {seen['exit']}) for want of memory: with 1/{_MORE} more it did not"
+        return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
+
+    def limited(self, batch_size: int, seq_len: int | None, limit_bytes: int | None) -> dict[str, Any]:
+        """Take the steps within a limit; the model is left changed, so this is for a fork.
+
+        Args:
+            batch_size: samples in a micro-batch.
+            seq_len: tokens per sample; None for data of one fixed shape.
+            limit_bytes: what model and steps may take together; None for all there is.
+        """
+        total = sys.maxsize if limit_bytes is None else self.base_bytes + limit_bytes
+        torch.set_num_threads(self.threads)
+
+        def steps() -> None:
+            # The limit is lifted while the error unwinds: recognising it takes memory too.
+            with address_space.limited_to(total):
+                self.step.run(batch_size, seq_len)
+
+        start = time.perf_counter()
+        outcome = attempt(steps, "cpu")
+        seconds = time.perf_counter() - start
+        if isinstance(outcome, Failure):
+            return measurement_to_json(Measurement(outcome.verdict, seconds=seconds, message=outcome.message))
+        peak = address_space.peak_bytes() - self.base_bytes
+        return measurement_to_json(Measurement(Verdict.FITS, None, peak, seconds))
+
+    def _step_on_card(self, batch_size: int, seq_len: int | None) -> None:
+        # Inside the attempt, so that a model too large for the card is an out-of-memory like any other.
+        self.workload.model.to(self.device, self.step.precision.weights)
+        try:
+            self.step.run(batch_size, seq_len)
+        finally:
+            self.workload.model.zero_grad(set_to_none=True)
+            self.step.optimizer = None
+
+
+def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do something in a fork of this process.
+
+    Returns:
+        What it returned, `{"error": ...}` for what it raised, or `{"exit": code}` where it died.
+    """
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            result = work()
+        except BaseException as error:
+            result = {"error": describe(error)}
+        answer(writing, result)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        data = stream.read()
+    _, status = os.waitpid(process, 0)
+    if not data.endswith(b"\n"):
+        return {"exit": os.waitstatus_to_exitcode(status)}
+    answered: dict[str, Any] = json.loads(data)
+    return answered
+
+
+def measurement_to_json(measurement: Measurement) -> dict[str, Any]:
+    """A measurement as JSON values, in an answer."""
+    return {"measurement": {**asdict(measurement), "verdict": measurement.verdict.name}}
+
+
+def open_workload(
+    builder: str,
+    arguments: dict[str, Any],
+    settings: dict[str, Any],
+    device: str,
+    limit_bytes: int | None,
+    threads: int | None,
+) -> Served:
+    """Build what is to be probed.
+
+    Args:
+        builder: `module:function`, which returns a `Workload`.
+        arguments: its keyword arguments.
+        settings: the fields of a `StepSettings`.
+        device: as `torch.device` takes it.
+        limit_bytes: what model and steps may take together; None for all there is.
+        threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
+
+    Raises:
+        InvalidValue: there is no such device here.
+    """
+    if device != "cpu" and not torch.cuda.is_available():
+        raise InvalidValue("device", device, f"cpu, or a card that PyTorch {torch.__version__} can use here")
+    threads = threads or torch.get_num_threads()
+    if device == "cpu":
+        _warm_up()
+    module, _, attribute = builder.partition(":")
+    workload: Workload = getattr(importlib.import_module(module), attribute)(**arguments)
+    return Served(workload, StepSettings(**settings), torch.device(device), limit_bytes, threads)
+
+
+def _warm_up() -> None:
+    """Load what the first optimizer would (seconds, for `torch._dynamo`), once and outside every limit.
+
+    One thread only: OpenMP's threads do not survive a fork. And no backward, whose engine does not either.
+    """
+    torch.set_num_threads(1)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()
+
+
+def _storage_bytes(model: nn.Module) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def main(argv: list[str]) -> int:
+    """Serve: request pipe, answer pipe."""
+    requests, answers = int(argv[0]), int(argv[1])
+    end_with_parent(requests)
+    served: Served | None = None
+    for request in requests_from(requests):
+        try:
+            if "open" in request:
+                served = open_workload(**request["open"])
+                gc.freeze()
+                message: dict[str, Any] = {"opened": {}}
+            else:
+                assert served is not None
+                message = served.probe(**request["probe"])
+        except Exception as error:
+            message = {"error": describe(error)}
+        answer(answers, message)
+        if "error" in message and served is not None and served.device.type != "cpu":
+            return 0  # the context may be dead; the next probe gets a new process
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""A process that does work for this one: lines of JSON over two pipes of their own, and a log for all that is printed.
+
+Both ends are here. The near end starts `python -m <module> <requests> <answers> <arguments>`, asks and waits; the far
+end answers. The child, and whatever it started, ends with its parent. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from batchfinder import errors
+
+_LAST_WORDS = 800
+
+
+class ChildDied(Exception):
+    """The child ended without an answer.
+
+    Attributes:
+        exit_code: its exit code, negative for a signal.
+        last_words: the end of what it printed since it was last asked.
+    """
+
+    def __init__(self, exit_code: int, last_words: str) -> None:
+        self.exit_code = exit_code
+        self.last_words = last_words
+        super().__init__(f"a child process ended with {exit_code}: {last_words}")
+
+
+class Child:
+    """The near end.
+
+    Args:
+        module: what the child runs; its `main` is given the two pipes' descriptors and `arguments`.
+        arguments: further words on its command line.
+        environment: variables to set on top of this process's own.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        self._asked_at = 0
+        requests, self._requests = os.pipe()
+        answers, answers_write = os.pipe()
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(requests), str(answers_write), *arguments],
+                pass_fds=(requests, answers_write),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        os.close(requests)
+        os.close(answers_write)
+        self._answers = os.fdopen(answers, "rb")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The process's number, which is its process group's as well."""
+        return self._process.pid
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            ChildDied: it ended instead.
+        """
+        self._asked_at = self._log_size()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, json.dumps(request).encode() + b"\n")
+        line = self._answers.readline()
+        if not line.endswith(b"\n"):
+            self._process.wait()
+            raise ChildDied(self._process.returncode, self.last_words())
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def last_words(self) -> str:
+        """The end of what was printed since the last request."""
+        with contextlib.suppress(OSError), (self._folder / "log").open("rb") as log:
+            log.seek(max(self._asked_at, self._log_size() - _LAST_WORDS))
+            return log.read().decode(errors="replace").strip()
+        return ""
+
+    def close(self) -> None:
+        """End the process and everything it started."""
+        with contextlib.suppress(OSError):
+            os.close(self._requests)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._answers.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _log_size(self) -> int:
+        with contextlib.suppress(OSError):
+            return (self._folder / "log").stat().st_size
+        return 0
+
+
+def end_with_parent(requests: int) -> None:
+    """In the child: kill its process group as soon as the other end of the pipe of requests is closed.
+
+    A thread waits for it, so that a child in the middle of its work ends too, however its parent ended.
+    """
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(requests, 0)  # hang-ups are always reported
+        poll.poll()
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def requests_from(requests: int) -> Iterator[dict[str, Any]]:
+    """In the child: each request in turn, until the parent hangs up."""
+    with os.fdopen(requests, "rb", closefd=False) as stream:
+        for line in stream:
+            yield json.loads(line)
+
+
+def answer(answers: int, message: Mapping[str, Any]) -> None:
+    """In the child: send one answer."""
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(answers, data) :]
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """In the child: an exception as JSON values, our own whole, anybody else's by its traceback without our frames."""
+    if isinstance(error, errors.BatchFinderError):
+        return {"type": type(error).__name__, "message": str(error), "fields": vars(error)}
+    ours = str(Path(__file__).resolve().parent.parent) + os.sep
+    kept = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    text = ["Traceback (most recent call last):\n", *traceback.format_list(kept)]
+    return {"type": "", "traceback": "".join([*text, *traceback.format_exception_only(error)])}
+
+
+def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError:
+    """The error that a child described.
+
+    Args:
+        description: as `describe` makes it.
+        what: what was being done, for the message.
+    """
+    if not description["type"]:
+        return errors.UserCodeFailed(what, description["traceback"])
+    kind = getattr(errors, description["type"])
+    error: errors.BatchFinderError = kind.__new__(kind)
+    Exception.__init__(error, description["message"])
+    error.__dict__.update(description["fields"])
+    return error

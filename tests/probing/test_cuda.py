@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchfinder.errors import InvalidValue
+from batchfinder.find import find_max_batch_size
+from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.probing.certified import certified_search
+from batchfinder.probing.cuda import CudaProbe
+from batchfinder.probing.process import ProcessProbe
+from batchfinder.step.step import Step, StepSettings
+from batchfinder.tracing.job import WorkloadSpec
+from tests.probing.workloads import encoder
+
+OOM = "CUDA out of memory. Tried to allocate 20.00 MiB."
+CARD = torch.device("cuda")
+needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class MadeUpCard:
+    """Memory that is told how it fares, and writes down what it is asked for."""
+
+    def __init__(self, retries=(), kernel_fails=False):
+        self.asked = []
+        self.fraction = 0.9
+        self.on_clear = lambda: None
+        self._retries = [0, *retries]
+        self._kernel_fails = kernel_fails
+
+    def limit(self, limit_bytes):
+        before, self.fraction = self.fraction, limit_bytes / 1000
+        self.asked.append(f"limit {self.fraction}")
+        return before
+
+    def restore(self, fraction):
+        self.fraction = fraction
+        self.asked.append(f"restore {fraction}")
+
+    def synchronize(self):
+        self.asked.append("synchronize")
+        if self._kernel_fails:
+            raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous.")
+
+    def clear(self):
+        self.asked.append("clear")
+        self.on_clear()
+
+    def retries(self):
+        return self._retries.pop(0) if len(self._retries) > 1 else self._retries[0]
+
+    def peaks(self):
+        return 300, 400
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_size_that_runs():
+    """Peaks, the limit set before and taken back after, the device waited for."""
+    card, sizes = MadeUpCard(), []
+    seen = CudaProbe(lambda *size: sizes.append(size), CARD, 500, card)(8, Shape(128))
+    assert (seen.verdict, seen.peak_allocated_bytes, seen.peak_reserved_bytes) == (Verdict.FITS, 300, 400)
+    assert seen.seconds > 0
+    assert sizes == [(8, 128)]
+    assert card.asked == ["clear", "limit 0.5", "synchronize", "clear", "restore 0.9"]
+
+
+def test_without_a_limit_the_share_is_left_alone():
+    """No limit, no change of the process's share."""
+    card = MadeUpCard()
+    CudaProbe(lambda *size: None, CARD, None, card)(8, Shape())
+    assert card.asked == ["clear", "synchronize", "clear"]
+
+
+def test_memory_is_cleared_after_the_failed_step_is_dead():
+    """When the card is cleared, every tensor of the failed step is dead already."""
+    references, alive = [], []
+
+    def steps(batch_size, seq_len):
+        tensor = torch.ones(batch_size)
+        references.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError(OOM)
+
+    card = MadeUpCard()
+    card.on_clear = lambda: alive.append([reference() is not None for reference in references])
+    seen = CudaProbe(steps, CARD, None, card)(8, Shape())
+    assert (seen.verdict, seen.message) == (Verdict.OUT_OF_MEMORY, OOM)
+    assert alive == [[], [False], [False, False]]
+
+
+def test_an_out_of_memory_is_tried_again_from_a_clean_slate():
+    """One that does not come again is forgotten; the card is cleared in between."""
+    errors = [torch.OutOfMemoryError(OOM)]
+    card = MadeUpCard()
+    seen = CudaProbe(lambda *size: _raise(errors.pop()) if errors else None, CARD, None, card)(8, Shape())
+    assert seen.fits
+    assert card.asked == ["clear", "clear", "synchronize", "clear"]
+
+
+def test_a_size_ceiling_is_believed_at_once():
+    """A kernel that cannot index a tensor will not learn it."""
+    calls = []
+
+    def steps(*size):
+        calls.append(size)
+        raise RuntimeError("CUDA error: invalid configuration argument")
+
+    assert CudaProbe(steps, CARD, None, MadeUpCard())(8, Shape()).verdict is Verdict.SIZE_CEILING
+    assert len(calls) == 1
+
+
+def test_what_a_kernel_fails_with_is_the_steps_failure():
+    """An error that only the wait for the device brings is still classified."""
+    seen = CudaProbe(lambda *size: None, CARD, None, MadeUpCard(kernel_fails=True))(8, Shape())
+    assert seen.verdict is Verdict.OUT_OF_MEMORY
+    assert seen.message.startswith("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(("retries", "times"), [((1, 1, 2), "once"), ((2, 2, 5), "3 times")])
+def test_thrashing_counts_as_not_fitting_and_says_so(retries, times):
+    """A size that ran only because the allocator gave back its cache, twice over, does not fit."""
+    seen = CudaProbe(lambda *size: None, CARD, None, MadeUpCard(retries=retries))(8, Shape())
+    message = f"it ran, but only by giving back all cached memory {times}, at 400 B reserved"
+    assert seen == Measurement(Verdict.THRASHING, 300, 400, seen.seconds, message)
+
+
+def test_a_bug_passes_and_the_share_is_restored():
+    """The user's error is raised unchanged, with the process's share as it was."""
+    bug, card = KeyError("memory"), MadeUpCard()
+    with pytest.raises(KeyError) as caught:
+        CudaProbe(lambda *size: _raise(bug), CARD, 500, card)(8, Shape())
+    assert caught.value is bug
+    assert card.fraction == 0.9
+
+
+def test_a_limit_must_be_positive():
+    """A limit of nothing is refused with the number."""
+    with pytest.raises(InvalidValue) as caught:
+        CudaProbe(lambda *size: None, CARD, -1, MadeUpCard())
+    assert str(caught.value) == "limit_bytes: -1 will not do; expected a positive number of bytes."
+
+
+@pytest.mark.gpu
+@needs_a_card
+def test_a_budget_is_kept_and_taken_back():
+    """Under a budget of 1 GiB the answer's peak is within it, the next size fails, and the card is whole afterwards."""
+    device, limit = torch.device("cuda:0"), 1 << 30
+    workload = encoder()
+    workload.model.to(device)
+    step = Step(workload, StepSettings(), device)
+    before = torch.cuda.memory_allocated(device)
+    probe = CudaProbe(step.run, device, limit)
+    outcome = find_max_batch_size(probe, Shape(64), search=certified_search(None, limit, 0.0))
+    answer = outcome.max_batch_size
+    assert outcome.measurement.peak_reserved_bytes <= limit
+    assert all(probe(answer, Shape(64)).fits for _ in range(5))
+    assert not any(probe(answer + 1, Shape(64)).fits for _ in range(5))
+    assert torch.cuda.get_per_process_memory_fraction(device) == 1.0
+    workload.model.zero_grad(set_to_none=True)
+    step.optimizer = None
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated(device) <= before + (1 << 20)
+
+
+@pytest.mark.gpu
+@needs_a_card
+def test_the_child_answers_as_this_process_does(monkeypatch):
+    """A child process finds the same size under the same budget, and survives a dead context."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    limit = 1 << 30
+    with ProcessProbe(WorkloadSpec("tests.probing.workloads:encoder"), {}, "cuda:0", limit) as probe:
+        outcome = find_max_batch_size(probe, Shape(64), search=certified_search(None, limit))
+    assert outcome.max_batch_size > 0
+    assert sum(not trial.fits for trial in outcome.trials) <= 1
+    assert len(outcome.trials) <= 6

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from batchfinder.errors import InvalidValue, UserCodeFailed
+from batchfinder.outcome import Shape, Verdict
+from batchfinder.probing.cpu import CpuProbe
+from batchfinder.probing.death import KILLED, ProbeDied
+from batchfinder.probing.process import ProcessProbe
+from batchfinder.tracing.job import WorkloadSpec
+
+LIMIT = 200_000_000
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Children import the workloads from the checkout."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def _probe(deed, once=""):
+    spec = WorkloadSpec("tests.probing.workloads:misbehaving", {"deed": deed, "at": 8, "once": str(once)})
+    return CpuProbe(spec, {}, LIMIT, threads=1)
+
+
+def test_a_bug_is_the_users_and_the_child_goes_on():
+    """A user's error arrives with its own traceback, without our frames; the same child then probes on."""
+    with _probe("raise") as probe:
+        assert probe(4, Shape()).fits
+        child = probe._child
+        with pytest.raises(UserCodeFailed) as caught:
+            probe(8, Shape())
+        assert probe(2, Shape()).fits
+        assert probe._child is child
+    text = str(caught.value)
+    assert text.startswith(
+        "tests.probing.workloads:misbehaving at batch size 8 raised:\nTraceback (most recent call last)"
+    )
+    assert text.endswith('KeyError: "a bug of the user\'s"')
+    assert "batchfinder/probing" not in text
+
+
+def test_killed_twice_is_the_hosts_memory():
+    """A SIGKILL is taken for the kernel's out-of-memory killer, once it has come twice; the next probe runs."""
+    with _probe("SIGKILL") as probe:
+        seen = probe(8, Shape(5))
+        assert probe(4, Shape()).fits
+    assert (seen.verdict, seen.message) == (Verdict.HOST_OUT_OF_MEMORY, KILLED)
+
+
+@pytest.mark.parametrize("deed", ["SIGKILL", "out of memory", "exit"])
+def test_what_happens_once_is_not_believed(deed, tmp_path):
+    """A death or an out-of-memory that does not come again in a second try is forgotten."""
+    with _probe(deed, tmp_path / "once") as probe:
+        assert probe(8, Shape()).fits
+    assert (tmp_path / "once").exists()
+
+
+def test_an_out_of_memory_that_comes_twice_is_believed():
+    """The device's own words are the message."""
+    with _probe("out of memory") as probe:
+        seen = probe(8, Shape())
+    assert (seen.verdict, seen.message) == (Verdict.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_segmentation_fault_is_a_clear_error():
+    """A crash that says nothing about memory names the signal, the last words and the next move."""
+    with _probe("SIGSEGV") as probe, pytest.raises(ProbeDied) as caught:
+        probe(8, Shape(5))
+    assert caught.value.exit_code == -11
+    assert str(caught.value) == (
+        "the process that trained tests.probing.workloads:misbehaving at batch size 8, sequence length 5 ended twice "
+        "without an answer, with signal SIGSEGV. It printed last:\nabout to misbehave\nabout to misbehave\n"
+        "Run one training step at this size in a process of your own to see why."
+    )
+
+
+def test_an_abort_for_want_of_memory_is_an_out_of_memory():
+    """C++ code that ends the process with std::bad_alloc has run out of memory."""
+    with _probe("bad_alloc") as probe:
+        seen = probe(8, Shape())
+    assert seen.verdict is Verdict.OUT_OF_MEMORY
+    assert "std::bad_alloc" in seen.message
+
+
+def test_a_workload_that_cannot_be_built():
+    """What its builder raises is the user's error; the child is gone."""
+    spec = WorkloadSpec("tests.probing.workloads:unbuildable")
+    with CpuProbe(spec, {}, LIMIT) as probe:
+        with pytest.raises(UserCodeFailed, match="no such data set"):
+            probe(1, Shape())
+        assert probe._child is None
+
+
+def test_no_card_is_said_in_words():
+    """Asked for a card on a machine without one, it names the device; nothing is blamed on the user's code."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    spec = WorkloadSpec("tests.probing.workloads:encoder")
+    with ProcessProbe(spec, {}, "cuda:0") as probe, pytest.raises(InvalidValue) as caught:
+        probe(1, Shape(8))
+    assert str(caught.value) == (
+        f"device: 'cuda:0' will not do; expected cpu, or a card that PyTorch {torch.__version__} can use here."
+    )
+
+
+def test_the_near_end_needs_no_torch():
+    """Importing the probes costs no import of torch."""
+    code = "import sys, batchfinder.probing.cpu, batchfinder.probing.certified; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
