@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 
 from batchfinder.simulator.trace import Structure, Trace
 
@@ -49,10 +49,9 @@ def _unit(batch_power: int, paddings: tuple[int, ...], batch_size: int, seq_len:
 
 def _shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
     """The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first."""
-    lengths: list[tuple[int, ...]] = [(), (1,), (1, 1)]
-    lengths += [(padding,) for padding in _PADDINGS]
-    lengths += [(1, padding) for padding in _PADDINGS] + [(padding, padding) for padding in _PADDINGS]
-    for paddings in lengths:
+    plain: list[tuple[int, ...]] = [(), (1,), (1, 1)]
+    padded = [paddings for n in (1, 2) for paddings in combinations_with_replacement((1, *_PADDINGS), n)]
+    for paddings in dict.fromkeys([*plain, *padded]):
         for batch_power in _BATCH_POWERS:
             yield batch_power, paddings
 
