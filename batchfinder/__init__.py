@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from batchfinder.accumulation import AccumulationPlan, plan_accumulation
     from batchfinder.errors import BatchFinderError
     from batchfinder.find import find_max_batch_size
+    from batchfinder.lightning.callback import BatchFinder
     from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
     from batchfinder.probe import FunctionProbe, Probe
     from batchfinder.step.workload import Workload
 
 _HOMES = {
     "AccumulationPlan": "accumulation",
+    "BatchFinder": "lightning.callback",
     "BatchFinderError": "errors",
     "FunctionProbe": "probe",
     "Measurement": "outcome",
@@ -34,6 +36,7 @@ _HOMES = {
 
 __all__ = [
     "AccumulationPlan",
+    "BatchFinder",
     "BatchFinderError",
     "FunctionProbe",
     "Measurement",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from batchfinder.errors import OutOfMemory
 
@@ -119,6 +119,7 @@ class Outcome:
         trials: every probe, in order; empty when the answer came from the cache.
         source: `simulated`, `measured` or `cache`.
         unmodelled: what a simulated figure leaves out, in words.
+        free_bytes: what was free on a real device when the search began; None where that was not asked.
     """
 
     shape: Shape
@@ -127,4 +128,5 @@ class Outcome:
     measurement: Measurement | None
     trials: tuple[Trial, ...] = ()
     source: str = "measured"
-    unmodelled: tuple[str, ...] = field(default=())
+    unmodelled: tuple[str, ...] = ()
+    free_bytes: int | None = None

@@ -123,6 +123,7 @@ def _write_outcome(outcome: Outcome) -> dict[str, Json]:
         ],
         "source": outcome.source,
         "unmodelled": list(outcome.unmodelled),
+        "free_bytes": _index(outcome.free_bytes),
     }
 
 
@@ -147,7 +148,7 @@ def _read_created(value: object) -> datetime:
 
 
 def _read_outcome(value: object) -> Outcome:
-    names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled"}
+    names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(dict, value, "outcome")
     if set(body) != names:
         raise DamagedRecord(f"its outcome is {value!r}")
@@ -159,6 +160,7 @@ def _read_outcome(value: object) -> Outcome:
         trials=tuple(_read_trial(trial) for trial in _of(list, body["trials"], "trials")),
         source=_of(str, body["source"], "source"),
         unmodelled=tuple(_of(str, text, "unmodelled") for text in _of(list, body["unmodelled"], "unmodelled")),
+        free_bytes=_optional_int(body["free_bytes"], "free_bytes"),
     )
 
 

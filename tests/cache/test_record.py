@@ -48,6 +48,7 @@ outcomes = st.builds(
     trials=st.lists(st.builds(Trial, st.integers(1, 1 << 40), shapes, measurements), max_size=4).map(tuple),
     source=st.sampled_from(["simulated", "measured"]),
     unmodelled=st.lists(st.text(), max_size=3).map(tuple),
+    free_bytes=sizes,
 )
 
 
@@ -63,7 +64,7 @@ def test_no_field_of_an_outcome_is_forgotten():
     """The record writes every field there is; a new one has to be added here and given a new schema."""
     names = {cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in (Outcome, Measurement, Trial, Shape)}
     assert names == {
-        Outcome: ("shape", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled"),
+        Outcome: ("shape", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"),
         Measurement: ("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),
         Trial: ("batch_size", "shape", "measurement"),
         Shape: ("seq_len",),

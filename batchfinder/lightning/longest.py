@@ -1,0 +1,184 @@
+"""Which of the user's samples a probe's batch is made of: the longest ones, where they differ in length."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from batchfinder.lightning.samples import read_batches, read_samples
+from batchfinder.lightning.stretch import with_batch_size
+from batchfinder.lightning.tree import Path, leaves, map_leaves, tensors
+
+DISTINCT = 32
+SCANNED = 2048
+SCAN_SECONDS = 10.0
+MADE = 8
+
+
+class SampleBatches:
+    """Batches of a loader that collates samples.
+
+    The first 32 samples are compared. If a length differs, up to 2048 spread over the dataset are looked at, for at
+    most 10 seconds; of these only the longest are kept, one for each length that differs (a padded batch of source and
+    target sentences is as wide as the longest of either).
+
+    Args:
+        loader: the loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def batch(self, batch_size: int, longest: bool = True) -> Any:
+        """Collate a batch of the samples, which are repeated as often as it takes.
+
+        Args:
+            batch_size: how many samples.
+            longest: whether to look beyond the first 32 for longer ones.
+        """
+        return self._collate(self._samples(longest), batch_size)
+
+    def extremes(self, longest: bool = True) -> tuple[Any, Any]:
+        """A batch of the longest samples, and one of as many copies of the shortest.
+
+        Args:
+            longest: whether to look beyond the first 32 for longer ones.
+        """
+        samples = self._samples(longest)
+        many = max(2, len(samples))
+        return self._collate(samples, many), self._collate([self._few.shortest if self._few.vary else samples[0]], many)
+
+    def _samples(self, longest: bool) -> list[Any]:
+        if not self._few.vary:
+            return self._few.kept
+        return self._many.longest() if longest and self._many.vary else self._few.longest()
+
+    @cached_property
+    def _few(self) -> Extremes:
+        few = list(read_samples(self.loader, DISTINCT))
+        if not few:
+            raise MisconfigurationException(
+                f"The dataset {type(self.loader.dataset).__name__} is empty: there is no sample to probe with."
+            )
+        return Extremes(few, keep=True)
+
+    @cached_property
+    def _many(self) -> Extremes:
+        return Extremes(_for_seconds(read_samples(self.loader, SCANNED)))
+
+    def _collate(self, samples: list[Any], batch_size: int) -> Any:
+        # a collate_fn may change what it is given, and here it is given the same samples many times over
+        return self.loader.collate_fn([_copied(samples[index % len(samples)]) for index in range(batch_size)])
+
+
+class MadeBatches:
+    """Batches stretched from those that a dataset or an iterable makes itself: the largest of the first few.
+
+    Args:
+        loader: a DataLoader with `batch_size=None`, or any iterable.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def batch(self, batch_size: int, longest: bool = True) -> Any:
+        """Repeat or cut the samples of the largest batch; None if it does not tell how many it has.
+
+        Args:
+            batch_size: how many samples.
+            longest: there is only one way.
+        """
+        return with_batch_size(self._made[-1], batch_size)
+
+    def extremes(self, longest: bool = True) -> tuple[Any, Any]:
+        """The batch with the largest samples, and the one with the smallest, cut to as many of them.
+
+        Args:
+            longest: there is only one way.
+        """
+        return with_batch_size(self._made[-1], 2), with_batch_size(self._made[0], 2)
+
+    @cached_property
+    def _made(self) -> list[Any]:
+        made = list(read_batches(self.loader, MADE))
+        if not made:
+            raise MisconfigurationException(f"{type(self.loader).__name__} is empty: there is no batch to probe with.")
+        return sorted(made, key=_elements_per_sample)
+
+
+class Extremes:
+    """The longest and shortest of some samples, in one pass that keeps no others.
+
+    Args:
+        samples: the samples.
+        keep: whether to keep all of them, in `kept`.
+    """
+
+    def __init__(self, samples: Iterable[Any], keep: bool = False) -> None:
+        self.kept: list[Any] = []
+        self._most: dict[tuple[Path, int], tuple[int, Any]] = {}
+        self._least: dict[tuple[Path, int], int] = {}
+        self._total = math.inf
+        self.shortest: Any = None
+        for sample in samples:
+            sizes = _sizes(sample)
+            if keep:
+                self.kept.append(sample)
+            for place, size in sizes.items():
+                if place not in self._most or size > self._most[place][0]:
+                    self._most[place] = (size, sample)
+                self._least[place] = min(size, self._least.get(place, size))
+            if (total := sum(sizes.values())) < self._total:
+                self._total, self.shortest = total, sample
+
+    @property
+    def vary(self) -> bool:
+        """Whether any length differs."""
+        return any(most != self._least[place] for place, (most, _) in self._most.items())
+
+    def longest(self) -> list[Any]:
+        """For each length that differs a sample that has the most of it; the one with most in all comes first."""
+        found = {
+            id(sample): sample for place, (most, sample) in self._most.items() if most != self._least[place]
+        }.values()
+        return sorted(found, key=lambda sample: -sum(_sizes(sample).values()))[:DISTINCT]
+
+
+def _sizes(sample: Any) -> dict[tuple[Path, int], int]:
+    """The size of each dimension of each tensor, array, list of numbers and text in a sample."""
+    sizes = {}
+    for path, leaf in leaves(sample):
+        shape = getattr(leaf, "shape", None)
+        if shape is None and isinstance(leaf, list | tuple | str | bytes):
+            shape = (len(leaf),)
+        for dim, size in enumerate(shape if isinstance(shape, tuple) else ()):
+            sizes[path, dim] = int(size)
+    return sizes
+
+
+def _for_seconds(samples: Iterator[Any]) -> Iterator[Any]:
+    start = time.monotonic()
+    for count, sample in enumerate(samples, 1):
+        yield sample
+        if time.monotonic() - start > SCAN_SECONDS and count < SCANNED:
+            rank_zero_warn(
+                f"BatchFinder looked for the longest sample among {count} only, as reading them took"
+                f" {SCAN_SECONDS:.0f} seconds. If there are longer ones, pass seq_lens= or make_batch=."
+            )
+            return
+
+
+def _copied(sample: Any) -> Any:
+    return map_leaves(lambda path, leaf: list(leaf) if type(leaf) is list else leaf, sample)
+
+
+def _elements_per_sample(batch: Any) -> float:
+    found = [tensor for _, tensor in tensors(batch) if tensor.ndim]
+    return sum(tensor.numel() for tensor in found) / max(1, len(found[0])) if found else 0.0

@@ -1,0 +1,240 @@
+"""How much memory training may take here, how much it took, and a limit to try sizes under."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from batchfinder.errors import InvalidValue
+from batchfinder.lightning.proc import cgroup, meminfo, soft_limit, status
+from batchfinder.units import MIB
+
+SHARE_OF_AVAILABLE = 0.5
+"""Of the RAM that is available, for a CPU without any limit: a search must not call the kernel's OOM killer."""
+
+SETTLING_BYTES = 2 * MIB
+"""On a CPU, kept for what training has and a rehearsal has not: an iterator, a sampler, what a search leaves."""
+
+_LEFT_TO_THE_KERNEL = 0.9
+
+
+class Memory(Protocol):
+    """A device's memory, counted as a probe counts its peaks.
+
+    Attributes:
+        name: the device's name.
+        total_bytes: what the device has.
+        allowance_bytes: the limit as it was set, whatever is in use now; part of the cache's key.
+        enforced: whether a step that takes more than the limit fails; if not, its peak is judged afterwards.
+        warms_up: whether the first step in a process takes more than later ones: stacks, code.
+    """
+
+    name: str
+    total_bytes: int
+    allowance_bytes: int
+    enforced: bool
+    warms_up: bool
+
+    def free_bytes(self) -> int:
+        """What training could take now."""
+        ...
+
+    def room_bytes(self, held_bytes: int) -> int:
+        """What a peak may come to in `limited`, as `peaks` counts it."""
+        ...
+
+    def held_bytes(self) -> int:
+        """What the process holds now; the difference of two is what came in between."""
+        ...
+
+    def limited(self, reserve_bytes: int, held_bytes: int) -> AbstractContextManager[None]:
+        """A context in which a step that takes more than the limit fails.
+
+        Args:
+            reserve_bytes: to keep free.
+            held_bytes: taken on this device by what training will not have.
+        """
+        ...
+
+    def reset_peak(self) -> None:
+        """Start to watch."""
+        ...
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        """Most bytes allocated and reserved since `reset_peak`; None where it cannot be known."""
+        ...
+
+    def retries(self) -> int:
+        """How often the allocator had to give everything back to go on, in all."""
+        ...
+
+
+class CudaMemory:
+    """A CUDA device, by the caching allocator's own count.
+
+    Args:
+        device: which.
+        budget: the most the allocator may reserve; None for all there is.
+    """
+
+    def __init__(self, device: torch.device, budget: int | None) -> None:
+        self._device = device
+        self.enforced = True
+        self.warms_up = False
+        self.name = torch.cuda.get_device_name(device)
+        self.total_bytes = torch.cuda.get_device_properties(device).total_memory
+        self.allowance_bytes = min(self._fraction_bytes(), self.total_bytes if budget is None else budget)
+
+    def _fraction(self) -> float:
+        return float(torch.cuda.get_per_process_memory_fraction(self._device))
+
+    def _fraction_bytes(self) -> int:
+        return int(self._fraction() * self.total_bytes)
+
+    def free_bytes(self) -> int:
+        """What the allocator could reserve in all: what it has, and what nobody has."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return min(self.allowance_bytes, free + torch.cuda.memory_reserved(self._device))
+
+    def room_bytes(self, held_bytes: int) -> int:
+        """Peaks count all that the allocator has."""
+        return self.free_bytes() + held_bytes
+
+    def held_bytes(self) -> int:
+        """Bytes in live blocks."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @contextmanager
+    def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
+        """Limit the allocator by its memory fraction."""
+        limit = self.room_bytes(held_bytes) - reserve_bytes
+        before = self._fraction()
+        torch.cuda.set_per_process_memory_fraction(max(0.0, min(before, limit / self.total_bytes)), self._device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self._device)
+
+    def reset_peak(self) -> None:
+        """Start to watch."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        """The allocator's own peaks."""
+        return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+
+    def retries(self) -> int:
+        """The allocator's `num_alloc_retries`."""
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+
+class HostMemory:
+    """The memory of this process, as growth from now on.
+
+    The limit is the least of: what is left of the soft RLIMIT_AS and RLIMIT_DATA, of the cgroup's memory.max, of
+    `budget`, and of the RAM that is available (half of it where none of the others is set).
+
+    While sizes are tried, a soft RLIMIT_AS stands where the limit ends, so that a step which goes beyond it gets an
+    allocator's error and not the kernel's OOM killer. Where the system has no such limit, `enforced` is False.
+
+    Args:
+        budget: the most resident memory the process may have; None for no such limit.
+    """
+
+    def __init__(self, budget: int | None) -> None:
+        self._budget = budget
+        self.name = platform.processor() or platform.machine()
+        self.total_bytes = meminfo("MemTotal") or 0
+        set_limits = [
+            limit for limit in (soft_limit("RLIMIT_AS"), soft_limit("RLIMIT_DATA"), cgroup()[0], budget) if limit
+        ]
+        self.allowance_bytes = min([*set_limits, self.total_bytes] if self.total_bytes else set_limits, default=0)
+        self.enforced = sys.platform == "linux" and status("VmSize") is not None
+        self.warms_up = True
+        self._ceiling = self.held_bytes() + self.free_bytes()
+        self._size, self._peak, self._offset = 0, 0, 0
+        self._resident: int | None = None
+
+    def free_bytes(self) -> int:
+        """How far the process may grow."""
+        left: list[int] = []
+        for limit, used in ((soft_limit("RLIMIT_AS"), status("VmSize")), (soft_limit("RLIMIT_DATA"), status("VmData"))):
+            if limit is not None and used is not None:
+                left.append(limit - used)
+        cgroup_limit, cgroup_used = cgroup()
+        if cgroup_limit is not None:
+            left.append(cgroup_limit - cgroup_used)
+        if self._budget is not None:
+            left.append(self._budget - (status("VmRSS") or 0))
+        available = meminfo("MemAvailable")
+        if available is not None:
+            left.append(int(available * (_LEFT_TO_THE_KERNEL if left else SHARE_OF_AVAILABLE)))
+        if not left:
+            raise InvalidValue("budget", self._budget, "a number of bytes, since this system does not say what is free")
+        return max(0, min(left))
+
+    def room_bytes(self, held_bytes: int) -> int:
+        """Peaks count what comes on top of what the process is now."""
+        return max(0, self._ceiling - SETTLING_BYTES + held_bytes - self.held_bytes())
+
+    def held_bytes(self) -> int:
+        """The process's address space."""
+        return status("VmSize") or 0
+
+    @contextmanager
+    def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
+        """Limit the address space by the soft RLIMIT_AS, within the hard one."""
+        if not self.enforced:
+            yield
+            return
+        import resource
+
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        soft = self.held_bytes() + max(0, self.room_bytes(held_bytes) - reserve_bytes)
+        hard = before[1]
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+    def reset_peak(self) -> None:
+        """Let the kernel forget the highest resident size, where it can; the largest address space it remembers."""
+        self._size, self._peak, self._resident = self.held_bytes(), status("VmPeak") or 0, status("VmRSS")
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            self._resident = None
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        """How much the process grew at most; the allocator's part of it is not known.
+
+        Where the address space is larger than ever, its growth, which is what the limit counts. Else the growth of the
+        resident size, plus what the two differed by when both were known.
+        """
+        highest, peak = status("VmHWM"), status("VmPeak") or 0
+        resident = None if highest is None or self._resident is None else max(0, highest - self._resident)
+        if peak > self._peak:
+            self._offset = max(0, peak - self._size - (resident or 0))
+            return None, peak - self._size
+        return None, None if resident is None else resident + self._offset
+
+    def retries(self) -> int:
+        """The host's allocator does not try again."""
+        return 0
+
+
+def memory_of(device: torch.device, budget: int | None) -> Memory:
+    """The memory of the device that trains.
+
+    Args:
+        device: a CUDA device or the CPU.
+        budget: the most that may be used, in bytes; None for what there is.
+    """
+    return CudaMemory(device, budget) if device.type == "cuda" else HostMemory(budget)

@@ -1,0 +1,67 @@
+"""Which callbacks take part in a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from batchfinder.lightning.checks import is_a, is_lightnings_own
+
+_KEPT = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+_LEFT_OUT = (
+    "BatchSizeFinder",
+    "Checkpoint",
+    "EarlyStopping",
+    "LearningRateFinder",
+    "ModelSummary",
+    "ProgressBar",
+    "Timer",
+)
+
+
+def participants(trainer: Any, finder: Any, named: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The callbacks that take part, and those of them whose `on_fit_start` comes after the finder's.
+
+    Callbacks that change which layers train, or hold tensors or modules, take memory beside the step's. Others log,
+    save or stop, which a rehearsal must not.
+
+    Args:
+        trainer: whose callbacks.
+        finder: the callback that asks, which takes no part.
+        named: callbacks or classes of them that take part whatever they hold.
+    """
+    named = tuple(named)
+    classes = tuple(item for item in named if isinstance(item, type))
+
+    def takes_part(callback: Any) -> bool:
+        if callback is finder:
+            return False
+        if any(callback is item for item in named) or isinstance(callback, classes) or is_a(callback, *_KEPT):
+            return True
+        return not is_a(callback, *_LEFT_OUT) and _holds_tensors(vars(callback))
+
+    kept = [callback for callback in trainer.callbacks if takes_part(callback)]
+    later = trainer.callbacks[trainer.callbacks.index(finder) + 1 :]
+    return kept, [callback for callback in kept if any(callback is other for other in later)]
+
+
+def left_out(trainer: Any, finder: Any, kept: Iterable[Any]) -> list[str]:
+    """Names of the user's own callbacks that took no part."""
+    kept = list(kept)
+    return [
+        type(callback).__name__
+        for callback in trainer.callbacks
+        if callback is not finder and callback not in kept and not is_lightnings_own(callback)
+    ]
+
+
+def _holds_tensors(value: Any, depth: int = 2) -> bool:
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return True
+    if depth and isinstance(value, Mapping):
+        return any(_holds_tensors(item, depth - 1) for item in value.values())
+    if depth and isinstance(value, list | tuple):
+        return any(_holds_tensors(item, depth - 1) for item in value)
+    return False

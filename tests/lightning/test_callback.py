@@ -1,0 +1,147 @@
+"""What the callback says, keeps, lowers and sets beside training."""
+
+from __future__ import annotations
+
+import re
+import resource
+from dataclasses import replace
+from typing import Any
+
+import nets
+import pytest
+import pytorch_lightning as pl
+import torch
+from bounded import MESSAGE, Bounded
+from torch.utils.data import DataLoader
+
+from batchfinder.lightning.callback import BatchFinder
+from batchfinder.lightning.known import holds
+from batchfinder.lightning.memory import HostMemory
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Verdict
+from batchfinder.units import MIB
+
+SIZE = r"\d+(\.\d+)? [KMG]?i?B"
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The summary lines since the last call."""
+    lines = [line for line in caplog.messages if line.startswith("BatchFinder: fit batch size")]
+    caplog.clear()
+    return lines
+
+
+def test_one_line_for_each_length(caplog: pytest.LogCaptureFixture) -> None:
+    """Size, peak, headroom, accumulation, probes, seconds, and whether it came from the cache."""
+    options: dict[str, Any] = {"target_batch_size": 32, "max_batch_size": 8, "seq_lens": [8, 16], "headroom": 0.25}
+    with caplog.at_level("INFO"):
+        nets.trainer(callbacks=[BatchFinder(**options)]).fit(nets.Transformer())
+        found = said(caplog)
+        nets.trainer(callbacks=[finder := BatchFinder(**options)]).fit(nets.Transformer())
+        known = said(caplog)
+    figures = rf"peak {SIZE} of {SIZE}; headroom {SIZE}; accumulation 8 x 4 = 32"
+    for length, line, again in zip((16, 8), found, known, strict=True):
+        start = f"BatchFinder: fit batch size 8 at seq_len {length}; {figures}; "
+        assert re.fullmatch(start + r"2 probes in \d+\.\d\d s\.", line), line
+        assert re.fullmatch(start + r"from the cache in \d+\.\d\d s\.", again), again
+    assert list(finder.outcomes["fit"]) == [16, 8]
+
+
+def test_a_known_answer_holds_while_as_much_is_free() -> None:
+    """Or far more than it takes; one that was lowered is always tried again."""
+    seen = Measurement(Verdict.FITS, peak_reserved_bytes=900)
+    found = Outcome(Shape(), 8, Stop.EXACT, seen, free_bytes=1000)
+    assert [holds(found, free) for free in (2000, 1000, 990, 989, 950)] == [True, True, True, False, False]
+    assert not holds(replace(found, measurement=None), 2000)
+    nothing = Outcome(Shape(), 0, Stop.EXACT, None, free_bytes=1000)
+    assert [holds(nothing, free) for free in (1000, 900)] == [True, False]
+
+
+def test_running_out_of_memory_in_training_lowers_the_record(caplog: pytest.LogCaptureFixture) -> None:
+    """By 5 %, and says so; the next start tries the new size once."""
+
+    class Later(nets.ConvNet):
+        wrong = True
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.wrong and batch_idx == 2 and self.trainer.callbacks:
+                raise torch.OutOfMemoryError(MESSAGE)
+
+    with pytest.warns(UserWarning, match="BatchFinder") as caught, pytest.raises(torch.OutOfMemoryError):
+        nets.trainer(callbacks=[BatchFinder(max_batch_size=20)]).fit(Later())
+    assert [str(warning.message) for warning in caught if "BatchFinder" in str(warning.message)] == [
+        "BatchFinder: fit ran out of memory at batch size 20, which ran when it was tried. The cache now says 19, "
+        "which the next start tries before it uses it."
+    ]
+    Later.wrong = False
+    nets.trainer(callbacks=[again := BatchFinder(max_batch_size=20)]).fit(Later())
+    assert (again.batch_size, [trial.batch_size for trial in again.outcomes["fit"][None].trials]) == (19, [19])
+
+
+def test_validation_gets_a_size_of_its_own() -> None:
+    """Within a fit, and for `trainer.validate`, `test` and `predict` alone; the training size is another."""
+
+    class Both(Bounded):
+        def loss(self, batch: Any) -> torch.Tensor:
+            self.most = 5 if self.training else 12
+            return super().loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert not torch.is_grad_enabled()
+            sizes.append(len(batch[0]))
+            self.loss(batch)
+
+        test_step = predict_step = validation_step
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(nets.Pictures(24, 4), batch_size=2)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    sizes: list[int] = []
+    finder = BatchFinder(also=["validate", "test", "predict"], tolerance=0, cache=False)
+    trainer = nets.trainer(callbacks=[finder])
+    module = Both()
+    trainer.fit(module)
+    assert (finder.batch_size, sizes[-2:]) == (5, [12, 12])
+    for stage, run in (("validate", trainer.validate), ("test", trainer.test), ("predict", trainer.predict)):
+        module.steps_taken = 0
+        run(module)
+        assert finder.outcomes[stage][None].max_batch_size == 12
+        assert (sizes[-2:], module.steps_taken) == ([12, 12], 2)
+
+
+def test_a_callback_that_was_left_out_is_named_in_a_note() -> None:
+    """Where the step needs what a callback of the user's sets, the error says how to keep it; named, it works."""
+
+    class Sets(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.scale = 2.0
+
+    class Needs(nets.ConvNet):
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) * self.scale
+
+    with pytest.raises(AttributeError, match="scale") as caught:
+        nets.trainer(callbacks=[BatchFinder(cache=False), Sets()]).fit(Needs())
+    assert caught.value.__notes__ == [
+        "Raised while BatchFinder tried batch size 1 without your callbacks Sets. If the step needs one of them, name "
+        "it in probe_callbacks=."
+    ]
+    finder = BatchFinder(max_batch_size=8, cache=False, probe_callbacks=[Sets])
+    nets.trainer(callbacks=[finder, Sets()]).fit(Needs())
+    assert finder.batch_size == 8
+
+
+def test_headroom_and_limit_are_put_back() -> None:
+    """The soft limit stands only while a size is tried, that much lower, and is then exactly what it was."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    memory = HostMemory(None)
+    with memory.limited(0, 0):
+        whole = resource.getrlimit(resource.RLIMIT_AS)[0]
+    reserve = memory.free_bytes() - 64 * MIB
+    with memory.limited(reserve, 0):
+        lower = resource.getrlimit(resource.RLIMIT_AS)[0]
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.empty(128 * MIB, dtype=torch.uint8)
+    assert abs(whole - lower - reserve) < 2 * MIB
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
