@@ -6,6 +6,7 @@
     ├── OutOfMemory                 a size did not fit, for those who asked to have it raised
     ├── RecordingFailed             a training step could not be recorded on the pretend GPU
     │   └── RecordingDied           the recording's process ended without an answer
+    ├── ProbeDied                   the process that took real steps ended twice, and not for want of memory
     ├── UserCodeFailed              code of the user's raised; its own traceback is kept
     └── CacheFailed                 the cache cannot be read or written where it was asked to be
 
@@ -14,6 +15,7 @@ The command line prints the text of any of these and exits with 1. Anything else
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 
@@ -91,6 +93,24 @@ class RecordingDied(RecordingFailed):
         super().__init__(f"recording {what} ended{ran} (the recording process exited with {exit_code}).{printed}")
 
 
+class ProbeDied(BatchFinderError):
+    """The process that took real steps ended, twice, in a way that says nothing about memory.
+
+    Attributes:
+        exit_code: the process's exit code, negative for a signal.
+        last_words: the end of what the process printed.
+    """
+
+    def __init__(self, what: str, exit_code: int, last_words: str = "") -> None:
+        self.exit_code = exit_code
+        self.last_words = last_words
+        printed = f" It printed last:\n{last_words}" if last_words else " It printed nothing."
+        super().__init__(
+            f"the process that trained {what} ended twice without an answer, with {_how(exit_code)}.{printed}\n"
+            "Run one training step at this size in a process of your own to see why."
+        )
+
+
 class UserCodeFailed(BatchFinderError):
     """Code of the user's raised; nothing of ours is in its traceback.
 
@@ -120,3 +140,12 @@ class CacheFailed(BatchFinderError):
             f"the cache at {url} cannot be used: {reason}. "
             "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
         )
+
+
+def _how(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"signal {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"signal {-exit_code}"

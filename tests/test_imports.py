@@ -18,7 +18,10 @@ BELOW_THE_LINE = (
     *("errors", "units"),
 )
 # These run in the process that prints: the recording process imports torch for them.
-ALSO_WITHOUT = ("cli", "report", "tracing.job", "tracing.recorder", "tracing.simulation", "zoo", "zoo.catalogue")
+ALSO_WITHOUT = (
+    *("cli", "report", "step.child", "step.spec", "tracing.job", "tracing.recorder", "tracing.simulation", "zoo"),
+    "zoo.catalogue",
+)
 ALLOWED_ABOVE_BARE_PYTHON_SECONDS = 0.15
 
 

@@ -12,7 +12,7 @@ from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from batchfinder.devices import Device, device_for, device_with_budget, find_gpu
 from batchfinder.errors import InvalidValue
 from batchfinder.simulator.settings import AllocatorSettings
-from batchfinder.tracing.job import WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import parse_bytes
 from batchfinder.zoo.catalogue import find_model

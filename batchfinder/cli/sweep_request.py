@@ -23,7 +23,7 @@ from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.devices.present import PresentGpu
 from batchfinder.errors import UnknownName
 from batchfinder.simulator.settings import AllocatorSettings
-from batchfinder.tracing.job import WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep
 
 DEFAULT_MODELS = ("bert-base", "bert-large")

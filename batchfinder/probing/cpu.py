@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchfinder.errors import InvalidValue
-from batchfinder.probing.process import Buildable, ProcessProbe
+from batchfinder.probing.process import ProcessProbe
+from batchfinder.step.spec import WorkloadSpec
 
 MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Makes glibc return freed memory to the system. With its defaults the limit drifts, because freed memory stays in the
@@ -38,7 +39,7 @@ class CpuProbe(ProcessProbe):
     unmodelled = ("fragmentation of glibc's heap: measured with malloc set to return freed memory at once",)
 
     def __init__(
-        self, spec: Buildable, settings: Mapping[str, Any], limit_bytes: int, threads: int | None = None
+        self, spec: WorkloadSpec, settings: Mapping[str, Any], limit_bytes: int, threads: int | None = None
     ) -> None:
         if limit_bytes <= 0:
             raise InvalidValue("limit_bytes", limit_bytes, "a positive number of bytes")

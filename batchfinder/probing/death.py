@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from batchfinder.errors import BatchFinderError
+from batchfinder.errors import ProbeDied
 from batchfinder.outcome import Measurement, Verdict
 from batchfinder.probing.signs import find_in_text
 from batchfinder.step.child import ChildDied
@@ -16,24 +16,6 @@ LAST_WORDS = (
     "cannot allocate memory for thread-local data",  # glibc's elf/dl-tls.c
 )
 """What C libraries print before they end a process whose memory is full."""
-
-
-class ProbeDied(BatchFinderError):
-    """The process that took the steps ended, twice, in a way that says nothing about memory.
-
-    Attributes:
-        exit_code: the process's exit code, negative for a signal.
-        last_words: the end of what the process printed.
-    """
-
-    def __init__(self, what: str, exit_code: int, last_words: str = "") -> None:
-        self.exit_code = exit_code
-        self.last_words = last_words
-        printed = f" It printed last:\n{last_words}" if last_words else " It printed nothing."
-        super().__init__(
-            f"the process that trained {what} ended twice without an answer, with {_how(exit_code)}.{printed}\n"
-            "Run one training step at this size in a process of your own to see why."
-        )
 
 
 def decode(death: ChildDied, what: str, device: str) -> Measurement:
@@ -57,12 +39,3 @@ def decode(death: ChildDied, what: str, device: str) -> Measurement:
         verdict = Verdict.OUT_OF_MEMORY if device == "cpu" else Verdict.HOST_OUT_OF_MEMORY
         return Measurement(verdict, message=death.last_words)
     raise ProbeDied(what, death.exit_code, death.last_words)
-
-
-def _how(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"signal {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"signal {-exit_code}"

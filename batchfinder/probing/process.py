@@ -7,27 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probing.confirming import confirmed
 from batchfinder.probing.death import decode
 from batchfinder.step.child import Child, ChildDied, revive
-
-
-class Buildable(Protocol):
-    """How to build a workload in another process, as `batchfinder.tracing.job.WorkloadSpec` says it.
-
-    Attributes:
-        builder: `module:function`, which returns a `Workload`.
-        arguments: its keyword arguments, as JSON values.
-    """
-
-    @property
-    def builder(self) -> str: ...
-
-    @property
-    def arguments(self) -> dict[str, Any]: ...
+from batchfinder.step.spec import WorkloadSpec
 
 
 class ProcessProbe:
@@ -54,7 +40,7 @@ class ProcessProbe:
 
     def __init__(
         self,
-        spec: Buildable,
+        spec: WorkloadSpec,
         settings: Mapping[str, Any],
         device: str,
         limit_bytes: int | None = None,

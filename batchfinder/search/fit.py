@@ -1,4 +1,4 @@
-"""A straight line through measured peaks, to say where it crosses a limit."""
+"""Straight lines through measured peaks, to say where they cross a limit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ Source: `kLargeBuffer` of PyTorch's CUDACachingAllocator.
 _FLAT_GROWTH = 16
 """How far to go on peaks that hardly grow: at small sizes the optimizer's peak, which is flat, hides the samples'."""
 
+_CLEAR_RISE = 4
+"""Segments by which the last two peaks must differ for the line through them to count."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Peaks of the sizes that ran, smallest first, and the line through two of them.
+    """Peaks of the sizes that ran, smallest first, and the lines through two of them.
 
     A training step's peak is affine in the batch size: weights, gradients and optimizer state, plus a constant number
     of bytes per sample. What the device reports moves in segments, so the line is drawn as steep as one segment of
@@ -45,6 +48,9 @@ class Fit:
         One point is joined to the origin, as if nothing but samples took memory: a guess that errs on the low side. Two
         whose peaks differ by less than a segment say little, so the line is followed to `_FLAT_GROWTH` times the size.
 
+        Where the last two peaks rise clearly, the line through them is tried too, and the lower crossing holds: on a
+        curve that is flat at first and then rises, a line that begins on the flat part says too much.
+
         Args:
             limit_bytes: bytes a peak may have.
 
@@ -57,10 +63,12 @@ class Fit:
         if len(self.points) == 1:
             return size * limit_bytes // peak
         apart = [point for point in self.points[:-1] if 4 * point[0] <= 3 * size]
-        other_size, other_peak = apart[-1] if apart else self.points[0]
         rounding = min(SEGMENT_BYTES, limit_bytes // 512)
-        rise = peak - other_peak + rounding
+        lines = [apart[-1] if apart else self.points[0]]
+        if peak - self.points[-2][1] > _CLEAR_RISE * rounding:
+            lines.append(self.points[-2])
+        rise = peak - lines[0][1] + rounding
         if rise <= 0:
             return None
-        crossing = size + (limit_bytes - peak) * (size - other_size) // rise
+        crossing = min((limit_bytes - peak) * (size - x) // (peak - y + rounding) for x, y in lines) + size
         return min(crossing, _FLAT_GROWTH * size) if rise <= 2 * rounding else crossing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from batchfinder.errors import InvalidValue
@@ -13,6 +14,17 @@ from batchfinder.search.protocol import Search, check_tolerance
 
 _SURPRISES = 2
 """Guesses that may be a little too low before the steps grow; while they do not, one failure ends the search."""
+
+_FIRST_SHARE = 0.85
+"""Where to start, as a share of the prediction, when the peak there will be of use.
+
+At small sizes the peak is the optimizer's, which is flat, and a line from there says that too much fits. A quarter of
+the prediction may lie on that flat part, this share hardly ever does. Measured on 1,000 made-up curves that are flat at
+first, predicted within 2 %: at most 5 probes and 1 failure; from a quarter, 8 probes and 3 failures.
+"""
+
+_WIDE = 4
+"""Above this ratio of its ends a bracket is halved in its logarithm, which leaves a guess far too high sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,7 @@ class SecantState:
 class Secant(Search[SecantState]):
     """For a real device, where a probe costs seconds and a failure more: guess from peaks, certify by probing.
 
-    With a prediction it probes a quarter of it (which warms the device up and gives the line a second point), then just
+    With a prediction it probes 0.85 of it (which warms the device up and gives the line a second point), then just
     under it; without one it starts at the first size. From there it moves by a line through the peaks measured so far:
     to just under where the line meets the limit, then to the size at which a failure ends the search. Measurements
     without peaks leave the prediction, then doubling and bisection.
@@ -62,7 +74,7 @@ class Secant(Search[SecantState]):
     tolerance: float = 0.01
     predicted: int | None = None
     margin: float = 0.02
-    patience: int = 8
+    patience: int = 16
 
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
@@ -115,10 +127,12 @@ class Secant(Search[SecantState]):
         return max(bracket.bounds.multiple_of, int(self.tolerance * bracket.low))
 
     def _start(self, state: SecantState) -> int:
-        """A quarter of the prediction where its peak will be of use, else just under the prediction."""
+        """A share of the prediction where its peak will be of use, else just under the prediction."""
         if self.predicted is None:
             return 0
-        return self._under_prediction(self.predicted) if state.limit_bytes is None else self.predicted // 4
+        if state.limit_bytes is None:
+            return self._under_prediction(self.predicted)
+        return int(_FIRST_SHARE * self.predicted)
 
     def _under_prediction(self, predicted: int) -> int:
         return predicted - int(self.margin * predicted)
@@ -141,12 +155,24 @@ class Secant(Search[SecantState]):
         return bracket.inside(max(sizes))
 
     def _close(self, state: SecantState) -> int:
-        """Something failed: probe near the guess if it lies between, else in the middle."""
+        """Something failed: probe near the guess if it lies between, else in the middle.
+
+        On a curve that grows steeper the guess is no more than an upper bound, and may lie above what failed.
+        """
         bracket, guess = state.bracket, self._guess(state)
         high = bracket.high or 0
         if guess is None or not bracket.low <= guess < high or state.tries > self.patience:
-            return bracket.step()
+            return bracket.inside(math.isqrt(bracket.low * high)) if self._wide(state) else bracket.step()
         enough = high - int(self.tolerance * high)
         if guess >= enough:
             return bracket.inside(enough)
-        return bracket.inside(max(bracket.low + self._reach(bracket), guess - int(self.tolerance * guess) // 2))
+        near = max(bracket.low + self._reach(bracket), guess - int(self.tolerance * guess) // 2)
+        if len(state.fit.points) == 1 and 4 * high <= 5 * bracket.low:
+            # The prediction was a little too high. One point says little, and a second next to it no more.
+            near = max(near, bracket.low + (high - bracket.low) // 3)
+        return bracket.inside(near)
+
+    def _wide(self, state: SecantState) -> bool:
+        """Whether a line led so far too high that the answer's order of magnitude is in question."""
+        low, high = state.bracket.low, state.bracket.high or 0
+        return bool(state.fit.points) and state.limit_bytes is not None and high > _WIDE * low > 0

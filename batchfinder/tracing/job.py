@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
-
-
-@dataclass(frozen=True)
-class WorkloadSpec:
-    """How to build a workload in another process.
-
-    Attributes:
-        builder: `module:function`, which returns a `Workload`.
-        arguments: its keyword arguments, as JSON values.
-        fingerprint: `module:function` that makes a text of a workload, by which the cache knows it; empty for none.
-    """
-
-    builder: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    fingerprint: str = ""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from typing import Any
 
 from batchfinder import errors
 from batchfinder.simulator.trace import Trace
-from batchfinder.tracing.job import RecordingJob, WorkloadFacts, WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.job import RecordingJob, WorkloadFacts
 
 _LAST_WORDS = 800
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.

@@ -17,7 +17,8 @@ from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.simulator.source import TraceSource
 from batchfinder.simulator.trace import Trace
-from batchfinder.tracing.job import RecordingJob, WorkloadFacts, WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.job import RecordingJob, WorkloadFacts
 from batchfinder.tracing.recorder import Recorder
 
 

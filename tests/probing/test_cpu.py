@@ -9,9 +9,9 @@ import pytest
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Shape, Stop, Verdict
-from batchfinder.probing.certified import certified_search
 from batchfinder.probing.cpu import CpuProbe
-from batchfinder.tracing.job import WorkloadSpec
+from batchfinder.search import Secant
+from batchfinder.step.spec import WorkloadSpec
 
 MODULE = "tests.probing.workloads"
 FREE = 2**33
@@ -29,10 +29,10 @@ def _spec(name, **arguments):
 
 @pytest.mark.parametrize(("name", "shape", "expected"), [("encoder", Shape(16), 47), ("convolutions", Shape(), 33)])
 def test_the_answer_is_sharp(name, shape, expected):
-    """Under a limit between the peaks of two sizes the search answers with the smaller, with 1 failure.
+    """Under a limit between the peaks of two sizes the search answers with the smaller.
 
-    It takes 7 probes where nothing is predicted and 4 with a prediction within 3 %. The answer then runs 5 times in a
-    row and the next size fails 5 times in a row, with the allocator's own text.
+    It takes at most 9 probes, of which 3 fail, where nothing is predicted; with a prediction within 3 %, 4 and 1. The
+    answer then runs 5 times in a row and the next size fails 5 times in a row, with the allocator's own text.
     """
     with CpuProbe(_spec(name), {}, FREE, threads=1) as free:
         low, high = (free(size, shape).peak_reserved_bytes for size in (expected, expected + 1))
@@ -40,13 +40,13 @@ def test_the_answer_is_sharp(name, shape, expected):
     limit = (low + high) // 2
     with CpuProbe(_spec(name), {}, limit, threads=1) as probe:
         for tolerance in (0.01, 0.0):
-            search = certified_search(None, limit, tolerance)
+            search = Secant(limit, tolerance)
             outcome = find_max_batch_size(probe, shape, search=search)
             assert (outcome.max_batch_size, outcome.stop, outcome.source) == (expected, Stop.EXACT, "measured")
-            assert len(outcome.trials) <= 7
-            assert sum(not trial.fits for trial in outcome.trials) == 1
+            assert len(outcome.trials) <= 9
+            assert sum(not trial.fits for trial in outcome.trials) <= 3
         for predicted in (expected - 1, expected, expected + 1):
-            guided = find_max_batch_size(probe, shape, search=certified_search(predicted, limit))
+            guided = find_max_batch_size(probe, shape, search=Secant(limit, predicted=predicted))
             assert guided.max_batch_size == expected
             assert len(guided.trials) <= 4
             assert sum(not trial.fits for trial in guided.trials) == 1
@@ -83,7 +83,7 @@ def test_a_model_larger_than_the_limit_fits_no_batch():
     """0 is an answer, and the message gives both sizes."""
     with CpuProbe(_spec("encoder"), {}, 1_000_000, threads=1) as probe:
         seen = probe(1, Shape(8))
-        outcome = find_max_batch_size(probe, Shape(8), search=certified_search(None, 1_000_000))
+        outcome = find_max_batch_size(probe, Shape(8), search=Secant(1_000_000))
     assert (seen.verdict, seen.message) == (Verdict.OUT_OF_MEMORY, "the model alone takes 2.00 MiB of 976.56 KiB")
     assert outcome.max_batch_size == 0
 

@@ -9,11 +9,11 @@ import torch
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Measurement, Shape, Verdict
-from batchfinder.probing.certified import certified_search
 from batchfinder.probing.cuda import CudaProbe
 from batchfinder.probing.process import ProcessProbe
+from batchfinder.search import Secant
+from batchfinder.step.spec import WorkloadSpec
 from batchfinder.step.step import Step, StepSettings
-from batchfinder.tracing.job import WorkloadSpec
 from tests.probing.workloads import encoder
 
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -155,7 +155,7 @@ def test_a_budget_is_kept_and_taken_back():
     step = Step(workload, StepSettings(), device)
     before = torch.cuda.memory_allocated(device)
     probe = CudaProbe(step.run, device, limit)
-    outcome = find_max_batch_size(probe, Shape(64), search=certified_search(None, limit, 0.0))
+    outcome = find_max_batch_size(probe, Shape(64), search=Secant(limit, 0.0))
     answer = outcome.max_batch_size
     assert outcome.measurement.peak_reserved_bytes <= limit
     assert all(probe(answer, Shape(64)).fits for _ in range(5))
@@ -174,7 +174,7 @@ def test_the_child_answers_as_this_process_does(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     limit = 1 << 30
     with ProcessProbe(WorkloadSpec("tests.probing.workloads:encoder"), {}, "cuda:0", limit) as probe:
-        outcome = find_max_batch_size(probe, Shape(64), search=certified_search(None, limit))
+        outcome = find_max_batch_size(probe, Shape(64), search=Secant(limit))
     assert outcome.max_batch_size > 0
     assert sum(not trial.fits for trial in outcome.trials) <= 1
     assert len(outcome.trials) <= 6

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from batchfinder.errors import ProbeDied
 from batchfinder.outcome import Verdict
-from batchfinder.probing.death import KILLED, ProbeDied, decode
+from batchfinder.probing.death import KILLED, decode
 from batchfinder.step.child import ChildDied
 
 

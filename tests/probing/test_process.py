@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.errors import InvalidValue, UserCodeFailed
+from batchfinder.errors import InvalidValue, ProbeDied, UserCodeFailed
 from batchfinder.outcome import Shape, Verdict
 from batchfinder.probing.cpu import CpuProbe
-from batchfinder.probing.death import KILLED, ProbeDied
+from batchfinder.probing.death import KILLED
 from batchfinder.probing.process import ProcessProbe
-from batchfinder.tracing.job import WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
 
 LIMIT = 200_000_000
 
@@ -112,5 +112,5 @@ def test_no_card_is_said_in_words():
 
 def test_the_near_end_needs_no_torch():
     """Importing the probes costs no import of torch."""
-    code = "import sys, batchfinder.probing.cpu, batchfinder.probing.certified; sys.exit('torch' in sys.modules)"
+    code = "import sys, batchfinder.probing.cpu; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -18,7 +18,8 @@ from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.replay import replay
 from batchfinder.simulator.source import TraceSource
 from batchfinder.simulator.trace import Trace
-from batchfinder.tracing.job import RecordingJob, WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.job import RecordingJob
 from batchfinder.tracing.recorder import Recorder
 from batchfinder.units import GIB, MIB
 

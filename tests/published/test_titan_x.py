@@ -15,7 +15,7 @@ from batchfinder.published import titan_x
 from batchfinder.search import Secant
 from batchfinder.simulator.predict import predict_max_batch_size
 from batchfinder.simulator.timeline import Timeline
-from batchfinder.tracing.job import WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep, Simulation
 
 TITAN_X = device_for(find_gpu("titan x"))

@@ -48,8 +48,16 @@ def test_two_points():
 
 def test_the_nearest_point_that_is_well_apart():
     """A line is drawn from the last point at most three quarters as large, so that rounding does not tilt it."""
-    assert fit((1, 100), (6, 110), (8, 130)).crossing(330) == 8 + 20 * 10 // 1 // 10
-    assert fit((1, 100), (7, 110), (8, 130)).crossing(330) == 8 + 200 * 7 // 30
+    limit = 512 * 300  # where rounding counts as 300 bytes
+    assert fit((1, 1000), (6, 1200), (8, 2000)).crossing(limit) == 8 + (limit - 2000) * 2 // (800 + 300)
+    assert fit((1, 1000), (7, 1200), (8, 2000)).crossing(limit) == 8 + (limit - 2000) * 7 // (1000 + 300)
+
+
+def test_a_clear_rise_at_the_end():
+    """Where the last two peaks are far apart, a line that is flat because it begins far below is not believed."""
+    limit = 512 * 300
+    assert fit((1, 1000), (7, 1200), (8, 2401)).crossing(limit) == 8 + (limit - 2401) // (1201 + 300)
+    assert fit((1, 1000), (7, 1200), (8, 2400)).crossing(limit) == 8 + (limit - 2400) * 7 // (1400 + 300)
 
 
 def test_falling_peaks():

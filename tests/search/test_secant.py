@@ -113,8 +113,8 @@ def tried(answer: int, search: Secant, peaks: bool = True) -> list[int]:
 
 
 def test_sizes_with_a_prediction():
-    """A quarter of it, just under it, and the size at which a failure ends the search."""
-    assert tried(1000, Secant(1100, predicted=1000)) == [250, 980, 995, 1004]
+    """0.85 of it, just under it, and the size at which a failure ends the search."""
+    assert tried(1000, Secant(1100, predicted=1000)) == [850, 980, 995, 1004]
 
 
 def test_sizes_without_a_prediction():
@@ -131,8 +131,8 @@ def test_sizes_without_peaks():
 
 def test_prediction_too_high():
     """A prediction far too high costs a failure, then halving and the line find the way back."""
-    assert tried(1000, Secant(1100, predicted=100000))[:2] == [25000, 12500]
-    assert len(tried(1000, Secant(1100, predicted=100000))) <= 10
+    assert tried(1000, Secant(1100, predicted=100000))[:2] == [85000, 42500]
+    assert len(tried(1000, Secant(1100, predicted=100000))) <= 11
 
 
 def test_small_predictions_are_tried_themselves():
@@ -150,8 +150,8 @@ def test_small_predictions_are_tried_themselves():
         (800, 889, ((800, 900),), 3, 889 - 8),
         (800, 896, ((800, 900),), 3, 896 - 8),
         (800, 897, ((800, 900),), 3, 888 - 4),
-        (800, 900, ((800, 999),), 3, 808),
-        (800, 900, ((800, 1000),), 3, 808),
+        (800, 900, ((800, 999),), 3, 833),
+        (800, 900, ((800, 1000),), 3, 833),
         (800, 900, ((800, 1001),), 3, 850),
         (800, 897, ((800, 900),), 8, 888 - 4),
         (800, 897, ((800, 900),), 9, 848),
@@ -160,11 +160,17 @@ def test_small_predictions_are_tried_themselves():
         (800, None, ((800, 1000),), 9, 816),
         (800, None, ((800, 1000),), 11, 864),
         (0, 800, (), 3, 400),
+        (100, 400, ((100, 50), (100, 50)), 9, 250),
+        (100, 401, ((100, 50), (100, 50)), 9, 200),
+        (100, 401, (), 9, 250),
     ],
 )
 def test_one_step(low, high, points, tries, expected):
-    """Near the guess, else the middle: the next size for a limit of 1000 bytes, a tolerance of 1 %, a patience of 8."""
-    search = Secant(1000)
+    """Near the guess, else the middle (of the logarithms where the bracket is wide).
+
+    The next size for a limit of 1000 bytes, a tolerance of 1 % and a patience of 8.
+    """
+    search = Secant(1000, patience=8)
     assert search.propose(SecantState(Bracket(Bounds(), low, high), Fit(points), 1000, tries)) == expected
 
 
@@ -228,3 +234,40 @@ def test_a_prediction_on_a_device_that_is_larger():
     outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes, predicted=40))
     assert len(outcome.trials) <= 6
     assert failures(outcome) == 1
+
+
+def flat_at_first(answer: int, share: float) -> FunctionProbe:
+    """A step whose optimizer takes `share` of the limit, and at small sizes half more, which hides the samples."""
+    limit = 8 * GIB
+    fixed = int(share * limit)
+    each = (limit - fixed) // answer
+    return FunctionProbe(lambda size, shape: fixed + max(fixed // 2, each * size), limit)
+
+
+ANSWERS = (1, 2, 3, 5, 8, 17, 40, 83, 163, 200, 500, 1000, 2047, 4096)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("error", [-0.05, -0.03, 0.0, 0.02])
+def test_flat_at_first_with_a_prediction(answer, share, error):
+    """Predicted 5 % too low to 2 % too high, at most 5 probes of which 1 fails, however large the flat peak."""
+    probe = flat_at_first(answer, share)
+    outcome = find_max_batch_size(
+        probe, Shape(), search=Secant(probe.capacity_bytes, predicted=round(answer * (1 + error)))
+    )
+    assert 0.99 * truth(probe) - 1 <= outcome.max_batch_size <= truth(probe)
+    assert len(outcome.trials) <= 5
+    assert failures(outcome) <= 1
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("tolerance", [0.01, 0.0])
+def test_flat_at_first_without_a_prediction(answer, share, tolerance):
+    """Lines from the flat part say too much fits; it still takes at most 16 probes, of which 6 fail."""
+    probe = flat_at_first(answer, share)
+    outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes, tolerance))
+    assert (1 - tolerance) * truth(probe) - (tolerance > 0) <= outcome.max_batch_size <= truth(probe)
+    assert len(outcome.trials) <= 16
+    assert failures(outcome) <= 6

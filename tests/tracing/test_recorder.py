@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from batchfinder.errors import BatchFinderError, InvalidValue, RecordingDied, RecordingFailed, UserCodeFailed
-from batchfinder.tracing.job import RecordingJob, WorkloadSpec
+from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.job import RecordingJob
 from batchfinder.tracing.recorder import Recorder
 
 GOOD, BAD = 7, 13
