@@ -35,6 +35,17 @@ def _record(
     return record_step(workload, StepSettings(**settings), capability, batch_size, seq_len, mode, flash)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what needs a CUDA device where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     """`record(build, batch_size, seq_len, capability=..., flash=..., **settings)` in a fork of this process.

@@ -36,10 +36,10 @@ class CacheKey:
         usable_bytes: what of it the search could use: the budget less the context.
         seq_len: tokens per sample; None for data of one fixed shape.
         mode: `train`, `forward` or `inference`.
-        precision: as Lightning spells it: `32`, `bf16-mixed`, ...
+        precision: as the caller spells it: `fp32`, `bf16-mixed`, ...
         optimizer: its name.
         optimizer_options: learning rate, betas, foreach, ...
-        attention: `eager`, `sdpa` or `flash`.
+        attention: `eager`, `sdpa`, `flash`, or empty for the model's own.
         gradient_checkpointing: whether activations are recomputed.
         accumulation: micro-batches per optimizer step in the probed step.
         allocator: settings of the caching allocator (`PYTORCH_CUDA_ALLOC_CONF`).

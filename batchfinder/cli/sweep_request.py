@@ -139,8 +139,10 @@ def _present_card(gpu: PresentGpu) -> Card:
         return card(gpu.name, None)
     except UnknownName:
         capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
-        usable = gpu.smi_total_bytes - _UNKNOWN_CONTEXT_BYTES
-        return Card(Device(gpu.name, gpu.smi_total_bytes, usable, capability), gpu.name)
+        # nvidia-smi counts what the driver keeps: up to 3 % more than CUDA's total.
+        total = int(0.97 * gpu.smi_total_bytes)
+        usable = max(0, total - _UNKNOWN_CONTEXT_BYTES)
+        return Card(Device(gpu.name, total, usable, capability, gpu.compute_capability is None), gpu.name)
 
 
 def _each_once(cards: list[Card]) -> list[Card]:

@@ -49,10 +49,9 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> None:
                 progress.doing(f"building {' and '.join(model for model, _ in new)}")
             for model, spec in new:
                 simulations[model] = stack.enter_context(Simulation(spec, request.how))
-            for model, _ in new:
-                lengths[model] = _seq_lens(model, simulations[model].facts(), request)
-            progress.expect(sum(map(len, lengths.values())) * len(request.cards))
             model = near[0][0]
+            lengths[model] = _seq_lens(model, simulations[model].facts(), request)
+            progress.expect(sum(map(len, lengths.values())) * len(request.cards))
             _sweep_model(model, simulations[model], lengths[model], request, progress)
             simulations[model].close()
 
@@ -67,8 +66,9 @@ def _sweep_model(
     facts = simulation.facts()
     for card in request.cards:
         device = _less_headroom(card.device, request.headroom)
-        probe = simulation.probe(device, seq_lens, request.allocator)
         for seq_len in seq_lens:
+            # A probe of its own for each cell: it collects what this cell's answer leaves out.
+            probe = simulation.probe(device, seq_lens, request.allocator)
             where = f"{model} on {card.name}" if seq_len is None else f"{model} at {seq_len} on {card.name}"
             progress.doing(where, worth_a_line=False)
             start = time.perf_counter()
@@ -175,6 +175,7 @@ def _row(
         max_batch_size=size,
         peak_allocated_bytes=measurement.peak_allocated_bytes if measurement and size else None,
         peak_reserved_bytes=measurement.peak_reserved_bytes if measurement and size else None,
+        stop=outcome.stop.name.lower(),
         source=outcome.source,
         trials=len(outcome.trials),
         seconds=seconds,

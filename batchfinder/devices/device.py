@@ -20,12 +20,14 @@ class Device:
         total_bytes: what an out-of-memory message calls the total capacity.
         usable_bytes: what the caching allocator can reserve.
         compute_capability: decides which kernels the recorded step would run.
+        assumed_capability: whether that is the default, as no NVIDIA GPU was named.
     """
 
     name: str
     total_bytes: int
     usable_bytes: int
     compute_capability: tuple[int, int]
+    assumed_capability: bool = False
 
 
 def device_for(gpu: Gpu) -> Device:
@@ -34,7 +36,14 @@ def device_for(gpu: Gpu) -> Device:
     Args:
         gpu: a GPU of the catalogue.
     """
-    return Device(gpu.name, gpu.memory_bytes, gpu.usable_bytes, gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY)
+    capability = gpu.compute_capability
+    return Device(
+        gpu.name,
+        gpu.memory_bytes,
+        gpu.usable_bytes,
+        capability or DEFAULT_COMPUTE_CAPABILITY,
+        assumed_capability=capability is None,
+    )
 
 
 def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
@@ -52,11 +61,12 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
     """
     budget = Budget(budget_bytes)
     if gpu is None:
-        return Device(str(budget), budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY)
+        return Device(str(budget), budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY, assumed_capability=True)
     card = device_for(gpu)
     return Device(
         name=f"{gpu.name}, {budget}",
         total_bytes=budget.of(card.total_bytes),
         usable_bytes=budget.of(card.usable_bytes),
         compute_capability=card.compute_capability,
+        assumed_capability=card.assumed_capability,
     )

@@ -1,4 +1,4 @@
-"""The tables this project answers to, each with its source."""
+"""Published tables that are shown beside ours, each with its source."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class SweepRow:
         mode: `train`, `forward` or `inference`.
         precision: `fp32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
         optimizer: its name.
-        attention: `eager`, `sdpa` or `flash`.
+        attention: `eager`, `sdpa`, `flash`, or `default` for the model's own.
         gradient_checkpointing: whether activations are recomputed.
         max_batch_size: 0 when not even one sample fits.
         peak_allocated_bytes: at that size; None when it is 0.
@@ -31,7 +31,8 @@ class SweepRow:
         trials: sizes probed for this row; none where it came from the cache.
         seconds: spent on this row, with the recordings that it was the first to need.
         unmodelled: what a simulated figure leaves out.
-        unscaled: how many of the sizes probed did not fit the scaled trace and were recorded themselves.
+        unscaled: how many of the sizes probed were recorded themselves, not scaled; 0 for a row from the cache.
+        stop: why the search ended: `exact` (the next size failed) or `cap` (no larger one was tried).
         needed_bytes: what one sample would take, when the answer is 0.
         published: the published figure, where there is one.
         target_batch_size: the effective batch that was asked for; None without one.
@@ -55,6 +56,7 @@ class SweepRow:
     seconds: float
     unmodelled: tuple[str, ...] = ()
     unscaled: int = 0
+    stop: str = "exact"
     needed_bytes: int | None = None
     published: int | None = None
     target_batch_size: int | None = None
@@ -80,6 +82,7 @@ class SweepRow:
             "seconds": round(self.seconds, 3),
             "unmodelled": list(self.unmodelled),
             "unscaled": self.unscaled,
+            "stop": self.stop,
             "needed_bytes": self.needed_bytes,
             "published": self.published,
         }

@@ -97,8 +97,10 @@ def _notes(rows: Sequence[SweepRow]) -> tuple[str, ...]:
     if any(row.plan is not None and row.plan.num_devices > 1 for row in rows):
         notes.append("where a plan has three factors, the last is the number of GPUs")
     notes += [f"left out: {text}" for text in dict.fromkeys(text for row in rows for text in row.unmodelled)]
+    if capped := sorted({row.max_batch_size for row in rows if row.stop == "cap"}):
+        notes.append(f"no larger batch was tried than {' or '.join(map(str, capped))}: it is the search's cap")
     if unscaled := sum(row.unscaled for row in rows):
-        notes.append(f"recorded at the size itself, as they could not be scaled: {unscaled} of the sizes tried")
+        notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
     if cached := sum(row.source == "cache" for row in rows):
         notes.append(f"from the cache: {cached} of {len(rows)} rows")
     return tuple(notes)

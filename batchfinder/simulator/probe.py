@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.simulator.allocator import CachingAllocator
@@ -24,15 +25,22 @@ class SimulatedProbe:
         traces: the step, at any size.
         memory: the card.
         allocator: the caching allocator's settings.
+        unmodelled: what any answer leaves out, in words.
     """
 
     source = "simulated"
 
-    def __init__(self, traces: TraceSource, memory: DeviceMemory, allocator: AllocatorSettings | None = None) -> None:
+    def __init__(
+        self,
+        traces: TraceSource,
+        memory: DeviceMemory,
+        allocator: AllocatorSettings | None = None,
+        unmodelled: Iterable[str] = (),
+    ) -> None:
         self.traces = traces
         self.memory = memory
         self.allocator = allocator or AllocatorSettings()
-        self._unmodelled: dict[str, None] = {}
+        self._unmodelled = dict.fromkeys(unmodelled)
 
     @property
     def unmodelled(self) -> tuple[str, ...]:

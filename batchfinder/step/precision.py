@@ -1,4 +1,4 @@
-"""The four precisions a step can run in, by Lightning's names for them."""
+"""The four precisions a step can run in: `fp32`, and three by Lightning's names for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Precision:
     """How numbers are held and computed.
 
     Attributes:
-        name: as Lightning calls it.
+        name: as options and reports call it.
         autocast: the type that autocast casts to; None without autocast.
         weights: the type of weights, and of floating-point inputs; None leaves them.
         scaled: whether a GradScaler is used.

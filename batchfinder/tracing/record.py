@@ -14,7 +14,7 @@ from batchfinder.tracing import attention, autocast, pretend
 from batchfinder.tracing.modules import ModuleTracker
 from batchfinder.tracing.recording import Recording
 
-UNMODELLED = ("cuDNN workspaces", "kernels' small scratch tensors")
+_CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
 
 
 def record_step(
@@ -82,4 +82,6 @@ def record_step(
         for state in step.optimizer.state.values() if step.optimizer is not None else ():
             recording.label((value for value in state.values() if isinstance(value, torch.Tensor)), "optimizer")
         structure, sizes = recording.structure(), tuple(recording.sizes)
-    return Trace(batch_size, seq_len, structure, sizes, (*UNMODELLED, *recording.unmodelled))
+    cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
+    unmodelled = (*cudnn, "kernels' small scratch tensors", *recording.unmodelled)
+    return Trace(batch_size, seq_len, structure, sizes, unmodelled)

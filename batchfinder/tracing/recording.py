@@ -14,6 +14,7 @@ from batchfinder.tracing import kernels, values
 from batchfinder.tracing.pretend import DEVICE_TYPE
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_RECURRENT = ("aten._thnn_fused_lstm_cell", "aten._thnn_fused_gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell")
 
 
 class Recording(TorchDispatchMode):
@@ -82,6 +83,8 @@ class Recording(TorchDispatchMode):
         if name is None:
             name = self._names[func] = str(func)
         self._on_operator(name)
+        if name.startswith(_RECURRENT):
+            self.unmodelled["recurrent layers run step by step here, where a GPU runs cuDNN's own kernels"] = None
         if func is _ITEM and args[0].device.type == DEVICE_TYPE:
             return self._read(args[0])
         if func in kernels.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
@@ -102,6 +105,8 @@ class Recording(TorchDispatchMode):
                     for inner in item:
                         if isinstance(inner, torch.Tensor):
                             self._see(inner, func, name, args)
+        if func._schema.is_mutable:
+            self._forget_constant(func, args)
         scratch = kernels.SCRATCH.get(func)
         if scratch is not None:
             blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
@@ -134,6 +139,17 @@ class Recording(TorchDispatchMode):
             self.order.append(~block)
 
         self._live[identity] = (block, weakref.ref(storage, released))
+
+    def _forget_constant(self, func: Any, args: tuple[Any, ...]) -> None:
+        """What an in-place operator has written to is no constant any more, unless it filled it."""
+        written = args[0] if args else None
+        if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:
+            filled = values.filled_in_place(func, args)
+            block = self._block_of(written)
+            if filled is None:
+                self._constants.pop(block, None)
+            else:
+                self._constants[block] = filled
 
     def _take_workspace(self, name: str) -> None:
         in_backward = torch._C._current_autograd_node() is not None

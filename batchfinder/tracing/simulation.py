@@ -102,4 +102,7 @@ class Simulation:
             allocator: the caching allocator's settings.
         """
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
-        return SimulatedProbe(self.source(device.compute_capability, seq_lens), memory, allocator)
+        major, minor = device.compute_capability
+        assumed = f"the card's own kernels: those of compute capability {major}.{minor} are assumed"
+        unmodelled = [assumed] if device.assumed_capability else []
+        return SimulatedProbe(self.source(device.compute_capability, seq_lens), memory, allocator, unmodelled)

@@ -83,6 +83,15 @@ def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor]
     return None
 
 
+def filled_in_place(func: Any, args: tuple[Any, ...]) -> float | None:
+    """The value that an in-place operator fills its tensor with; None if it does anything else."""
+    if func is aten.zero_.default:
+        return 0.0
+    if func is aten.fill_.Scalar and isinstance(args[1], (bool, int, float)):
+        return float(args[1])
+    return None
+
+
 def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device=tensor.device)
 

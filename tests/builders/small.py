@@ -132,9 +132,37 @@ class Reading(nn.Module):
             return out * x[0].tolist()[0]
         if self.way == "numpy":
             return out * x.cpu().numpy()[0, 0]
+        if self.way == "written":
+            count = torch.zeros((), device=x.device)
+            count += 16
+            return out * count.item()
+        if self.way == "filled":
+            return out * torch.zeros((), device=x.device).fill_(3).item()
         if self.way == "eigenvalues":
             return out * torch.linalg.eigvals(x[:4, :4]).real.sum()
         raise AssertionError(self.way)
+
+
+class Recurrent(nn.Module):
+    """An LSTM over a few steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(IN, HIDDEN, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.lstm(x[:, None, :].expand(-1, 3, -1))[0]
+        return out
+
+
+def recurrent() -> Workload:
+    """A recurrent model, which a GPU would run with cuDNN."""
+    return Workload(Recurrent(), vectors)
+
+
+def convolution() -> Workload:
+    """One convolution over the vectors, taken as signals."""
+    return Workload(nn.Sequential(nn.Unflatten(1, (1, IN)), nn.Conv1d(1, 4, 3)), vectors)
 
 
 def reading(way: str) -> Workload:

@@ -33,7 +33,7 @@ ASKED_FOR = {
     "seconds": float,
     "unmodelled": list,
 }
-MORE = {"unscaled": int, "needed_bytes": type(None), "published": type(None)}
+MORE = {"unscaled": int, "stop": str, "needed_bytes": type(None), "published": type(None)}
 PLAN = {
     "target_batch_size": int,
     "micro_batch_size": int,
@@ -154,7 +154,7 @@ def test_nothing_fits_as_a_table(run: Run) -> None:
     lines = done.out.splitlines()
     assert lines[:3] == ["Largest training batch on 2.00 MiB budget, simulated", "fp32, its own", "2.00 MiB usable"]
     assert " 0  1 needs " in lines[6]
-    assert "recorded at the size itself, as they could not be scaled: 1 of the sizes tried" in lines
+    assert "recorded at the size itself rather than scaled: 1 of the sizes tried" in lines
 
 
 def test_sizes_that_do_not_scale_are_counted(run: Run) -> None:
@@ -162,7 +162,7 @@ def test_sizes_that_do_not_scale_are_counted(run: Run) -> None:
     row = run(
         "sweep", "--model", "mine:changes", "--seq-len", "16", "--budget", "1GiB", "--max-batch-size", "9", "--json"
     ).row
-    assert row["max_batch_size"] == 9
+    assert (row["max_batch_size"], row["stop"]) == (9, "cap")
     assert row["unscaled"] == row["trials"] > 0
 
 

@@ -95,7 +95,7 @@ def test_cards_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_request, "present_gpus", lambda: tuple(here))
     request = request_for("")
     assert [card.name for card in request.cards] == ["T4", "NVIDIA Unheard-of 9"]
-    assert request.cards[1].device.usable_bytes == 9400 << 20
+    assert request.cards[1].device.usable_bytes == (9700 - 600) << 20
     (note,) = request.notes
     assert note == "this machine has T4, NVIDIA Unheard-of 9; its figures are simulated, not measured"
     assert [card.name for card in request_for("--gpu v100").cards] == ["V100 16GB"]

@@ -22,7 +22,7 @@ def test_every_card_makes_a_device() -> None:
 
 def test_budget_alone() -> None:
     """Without a card the allocator has all of the budget, and the name says how much."""
-    assert device_with_budget(12 * GIB) == Device("12.00 GiB budget", 12 * GIB, 12 * GIB, (8, 0))
+    assert device_with_budget(12 * GIB) == Device("12.00 GiB budget", 12 * GIB, 12 * GIB, (8, 0), True)
 
 
 def test_budget_on_a_larger_card() -> None:

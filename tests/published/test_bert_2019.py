@@ -109,7 +109,7 @@ def test_figures(sources: Sources) -> None:
     cells = figures(sources)
     assert len(cells) == 17
     deviations = {cell: ours / published - 1 for cell, (published, ours) in cells.items()}
-    assert max(map(abs, deviations.values())) < 0.01, deviations
+    assert max(map(abs, deviations.values())) < 0.004, deviations
     assert statistics.median(map(abs, deviations.values())) < 0.004, deviations
     # The notebook had other models in the process before these two: it says 425 MB for a model of 421.
     leftovers = {("pretraining", "base", 4, 512), ("pretraining", "base", 8, 512)}

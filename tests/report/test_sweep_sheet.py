@@ -92,9 +92,16 @@ def test_counts_below_the_table() -> None:
     sheet = sweep_sheet([replace(ROW, source="cache"), replace(ROW, unscaled=2), replace(ROW, unscaled=1)])
     assert sheet.columns["source"] == ["simulated"] * 3
     assert sheet.notes[1:] == (
-        "recorded at the size itself, as they could not be scaled: 3 of the sizes tried",
+        "recorded at the size itself rather than scaled: 3 of the sizes tried",
         "from the cache: 1 of 3 rows",
     )
+
+
+def test_a_cap_is_no_maximum() -> None:
+    """Where the search ended at its cap, a note says that nothing larger was tried."""
+    notes = sweep_sheet([replace(ROW, stop="cap"), ROW]).notes
+    assert f"no larger batch was tried than {ROW.max_batch_size}: it is the search's cap" in notes
+    assert not any("cap" in note for note in sweep_sheet([ROW]).notes)
 
 
 def test_csv() -> None:
@@ -105,5 +112,5 @@ def test_csv() -> None:
         "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size"
     )
     assert first.startswith("bert-base,64,T4,")
-    assert first.endswith("one; two,0,,,,,,,")
-    assert second.endswith("workspaces,0,,,8,4,2,1,8")
+    assert first.endswith("one; two,0,exact,,,,,,,")
+    assert second.endswith("workspaces,0,exact,,,8,4,2,1,8")

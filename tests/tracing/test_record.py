@@ -236,3 +236,16 @@ def test_adafactor_keeps_rows_and_columns(record: Record) -> None:
     """Adafactor's state of a matrix is one row and one column of it."""
     trace = record(small.mlp, 8, optimizer="adafactor")
     assert 0 < of_kind(trace, "optimizer") < PARAMETERS / 20
+
+
+def test_recurrent_layers_are_told(record: Record) -> None:
+    """An LSTM is recorded through PyTorch's own cells, and the recording says that a GPU would run other kernels."""
+    told = "recurrent layers run step by step here, where a GPU runs cuDNN's own kernels"
+    assert told in record(small.recurrent, 8).unmodelled
+    assert told not in record(small.mlp, 8).unmodelled
+
+
+def test_cudnn_is_told_where_it_would_run(record: Record) -> None:
+    """cuDNN's workspaces are left out of convolutions, and a model without any does not mention them."""
+    assert "cuDNN workspaces" in record(small.convolution, 8).unmodelled
+    assert "cuDNN workspaces" not in record(small.mlp, 8).unmodelled

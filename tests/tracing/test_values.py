@@ -21,6 +21,8 @@ Record = Callable[..., Trace]
         ("bool", "a value read from a tensor made by aten.all.default is taken to be True"),
         ("mask", "aten.index.Tensor: its output is taken to be as large as it can get"),
         ("nonzero", "aten.nonzero.default: its output is taken to be as large as it can get"),
+        ("written", "a value read from a tensor made by aten.zeros.default is taken to be 1.0"),
+        ("filled", "a value read from a tensor made by aten.zeros.default is taken to be 3.0"),
         ("tolist", "a value read from a tensor made by aten.empty_strided.default is taken to be 1.0"),
     ],
 )
