@@ -9,13 +9,22 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 
 from batchfinder.errors import BatchFinderError
 
 OK, USER_ERROR, BUG, INTERRUPTED = 0, 1, 3, 130
+_SIGNALLED = 128
+
+
+class _Ended(SystemExit):
+    """A signal asked this process to end; its exit code is the one a shell would give."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(_SIGNALLED + number)
 
 
 def run_verb(module: str, arguments: argparse.Namespace) -> int:
@@ -26,7 +35,7 @@ def run_verb(module: str, arguments: argparse.Namespace) -> int:
         arguments: of the command line.
     """
     try:
-        with _interrupted_once(), warnings.catch_warnings():
+        with _ended_once(), warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code: int = import_module(module).main(arguments)
             sys.stdout.flush()
@@ -37,6 +46,10 @@ def run_verb(module: str, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as interrupt:
         print("; ".join(["batchfinder: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
+    except _Ended as ended:
+        with suppress(OSError):  # the terminal may have gone
+            print(f"batchfinder: ended by {ended.signal.name}", file=sys.stderr)
+        return _SIGNALLED + ended.signal
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -51,22 +64,31 @@ def run_verb(module: str, arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _interrupted_once() -> Iterator[None]:
-    """Let the first Ctrl-C interrupt, and no other one: an impatient second would cut the cleaning up short."""
+def _ended_once() -> Iterator[None]:
+    """Let the first Ctrl-C, SIGTERM or SIGHUP end the verb by an exception, so that it cleans up behind itself.
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
+    And no other one: an impatient second would cut the cleaning up short.
+    """
+    # A process that was started to ignore one, as by nohup, still does.
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    ours = {number: default for number, default in defaults.items() if signal.getsignal(number) == default}
 
-    # A process that was started to ignore it, as by nohup, still does.
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, interrupt)
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in ours:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else _Ended(number)
+
+    for number in ours:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, default in ours.items():
+            signal.signal(number, default)
 
 
 def _log(text: str) -> str:

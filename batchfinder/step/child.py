@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,10 @@ from typing import Any
 from batchfinder import errors
 
 _LAST_WORDS = 800
+_REMOVING_TRIES = 50
+_REMOVING_PAUSE_SECONDS = 0.02
+# Where PyTorch's C++ errors go on to tell where in C++ they were raised, and from where that was called.
+_CPP_FRAMES = re.compile(r"\n?^Exception raised from .*", re.MULTILINE | re.DOTALL)
 
 
 class ChildDied(Exception):
@@ -88,7 +94,7 @@ class Child:
         """Send a request and wait for its answer.
 
         Raises:
-            ChildDied: it ended instead.
+            ChildDied: it ended instead, or what it answered cannot be read, and it was ended for that.
         """
         self._asked_at = self._log_size()
         with contextlib.suppress(BrokenPipeError):
@@ -97,7 +103,12 @@ class Child:
         if not line.endswith(b"\n"):
             self._process.wait()
             raise ChildDied(self._process.returncode, self.last_words())
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            self._kill()
+            words = f"what it answered cannot be read ({type(error).__name__}: {error})\n{self.last_words()}"
+            raise ChildDied(self._process.returncode, words.strip()) from error
         return answer
 
     def last_words(self) -> str:
@@ -111,11 +122,14 @@ class Child:
         """End the process and everything it started."""
         with contextlib.suppress(OSError):
             os.close(self._requests)
+        self._kill()
+        self._answers.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._answers.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _log_size(self) -> int:
         with contextlib.suppress(OSError):
@@ -123,19 +137,49 @@ class Child:
         return 0
 
 
-def end_with_parent(requests: int) -> None:
+def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thread:
     """In the child: kill its process group as soon as the other end of the pipe of requests is closed.
 
     A thread waits for it, so that a child in the middle of its work ends too, however its parent ended.
+
+    Args:
+        requests: the pipe of requests.
+        folder: to be removed once the process group has ended.
+
+    Returns:
+        The thread; it does not end before the parent does.
     """
 
     def wait() -> None:
         poll = select.poll()
         poll.register(requests, 0)  # hang-ups are always reported
         poll.poll()
-        os.killpg(os.getpgrp(), signal.SIGKILL)
+        if folder is None:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        else:
+            _kill_and_remove(os.getpgrp(), folder)
 
-    threading.Thread(target=wait, daemon=True).start()
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def _kill_and_remove(group: int, folder: Path) -> None:
+    """Kill this process's group and remove a folder, by a fork outside the group: nothing is left to write there."""
+    try:
+        if os.fork():
+            return
+        os.setsid()
+    except OSError:  # no process to be had: less surely then, by this one
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    for _ in range(_REMOVING_TRIES):  # the killed take a moment to end
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(_REMOVING_PAUSE_SECONDS)
+    os._exit(0)
 
 
 def requests_from(requests: int) -> Iterator[dict[str, Any]]:
@@ -147,19 +191,36 @@ def requests_from(requests: int) -> Iterator[dict[str, Any]]:
 
 def answer(answers: int, message: Mapping[str, Any]) -> None:
     """In the child: send one answer."""
-    data = json.dumps(message).encode() + b"\n"
+    data = json.dumps(message, default=repr).encode() + b"\n"
     while data:
         data = data[os.write(answers, data) :]
 
 
 def describe(error: BaseException) -> dict[str, Any]:
     """In the child: an exception as JSON values, our own whole, anybody else's by its traceback without our frames."""
-    if isinstance(error, errors.BatchFinderError):
-        return {"type": type(error).__name__, "message": str(error), "fields": vars(error)}
+    if is_ours(error):
+        return describe_ours(error)
     ours = str(Path(__file__).resolve().parent.parent) + os.sep
     kept = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     text = ["Traceback (most recent call last):\n", *traceback.format_list(kept)]
-    return {"type": "", "traceback": "".join([*text, *traceback.format_exception_only(error)])}
+    return {"type": "", "traceback": without_cpp("".join([*text, *traceback.format_exception_only(error)]))}
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an exception's very class is in `batchfinder.errors`; what a user derives from one is the user's."""
+    kind = type(error)
+    return kind.__module__ == errors.__name__ and getattr(errors, kind.__name__, None) is kind
+
+
+def describe_ours(error: BaseException) -> dict[str, Any]:
+    """An error of ours as JSON values: its type, text and fields."""
+    fields = {name: without_cpp(value) if isinstance(value, str) else value for name, value in vars(error).items()}
+    return {"type": type(error).__name__, "message": without_cpp(str(error)), "fields": fields}
+
+
+def without_cpp(text: str) -> str:
+    """The text of an exception up to where it begins to tell of C++ frames."""
+    return _CPP_FRAMES.sub("", text)
 
 
 def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError:

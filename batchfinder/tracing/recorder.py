@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from batchfinder import errors
 from batchfinder.simulator.trace import Trace
@@ -25,6 +25,7 @@ from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.job import RecordingJob, WorkloadFacts
 
 _LAST_WORDS = 800
+_T = TypeVar("_T")
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
 _NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
 
@@ -111,11 +112,14 @@ class Recorder:
             requests, self._requests = self._requests, -1
         if requests >= 0:
             os.close(requests)
+        self._kill()
+        self._reader.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._reader.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _send(self, request: dict[str, Any]) -> None:
         with self._sending, contextlib.suppress(BrokenPipeError):
@@ -123,16 +127,25 @@ class Recorder:
                 os.write(self._requests, json.dumps(request).encode() + b"\n")
 
     def _read(self, answers: int) -> None:
-        with os.fdopen(answers, "rb") as stream:
-            for line in stream:
-                answer = json.loads(line)
-                if "facts" in answer:
-                    self._facts.set_result(WorkloadFacts(**answer["facts"]))
-                elif "error" in answer:
-                    self._facts.set_exception(revive(answer["error"], self._what()))
-                else:
-                    self._finish(answer["id"], answer["exit"])
-        self._abandon()
+        what = self._what()
+        try:
+            with os.fdopen(answers, "rb") as stream:
+                for line in stream:
+                    self._take(json.loads(line))
+        except Exception as error:
+            # Whatever it says next would be no better understood.
+            what = _unreadable(what, error)
+            self._kill()
+        finally:
+            self._abandon(what)
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        if "facts" in answer:
+            _settle(self._facts, WorkloadFacts(**answer["facts"]))
+        elif "error" in answer:
+            _settle(self._facts, revive(answer["error"], self._what()))
+        else:
+            self._finish(answer["id"], answer["exit"])
 
     def _what(self) -> str:
         return str(self.spec.arguments.get("spec", self.spec.builder))
@@ -140,36 +153,51 @@ class Recorder:
     def _finish(self, number: int, exit_code: int) -> None:
         with self._lock:
             job, future = self._futures.pop(number)
+        what = f"{self._what()} at {job}"
+        try:
+            _settle(future, self._result(number, what, exit_code))
+        except Exception as error:
+            _settle(future, errors.RecordingDied(_unreadable(what, error), "", exit_code))
+
+    def _result(self, number: int, what: str, exit_code: int) -> Trace | errors.BatchFinderError:
         path = self._folder / f"{number}.json"
         if not path.exists():
             operator_file = self._folder / f"{number}.operator"
             operator = operator_file.read_text().strip() if operator_file.exists() else ""
-            future.set_exception(
-                errors.RecordingDied(f"{self._what()} at {job}", operator, exit_code, self._last_words(f"{number}.log"))
-            )
-            return
+            return errors.RecordingDied(what, operator, exit_code, self._last_words(f"{number}.log"))
         result = json.loads(path.read_text())
         path.unlink()
         if "error" in result:
-            future.set_exception(revive(result["error"], f"{self._what()} at {job}"))
-        else:
-            future.set_result(Trace.from_json(result["trace"]))
+            return revive(result["error"], what)
+        return Trace.from_json(result["trace"])
 
-    def _abandon(self) -> None:
+    def _abandon(self, what: str) -> None:
         """The process has ended: whatever was asked of it will not come."""
         self._process.wait()
-        died = errors.RecordingDied(self._what(), "", self._process.returncode, self._last_words())
+        died = errors.RecordingDied(what, "", self._process.returncode, self._last_words())
         with self._lock:
             self._died = died
             waiting, self._futures = list(self._futures.values()), {}
         for _, future in waiting:
-            future.set_exception(died)
-        if not self._facts.done():
-            self._facts.set_exception(died)
+            _settle(future, died)
+        _settle(self._facts, died)
 
     def _last_words(self, name: str = "log") -> str:
         log = self._folder / name
         return log.read_text(errors="replace")[-_LAST_WORDS:].strip() if log.exists() else ""
+
+
+def _settle(future: Future[_T], outcome: _T | BaseException) -> None:
+    """Give a future its result or exception, unless it has one or was cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def _unreadable(what: str, error: Exception) -> str:
+    return f"{what} gave an answer that cannot be read ({type(error).__name__}: {error}) and"
 
 
 def revive(description: dict[str, Any], what: str) -> errors.BatchFinderError:

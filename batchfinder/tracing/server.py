@@ -24,7 +24,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from batchfinder.errors import BatchFinderError, UserCodeFailed
+from batchfinder.errors import UserCodeFailed
+from batchfinder.step.child import describe_ours, end_with_parent, is_ours, without_cpp
 
 OPERATOR_BYTES = 256
 _NO_KERNEL = ("prim.", "profiler.")
@@ -33,8 +34,8 @@ _SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
 
 def describe(error: BaseException, folder: Path) -> dict[str, Any]:
     """An exception as JSON: ours whole, anybody else's by its text and a traceback without our frames and torch's."""
-    if isinstance(error, BatchFinderError):
-        return {"type": type(error).__name__, "message": str(error), "fields": vars(error)}
+    if is_ours(error):
+        return describe_ours(error)
     inner = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).resolve().parent.parent, *_torch_folder()))
     frames = traceback.extract_tb(error.__traceback__)
     kept = [frame for frame in frames if not frame.filename.startswith(inner)]
@@ -42,7 +43,8 @@ def describe(error: BaseException, folder: Path) -> dict[str, Any]:
         ["Traceback (most recent call last):\n", *traceback.format_list(kept), *traceback.format_exception_only(error)]
     )
     module = type(error).__module__
-    return {"type": "", "message": f"{type(error).__name__}: {error}", "traceback": text, "module": module}
+    message = without_cpp(f"{type(error).__name__}: {error}")
+    return {"type": "", "message": message, "traceback": without_cpp(text), "module": module}
 
 
 def _torch_folder() -> list[Path]:
@@ -90,7 +92,7 @@ class Server:
             self._start()
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        os.write(self.answers, json.dumps(answer).encode() + b"\n")
+        os.write(self.answers, json.dumps(answer, default=repr).encode() + b"\n")
 
     def _handle(self, request: dict[str, Any]) -> None:
         if "open" in request:
@@ -133,6 +135,8 @@ class Server:
             process = os.fork()
             if process == 0:
                 os.close(done)
+                os.close(self.answers)  # else nobody would see the server's end before the fork's
+                end_with_parent(self.requests, self.folder)
                 self._record(request)
             os.close(child_end)
             self._running[done] = (process, request["id"])
@@ -156,7 +160,7 @@ class Server:
         except BaseException as error:
             result = {"error": describe(error, self.folder)}
         partial = self.folder / f"{number}.partial"
-        partial.write_text(json.dumps(result))
+        partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
         os._exit(0)
 
@@ -207,7 +211,10 @@ def _versions() -> dict[str, str]:
 def main(argv: list[str]) -> int:
     """Run a server: request pipe, answer pipe, folder, number of workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Server(int(argv[0]), int(argv[1]), Path(argv[2]), int(argv[3])).serve()
+    requests, folder = int(argv[0]), Path(argv[2])
+    end = end_with_parent(requests, folder)
+    Server(requests, int(argv[1]), folder, int(argv[3])).serve()
+    end.join()
     return 0
 
 

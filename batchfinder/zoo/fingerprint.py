@@ -2,61 +2,85 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import enum
 import functools
 import hashlib
-import inspect
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
 from torch import nn
 
 from batchfinder.step.workload import Workload
+from batchfinder.zoo import sources
 
-# Their code is known by their versions, which are a part of the key beside the fingerprint.
-_LIBRARIES = frozenset({"batchfinder", "builtins", "lightning", "pytorch_lightning", "torch", "transformers"})
-# Attributes that say how a module was made or what it is doing, not what it is.
-_PASSING = frozenset({*vars(nn.Module()), "name_or_path", "warnings_issued", "_is_hf_initialized"})
+# Attributes that say how something was made or what it is doing, not what it is.
+_PASSING = frozenset({
+    *vars(nn.Module()), "name_or_path", "_name_or_path", "warnings_issued", "_is_hf_initialized",
+    "transformers_version", "_commit_hash", "_original_object_hash",
+    # Lightning's
+    "_trainer", "_fabric", "_fabric_optimizers", "_device_mesh", "_current_fx_name", "_param_requires_grad_state",
+    "_metric_attributes", "_device",
+    # torchmetrics'
+    "_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_to_sync", "_should_unsync",
+})  # fmt: skip
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLAIN = (type(None), bool, int, float, str)
+_WRITTEN = (complex, range, slice, torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Of the standard library's own classes, those whose objects are nothing but what they hold.
+_HOLDERS = (SimpleNamespace, argparse.Namespace, enum.Enum, collections.UserDict, collections.UserList)
+# Objects of these are known by their class: what they hold is the state of a run.
+_RUNNING = ("pytorch_lightning", "lightning", "lightning_fabric")
+_ROOM, _DEPTH, _LONG = 50_000, 16, 1000
 
 
 def fingerprint(workload: Workload) -> str:
     """Return the SHA-256 of a workload, as hexadecimal digits.
 
-    It covers the tree of modules with their classes, settings (attributes that are plain values, and `extra_repr`) and
-    gradient checkpointing; names, shapes, types, trainability and sharing of parameters and buffers; configs; and for
-    code that is in no library known by its version, the source file it is in. It is the same in every process, and for
-    real and fake tensors.
+    It covers the tree of modules with their classes, settings (attributes, and `extra_repr`) and gradient
+    checkpointing; names, shapes, types, trainability and sharing of parameters and buffers; the callables with all they
+    refer to; and, if any of this is the user's own code, the files of all modules of the user's that have been imported
+    and the versions of the packages they use. It is the same in every process that has imported the same, and for real
+    and fake tensors. No code of the user's runs.
 
     Args:
         workload: what is trained.
     """
     model = workload.model
     modules = list(model.named_modules(remove_duplicate=False))
-    described = {
-        "modules": [_module(name, module) for name, module in modules],
+    callables = (workload.make_batch, workload.loss, workload.optimizer)
+    owners = [function.__self__ for function in callables if type(function) is MethodType]
+    describe = _Describe({id(module) for _, module in modules})
+    described: dict[str, Any] = {
+        "modules": [[name, describe.module(module)] for name, module in modules],
         "parameters": _tensors(model.named_parameters(remove_duplicate=False)),
         "buffers": _tensors(model.named_buffers(remove_duplicate=False)),
-        "configs": sorted({_config(module.config) for _, module in modules if hasattr(module, "config")}),
-        "callables": [_callable(f) for f in (workload.make_batch, workload.loss, workload.optimizer)],
-        "sources": _sources(type(module) for _, module in modules),
+        "callables": [describe.value(function) for function in callables],
+        "classes": describe.methods({type(part) for part in (*(m for _, m in modules), *callables, *owners)}),
     }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-
-
-def _module(name: str, module: nn.Module) -> list[Any]:
-    checkpointing = getattr(module, "_gradient_checkpointing_func", None)
-    return [
-        name,
-        _qualified(type(module)),
-        module.extra_repr(),
-        {key: _plain(value) for key, value in vars(module).items() if key not in _PASSING and _is_plain(value)},
-        _plain(getattr(checkpointing, "keywords", None)),
-    ]
+    # Read last: by now all names of modules that code or objects come from have been seen.
+    seen = {str(base.__module__) for _, module in modules for base in type(module).__mro__} | describe.origins
+    if any(map(sources.is_users, seen)):
+        users = sources.users_modules()
+        described["sources"] = sources.texts(users)
+        seen |= set(sources.imported([*users.values()]))
+    described["versions"] = sources.versions(seen)
+    return _digest(described)
 
 
 def _tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
@@ -66,33 +90,204 @@ def _tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
     ]
 
 
-def _config(config: Any) -> str:
-    if hasattr(config, "to_dict"):
-        figures = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-        figures["_attn_implementation"] = getattr(config, "_attn_implementation", None)
-        return json.dumps(_plain(figures), sort_keys=True)
-    return json.dumps(_plain(config if isinstance(config, dict) else getattr(config, "__dict__", {})), sort_keys=True)
+class _Describe:
+    """Describes values in terms of JSON, without anything that differs from one process to the next.
 
+    Each value has room for so many others inside it, shared evenly among them, so that what is left out where there is
+    too much does not depend on the order of a set.
 
-def _callable(function: Any) -> Any:
-    """Describe a callable: what it is called, the values it holds, and the file it is in."""
-    if function is None:
+    Args:
+        tree: identities of the modules that are described in full elsewhere.
+    """
+
+    def __init__(self, tree: set[int]) -> None:
+        self.origins: set[str] = set()
+        self._tree = tree
+        self._known: dict[tuple[int, int, int], tuple[Any, str]] = {}
+        self._open: set[int] = set()
+
+    def module(self, module: nn.Module) -> list[Any]:
+        """Describe a module without its tensors and submodules."""
+        kind = type(module)
+        written = "" if sources.is_users(kind.extra_repr.__module__) else module.extra_repr()
+        return [self._class(kind), written, self._named(_attributes(module), _DEPTH, _ROOM)]
+
+    def methods(self, kinds: Iterable[type]) -> list[Any]:
+        """Describe what the methods of the user's classes refer to."""
+        bases = {base for kind in kinds for base in kind.__mro__ if sources.is_users(base.__module__)}
+        return [
+            [name, self.value(function)]
+            for base in sorted(bases, key=_qualified)
+            for name, held in sorted(vars(base).items())
+            if type(function := _unwrapped(held)) is FunctionType
+        ]
+
+    def value(self, value: Any, depth: int = _DEPTH, room: int = _ROOM) -> Any:
+        """Describe anything."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return _shortened(value) if kind is str else value
+        if kind in _WRITTEN:
+            return repr(value)
+        if issubclass(kind, torch.Tensor):
+            return ["tensor", list(value.shape), str(value.dtype), value.device.type]
+        if id(value) in self._open or depth < 0 or room < 1:
+            return self._class(kind)
+        key = (id(value), depth, room)
+        if key not in self._known:
+            self._open.add(id(value))
+            # The value is kept, so that nothing else gets its identity.
+            self._known[key] = (value, _digest(self._inside(value, kind, depth - 1, room)))
+            self._open.discard(id(value))
+        return self._known[key][1]
+
+    def _inside(self, value: Any, kind: type, depth: int, room: int) -> Any:
+        if issubclass(kind, type):
+            return ["class", *map(self._class, type.__dict__["__mro__"].__get__(value))]
+        if issubclass(kind, ModuleType):
+            return ["module", self._origin(str(vars(value).get("__name__", "")))]
+        if issubclass(kind, FunctionType):
+            return self._function(value, depth, room)
+        if issubclass(kind, MethodType):
+            return ["method", self.value(value.__func__, depth, room), self.value(value.__self__, depth, room)]
+        if issubclass(kind, BuiltinFunctionType):
+            owner = None if isinstance(value.__self__, ModuleType) else self.value(value.__self__, depth, room)
+            return ["builtin", str(value.__module__), value.__qualname__, owner]
+        if issubclass(kind, functools.partial):
+            return [self._class(kind), self._items([value.func, *value.args, value.keywords], depth, room)]
+        if issubclass(kind, nn.Module):
+            return self._class(kind) if id(value) in self._tree else self._foreign_module(value, depth, room)
+        if issubclass(kind, torch.optim.Optimizer):
+            return [self._class(kind), self.value(value.defaults, depth, room)]
+        return [self._class(kind), self._content(value, kind, depth, room), self._state(value, kind, depth, room)]
+
+    def _content(self, value: Any, kind: type, depth: int, room: int) -> Any:
+        """Describe what a builtin kind holds, through the builtin's own methods: a subclass may have others."""
+        if issubclass(kind, dict):
+            return self._pairs(list(dict.items(value)), depth, room)
+        if kind is MappingProxyType:
+            return self._pairs(list(value.items()), depth, room)
+        for sequence in (list, tuple, collections.deque):
+            if issubclass(kind, sequence):
+                return self._items(list(sequence.__iter__(value)), depth, room)
+        for collection in (set, frozenset):
+            if issubclass(kind, collection):
+                items = list(collection.__iter__(value))
+                return sorted(map(_json, self._items(items, depth, room))) if len(items) <= room else len(items)
+        for plain in (int, float, str):
+            if issubclass(kind, plain):
+                return _shortened(plain.__repr__(value))
+        if issubclass(kind, bytes | bytearray):
+            return hashlib.sha256(value).hexdigest()
+        if issubclass(kind, PurePath):
+            return PurePath.__str__(value)
+        if kind is re.Pattern:
+            return [_shortened(str(value.pattern)), value.flags]
+        if kind.__module__ == "numpy":
+            shape = getattr(value, "shape", None)
+            return [list(shape), str(value.dtype)] if shape else _ADDRESS.sub("", repr(value))[:_LONG]
         return None
-    if isinstance(function, functools.partial):
-        return ["partial", _callable(function.func), _plain(function.args), _plain(function.keywords)]
-    if is_dataclass(function) and not isinstance(function, type):
-        held = {f.name: getattr(function, f.name) for f in fields(function)}
-        values = {
-            k: _callable(v) if callable(v) and not isinstance(v, nn.Module) else _plain(v) for k, v in held.items()
+
+    def _state(self, value: Any, kind: type, depth: int, room: int) -> Any:
+        """Describe the attributes of an object, unless its class is one whose objects are the state of a run."""
+        top = kind.__module__.partition(".")[0]
+        if top in _RUNNING or issubclass(kind, PurePath | torch.optim.lr_scheduler.LRScheduler):
+            return None
+        if sources.is_standard(kind.__module__) and not issubclass(kind, _HOLDERS):
+            return None
+        held = dict(_attributes(value))
+        if top == "torch":
+            held = {name: item for name, item in held.items() if not name.startswith("_")}
+        return self._named(held.items(), depth, room)
+
+    def _foreign_module(self, module: nn.Module, depth: int, room: int) -> Any:
+        held = [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
+        return [*self.module(module), self._items(held, depth, room)]
+
+    def _function(self, function: FunctionType, depth: int, room: int) -> Any:
+        described: list[Any] = ["function", self._origin(str(function.__module__)), function.__qualname__]
+        if sources.is_standard(described[1]):
+            return described
+        held: dict[str, Any] = {
+            f"closure {name}": cell.cell_contents
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if _is_filled(cell)
         }
-        return [_qualified(type(function)), values, _sources([type(function)])]
-    code_of = getattr(function, "__func__", function)
-    if not hasattr(code_of, "__qualname__"):
-        plain = {k: _plain(v) for k, v in getattr(function, "__dict__", {}).items() if _is_plain(v)}
-        return [_qualified(type(function)), plain, _sources([type(function)])]
-    cells = getattr(code_of, "__closure__", None) or ()
-    held_values = [_plain(c.cell_contents) for c in cells if _is_filled(c) and _is_plain(c.cell_contents)]
-    return [_qualified(code_of), held_values, _plain(getattr(code_of, "__defaults__", None)), _sources([code_of])]
+        held |= {"defaults": function.__defaults__, "keyword defaults": function.__kwdefaults__}
+        if sources.is_users(described[1]):
+            names = set(_names(function.__code__))
+            described.append(self._code(function.__code__, depth, room))
+            held |= {f"global {n}": function.__globals__[n] for n in sorted(names & function.__globals__.keys())}
+            for name, value in [*held.items()]:
+                # What is a module's own, as in `settings.width`, may have been set after it was imported.
+                if type(value) is ModuleType and sources.is_users(value.__name__):
+                    held |= {f"{name}.{n}": vars(value)[n] for n in sorted(names & vars(value).keys())}
+            held["attributes"] = vars(function)
+        return [*described, self._named(held.items(), depth, room)]
+
+    def _code(self, code: CodeType, depth: int, room: int) -> Any:
+        constants = [
+            self._code(item, depth, room) if isinstance(item, CodeType) else self.value(item, depth, room)
+            for item in code.co_consts
+        ]
+        return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
+
+    def _named(self, named: Iterable[tuple[str, Any]], depth: int, room: int) -> dict[str, Any]:
+        # None is as good as absent, and the results of a step, which some modules keep, are no settings.
+        kept = {n: v for n, v in named if n not in _PASSING and v is not None and not _is_result(v)}
+        return dict(zip(kept, self._items([*kept.values()], depth, room), strict=True))
+
+    def _pairs(self, pairs: list[tuple[Any, Any]], depth: int, room: int) -> Any:
+        flat = [item for pair in pairs for item in pair]
+        if len(flat) > room:
+            return [len(pairs), self._items(flat[: room // 2 * 2], depth, room)]
+        described = self._items(flat, depth, room)
+        return sorted([_json(k), _json(v)] for k, v in zip(described[::2], described[1::2], strict=True))
+
+    def _items(self, items: list[Any], depth: int, room: int) -> list[Any]:
+        kept = [item for item in items if not _is_result(item)] if len(items) <= room else items[:room]
+        each = room // max(1, len(kept))
+        described = [self.value(item, depth, each) for item in kept]
+        return described if len(items) <= room else [*described, len(items)]
+
+    def _class(self, kind: type) -> str:
+        self._origin(str(kind.__module__))
+        return _qualified(kind)
+
+    def _origin(self, name: str) -> str:
+        self.origins.add(name)
+        return name
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Return what an object holds in its `__dict__` and slots, by no way that the object could have a say in."""
+    try:
+        held = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):
+        held = {}
+    for base in type(value).__mro__:
+        if base.__module__ == "builtins":
+            continue
+        for name, slot in vars(base).items():
+            if type(slot) is MemberDescriptorType:
+                try:
+                    held.setdefault(name, slot.__get__(value))
+                except AttributeError:
+                    continue
+    return [(str(name), item) for name, item in held.items()]
+
+
+def _unwrapped(held: Any) -> Any:
+    if type(held) is property:
+        return held.fget
+    return held.__func__ if type(held) in (staticmethod, classmethod) else held
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _is_filled(cell: Any) -> bool:
@@ -103,53 +298,21 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _sources(objects: Iterable[Any]) -> list[str]:
-    """Return the text of the files that classes and functions are in, and of their base classes, libraries left out."""
-    parts = {part for thing in set(objects) for part in _with_bases(thing)}
-    return sorted({text for part in parts if (text := _source(part))})
+def _is_result(value: Any) -> bool:
+    return issubclass(type(value), torch.Tensor) and (value.dim() == 0 or value.grad_fn is not None)
 
 
-def _with_bases(thing: Any) -> Iterator[Any]:
-    yield from thing.__mro__ if isinstance(thing, type) else (thing,)
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _source(thing: Any) -> str:
-    module_name = getattr(thing, "__module__", None) or ""
-    if module_name.partition(".")[0] in _LIBRARIES | sys.stdlib_module_names - {"__main__"}:
-        return ""
-    # The whole file, since what a class does may be in a function beside it.
-    parts: list[Any] = [sys.modules.get(module_name), thing]
-    for part in parts:
-        try:
-            return inspect.getsource(part)
-        except (OSError, TypeError):
-            continue
-    code = getattr(thing, "__code__", None)
-    return "" if code is None else code.co_code.hex() + _ADDRESS.sub("", repr(code.co_consts))
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONG else hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _qualified(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '')}.{thing.__qualname__}"
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
-
-
-def _plain(value: Any) -> Any:
-    """Return the same in terms of JSON, without anything that differs from one process to the next."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(_ADDRESS.sub("", repr(item)) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, nn.Module):
-        return _qualified(type(value))
-    return _ADDRESS.sub("", repr(value))
+def _digest(value: Any) -> str:
+    return hashlib.sha256(_json(value).encode()).hexdigest()

@@ -169,11 +169,12 @@ def test_a_recording_that_dies(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_fails_after_another_was_found(run: Run) -> None:
+@pytest.mark.parametrize("model", ["mine:fails_in_forward", "mine:raises"])
+def test_a_model_that_fails_after_another_was_found(model: str, run: Run) -> None:
     """What was found before a failure is printed, and the failure comes last."""
-    done = run("sweep", "--model", "mine:shapeless", "--model", "mine:fails_in_forward", "--budget", "1GiB")
+    done = run("sweep", "--model", "mine:shapeless", "--model", model, "--budget", "1GiB")
     assert done.code == 1
     assert "mine:shapeless" in done.out
-    assert "mine:fails_in_forward" not in done.out
+    assert model not in done.out
     kept = "batchfinder: 1 of 7 cells were found; they are kept, and the same command goes on from there\n"
-    assert f"{kept}batchfinder: mine:fails_in_forward at " in done.err
+    assert f"{kept}batchfinder: {model}" in done.err

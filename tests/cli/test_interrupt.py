@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it, whatever the sweep is doing."""
+"""Ctrl-C, as a terminal sends it, and other signals that end a process, whatever the sweep is doing."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 SECONDS = 60.0
+ENDS_WITHIN_SECONDS = 5.0
 
 
 def processes(temporary: Path) -> list[str]:
@@ -32,8 +33,15 @@ def processes(temporary: Path) -> list[str]:
     return [command for command in commands if str(temporary) in command]
 
 
-def interrupted(folder: Path, arguments: tuple[str, ...], line: str, after: float, whole_group: bool) -> Done:
-    """Start a sweep, wait for a line of its progress, and interrupt it; nothing of it may be left."""
+def interrupted(
+    folder: Path,
+    arguments: tuple[str, ...],
+    line: str,
+    after: float,
+    whole_group: bool,
+    number: signal.Signals = signal.SIGINT,
+) -> Done:
+    """Start a sweep, wait for a line of its progress, and send it a signal; nothing of it may be left."""
     temporary = folder / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
@@ -54,8 +62,12 @@ def interrupted(folder: Path, arguments: tuple[str, ...], line: str, after: floa
     time.sleep(after)
     assert processes(temporary)
     assert list(temporary.glob("batchfinder-*"))
-    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+    (os.killpg if whole_group else os.kill)(process.pid, number)
     out, err = process.communicate(timeout=SECONDS)
+    if number == signal.SIGKILL:  # what it started sees to it, and that takes a moment
+        deadline = time.monotonic() + ENDS_WITHIN_SECONDS
+        while (processes(temporary) or list(temporary.glob("batchfinder-*"))) and time.monotonic() < deadline:
+            time.sleep(0.02)
     assert processes(temporary) == []
     assert list(temporary.glob("batchfinder-*")) == []
     return Done(process.returncode, out, told + err)
@@ -80,3 +92,21 @@ def test_while_recording(tmp_path: Path, run: Run) -> None:
     again = run("sweep", *arguments, "--seq-len", "16", "--seq-len", "32", cache=tmp_path / "cache").json["rows"]
     assert [found["source"] for found in again] == ["cache", "simulated"]
     assert again[0]["max_batch_size"] == row["max_batch_size"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("model", "after"), [("slow_to_build", 0.5), ("slow_to_record", 4.0)])
+def test_asked_to_end(tmp_path: Path, model: str, after: float, number: signal.Signals) -> None:
+    """SIGTERM and SIGHUP: the code a shell would give, one line, and no child and no folder left."""
+    done = interrupted(tmp_path, ("--model", f"mine:{model}", "--seq-len", "16"), "building", after, False, number)
+    assert done.code == 128 + number
+    assert done.out == ""
+    assert done.err.endswith(f"batchfinder: ended by {number.name}\n")
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(("model", "after"), [("slow_to_build", 0.5), ("slow_to_record", 4.0)])
+def test_killed(tmp_path: Path, model: str, after: float) -> None:
+    """SIGKILL: what it started ends at once, and takes the folder away."""
+    arguments = ("--model", f"mine:{model}", "--seq-len", "16")
+    assert interrupted(tmp_path, arguments, "building", after, False, signal.SIGKILL).code == -signal.SIGKILL

@@ -163,6 +163,7 @@ def test_sizes_that_do_not_scale_are_counted(run: Run) -> None:
         "sweep", "--model", "mine:changes", "--seq-len", "16", "--budget", "1GiB", "--max-batch-size", "9", "--json"
     ).row
     assert (row["max_batch_size"], row["stop"]) == (9, "cap")
+    assert "the card's own kernels: those of compute capability 8.0 are assumed" in row["unmodelled"]
     assert row["unscaled"] == row["trials"] > 0
 
 

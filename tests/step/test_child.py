@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.errors import InvalidValue, UserCodeFailed
+from batchfinder.errors import BatchFinderError, InvalidValue, UserCodeFailed
 from batchfinder.step.child import Child, ChildDied, describe, revive
 
 ECHO = """
@@ -27,6 +27,8 @@ for request in requests_from(requests):
         time.sleep(60)
     if "die" in request:
         os.kill(os.getpid(), request["die"])
+    if "rubbish" in request:
+        os.write(answers, b"rubbish" + bytes([10]))
     if "exit" in request:
         sys.exit(request["exit"])
     answer(answers, {"echo": request, "arguments": sys.argv[3:], "variable": os.environ.get("VARIABLE")})
@@ -68,6 +70,14 @@ def test_a_death_is_told(echo, request_, exit_code):
             assert caught.value.exit_code == exit_code
         with pytest.raises(ChildDied, match=f"a child process ended with {exit_code}"):
             child.ask({})
+
+
+def test_rubbish_is_a_death(echo):
+    """An answer that cannot be read is told as such, and the child is ended rather than asked again."""
+    with Child(echo) as child:
+        with pytest.raises(ChildDied, match="what it answered cannot be read"):
+            child.ask({"rubbish": True})
+        assert _group_is_gone(child.pid)
 
 
 def _group_is_gone(pid: int) -> bool:
@@ -123,3 +133,24 @@ def test_our_own_errors_cross_whole():
     assert isinstance(theirs, UserCodeFailed)
     assert str(theirs).startswith("a model raised:\nTraceback (most recent call last):\n")
     assert str(theirs).endswith("KeyError: 'missing'")
+
+
+class Mine(BatchFinderError):
+    pass
+
+
+@pytest.mark.parametrize("name", ["Mine", "InvalidValue"])
+def test_what_is_derived_from_ours_is_the_users(name):
+    """Only a class of `batchfinder.errors` itself is ours, whatever a user's may be called."""
+    theirs = revive(describe(type(name, (Mine,), {})("no luck")), "a model")
+    assert type(theirs) is UserCodeFailed
+    assert str(theirs).endswith(f"{name}: no luck")
+
+
+def test_no_frames_of_cpp():
+    """Texts end where they begin to tell of C++ frames."""
+    text = "too large\nException raised from f at f.h:79 (most recent call first):\nframe #0: f"
+    for error in (RuntimeError(text), UserCodeFailed("it", text)):
+        revived = revive(describe(error), "a model")
+        assert str(revived).endswith("too large")
+        assert "f.h" not in revived.traceback

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +17,55 @@ from batchfinder.errors import BatchFinderError, InvalidValue, RecordingDied, Re
 from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.job import RecordingJob
 from batchfinder.tracing.recorder import Recorder
+from batchfinder.tracing.server import describe
 
 GOOD, BAD = 7, 13
 SECONDS = 60
+ENDS_WITHIN_SECONDS = 5
+
+THEIRS = """
+import os, sys
+import torch
+from batchfinder import Workload
+from batchfinder.errors import BatchFinderError, InvalidValue
+
+class Mine(BatchFinderError):
+    pass
+
+class RecordingFailed(BatchFinderError):  # one of ours has this name
+    pass
+
+KINDS = {"Mine": Mine("no luck"), "RecordingFailed": RecordingFailed("no luck"), "DamagedRecord": None}
+
+def failing(kind, where):
+    def fail():
+        if kind == "DamagedRecord":
+            from batchfinder.cache.record import DamagedRecord
+            raise DamagedRecord("no luck")
+        raise KINDS[kind]
+
+    def make_batch(batch_size, seq_len):
+        if where == "make_batch" and batch_size == 13:
+            fail()
+        return (torch.zeros(batch_size, 256),)
+
+    if where == "build":
+        fail()
+    return Workload(torch.nn.Linear(256, 256), make_batch)
+
+def odd_value():
+    raise InvalidValue("size", object, "a number")
+
+def rubbish():
+    os.write(int(sys.argv[2]), b"rubbish\\n")
+    return failing("", "")
+
+def too_large():
+    def make_batch(batch_size, seq_len):
+        return (torch.zeros(99999999999999999999),)
+
+    return Workload(torch.nn.Linear(256, 256), make_batch)
+"""
 
 
 def job(
@@ -174,3 +223,118 @@ def test_values_out_of_reach() -> None:
         error = error_of(recorder, job(GOOD))
         assert type(error) is RecordingFailed
         assert "values" in str(error)
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of a user's."""
+    (tmp_path / "their_code.py").write_text(THEIRS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    return "their_code"
+
+
+@pytest.mark.parametrize("kind", ["Mine", "RecordingFailed", "DamagedRecord"])
+def test_users_own_subclass_of_our_error(theirs: str, kind: str) -> None:
+    """An error derived from ours, but not one of ours, is the user's: nobody waits for ever for it."""
+    with Recorder(WorkloadSpec(f"{theirs}:failing", {"kind": kind, "where": "make_batch"})) as recorder:
+        error = error_of(recorder, job(BAD))
+        assert type(error) is UserCodeFailed
+        assert f"{kind}: no luck" in error.traceback
+        assert recorder.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
+    with Recorder(WorkloadSpec(f"{theirs}:failing", {"kind": kind, "where": "build"})) as recorder:
+        assert type(recorder._facts.exception(SECONDS)) is UserCodeFailed
+
+
+def test_fields_that_are_no_json(theirs: str) -> None:
+    """An error of ours whose field JSON has no word for still arrives, with the field in words."""
+    with Recorder(WorkloadSpec(f"{theirs}:odd_value")) as recorder:
+        error = recorder._facts.exception(SECONDS)
+        assert isinstance(error, InvalidValue)
+        assert error.value == repr(object)
+
+
+def test_answer_that_is_rubbish(theirs: str) -> None:
+    """An answer that cannot be read ends the process, and everybody who waits is told."""
+    with Recorder(WorkloadSpec(f"{theirs}:rubbish")) as recorder:
+        early = recorder.submit(job(GOOD))
+        for error in (recorder._facts.exception(SECONDS), early.exception(SECONDS), error_of(recorder, job(GOOD))):
+            assert isinstance(error, RecordingDied)
+            assert "an answer that cannot be read (JSONDecodeError: " in str(error)
+
+
+def test_trace_that_cannot_be_read(mlp: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One trace that cannot be read fails alone."""
+
+    def from_json(trace: object) -> None:
+        raise KeyError("stages")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("batchfinder.tracing.recorder.Trace.from_json", from_json)
+        error = error_of(mlp, job(GOOD))
+        assert isinstance(error, RecordingDied)
+        assert "batch size 7 gave an answer that cannot be read (KeyError: 'stages')" in str(error)
+    assert mlp.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
+
+
+def test_no_frames_of_cpp(theirs: str) -> None:
+    """What PyTorch's C++ says is kept, and where in C++ it was raised is not."""
+    with Recorder(WorkloadSpec(f"{theirs}:too_large")) as recorder:
+        error = error_of(recorder, job(GOOD))
+        assert "zeros()" in str(error)
+        for text in (str(error), getattr(error, "traceback", "")):
+            assert "Exception raised from" not in text
+            assert "c10::" not in text
+
+
+def test_describe_cuts_frames_of_cpp(tmp_path: Path) -> None:
+    """In errors of ours, in those of others, and only from the line that begins so."""
+    text = "no, Exception raised from here\nException raised from f at f.h:79 (most recent call first):\nframe #0: f"
+    for error in (RuntimeError(text), RecordingFailed(text), UserCodeFailed("it", text)):
+        told = describe(error, tmp_path)
+        assert "no, Exception raised from here" in told["message"]
+        assert "f.h" not in str(told)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("builder", ["slow", "mlp"])
+def test_ends_with_a_killed_parent(builder: str, number: signal.Signals) -> None:
+    """However the near process ends, busy or not: server, forks and folder are gone in a moment."""
+    code = f"""
+        import time
+        from batchfinder.step.spec import WorkloadSpec
+        from batchfinder.tracing.job import RecordingJob
+        from batchfinder.tracing.recorder import Recorder
+        recorder = Recorder(WorkloadSpec("tests.builders.small:{builder}"))
+        recorder.facts()
+        futures = [recorder.submit(RecordingJob({{}}, (7, 0), size, None)) for size in (2, 3)]
+        print(recorder._process.pid, recorder._folder, flush=True)
+        time.sleep(600)
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().split()
+        time.sleep(0.5)
+        assert processes_of_group(int(pid))
+        parent.send_signal(number)
+        parent.wait()
+    deadline = time.monotonic() + ENDS_WITHIN_SECONDS
+    while (processes_of_group(int(pid)) or Path(folder).exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of_group(int(pid)) == []
+    assert not Path(folder).exists()
+
+
+def test_server_that_is_killed_alone() -> None:
+    """Its forks go on, and yet the end is told."""
+    with Recorder(spec("slow")) as recorder:
+        recorder.facts()
+        running = recorder.submit(job(GOOD))
+        deadline = time.monotonic() + SECONDS
+        while len(processes_of_group(recorder._process.pid)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.5)
+        os.kill(recorder._process.pid, signal.SIGKILL)
+        error = running.exception(SECONDS)
+        assert isinstance(error, RecordingDied)
+        assert error.exit_code == -signal.SIGKILL

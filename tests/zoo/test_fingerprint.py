@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,12 +141,203 @@ def test_the_users_code_matters(write_module: WriteModule, monkeypatch: pytest.M
     assert after_writing(CODE) == before
 
 
+PRINT = (
+    "from batchfinder.zoo import build_workload; from batchfinder.zoo.fingerprint import fingerprint;"
+    "print(fingerprint(build_workload('{}:factory')))"
+)
+
+
+def in_a_process(module: str, path: str = "", seed: int = 0) -> str:
+    """Return the fingerprint of a module's `factory`, in a fresh process."""
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", PRINT.format(module)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.strip()
+
+
+HOLDING = """
+import argparse, collections, dataclasses, enum, functools, logging, pathlib, threading, types
+import torch
+from torch import nn
+from batchfinder.step.workload import Workload
+
+class Untouchable:
+    __slots__ = ("k", "__dict__")
+    def __init__(self, k):
+        self.k = k
+    def __repr__(self):
+        raise RuntimeError
+    __eq__ = __hash__ = __repr__
+
+class Color(enum.Enum):
+    RED = 1
+
+@dataclasses.dataclass
+class Data:
+    k: object
+
+class Mapping(dict):
+    def items(self):
+        raise RuntimeError
+
+CFG = types.SimpleNamespace(w=3)
+
+class Net(nn.Linear):
+    def __init__(self, held):
+        super().__init__(3, 3)
+        self.held = held
+        self.itself = [self]
+        self.log = logging.getLogger(__name__)
+        self.lock = threading.Lock()
+        self.names = {"a", "b", "c", Color.RED, ("d", 1)}
+        self.path = pathlib.PurePath("a/b")
+
+    def forward(self, x):
+        return super().forward(x) * SCALE.k
+
+SCALE = types.SimpleNamespace(k=1)
+
+def make(batch_size, seq_len):
+    return torch.ones(batch_size, CFG.w)
+
+def bound(batch_size, seq_len, *, held):
+    return torch.ones(batch_size, 3)
+
+def defaulting(batch_size, seq_len, held=types.SimpleNamespace(k=1)):
+    return torch.ones(batch_size, 3)
+
+def closed(held):
+    return lambda batch_size, seq_len: torch.ones(batch_size, held.k)
+"""
+
+
+@pytest.fixture
+def holding(write_module: WriteModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `HOLDING`, imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_module("code_holding", HOLDING)
+    sys.modules.pop("code_holding", None)
+    importlib.invalidate_caches()
+    return importlib.import_module("code_holding")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda code, k: SimpleNamespace(k=k),
+        lambda code, k: code.Data(k),
+        lambda code, k: code.Untouchable(k),
+        lambda code, k: [{"a": code.Untouchable(code.Data(k))}],
+        lambda code, k: code.Mapping(a=k),
+        lambda code, k: torch.zeros(k),
+        lambda code, k: functools.partial(code.closed, code.Data(k)),
+        lambda code, k: code.closed(code.Data(k)),
+    ],
+)
+def test_what_a_module_holds_matters(holding: Any, wrap: Callable[[Any, int], Any]) -> None:
+    """Objects of any kind are looked into, without running their code."""
+    one, same, other = (of(holding.Net(wrap(holding, k)), holding.make) for k in (1, 1, 2))
+    assert one == same != other
+
+
+def test_what_a_callable_refers_to_matters(holding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closures, defaults, arguments of a partial, and module globals, also a global of a method."""
+    net = holding.Net(None)
+
+    def each() -> list[str]:
+        held = holding.Data(SimpleNamespace(k=holding.CFG.w))
+        monkeypatch.setattr(holding.defaulting, "__defaults__", (held,))
+        makes = [holding.closed(held), functools.partial(holding.bound, held=held), holding.defaulting, holding.make]
+        return [of(net, make) for make in makes] + [of(net, loss=make) for make in makes]
+
+    first = each()
+    assert each() == first
+    monkeypatch.setattr(holding.CFG, "w", 4)
+    assert all(a != b for a, b in zip(each(), first, strict=True))
+    before = of(net)
+    monkeypatch.setattr(holding.SCALE, "k", 2)
+    assert of(net) != before
+
+
+def test_steps_do_not_matter(holding: Any) -> None:
+    """What a step leaves behind in the module or its optimizer is no setting."""
+    net = holding.Net(None)
+    net.optimizer, net.losses, net.last = torch.optim.Adam(net.parameters()), [], None
+    before = of(net, holding.make)
+    net.last = net(torch.ones(2, 3)).sum(dim=0)
+    net.losses.append(net.last.sum())
+    net.losses[0].backward()
+    net.optimizer.step()
+    assert of(net, holding.make) == before
+
+
+def test_what_is_too_much_is_left_out(holding: Any) -> None:
+    """Neither size nor depth makes it slow, or fail."""
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    wide = [holding.Data(i) for i in range(300_000)]
+    began = time.perf_counter()
+    assert of(holding.Net([deep, wide])) == of(holding.Net([deep, wide]))
+    assert time.perf_counter() - began < 5
+
+
+def test_helper_modules_matter(write_module: WriteModule) -> None:
+    """A file that the model's file imports is read, and one that this imports."""
+    write_module("code_main", "import code_helper\n" + CODE)
+    write_module("code_helper", "import code_deeper\n")
+    found = []
+    for number in (1, 1, 2):
+        write_module("code_deeper", f"number = {number}\n")
+        found.append(in_a_process("code_main"))
+    assert found[0] == found[1] != found[2]
+
+
+LIBRARY = """
+from torch import nn
+def run(): pass
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        CODE + "\nimport fakelib",
+        CODE + "\nfrom fakelib import run",
+        CODE.replace("Mine(3, 3)", "__import__('fakelib').Net()"),
+    ],
+)
+def test_versions_of_libraries_matter(write_module: WriteModule, tmp_path: Path, code: str) -> None:
+    """A library's version stands for its code, whether the user's file imports it or the model is made of it."""
+    write_module("code_main", code)
+    found = []
+    for version, body in (("1.0", ""), ("1.0", "# other text\n"), ("2.0", "")):
+        site = tmp_path / f"{version}{len(body)}" / "site-packages"
+        info = site / f"fakelib-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fakelib\nVersion: {version}\n")
+        (info / "top_level.txt").write_text("fakelib\n")
+        (site / "fakelib.py").write_text(LIBRARY + body)
+        found.append(in_a_process("code_main", str(site)))
+    assert found[0] == found[1] != found[2]
+
+
+def test_nothing_of_the_users_matters_to_the_zoo(
+    write_module: WriteModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A workload without code of the user's has one fingerprint, whatever else has been imported."""
+    before = fingerprint(build_workload("resnet50"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_module("code_beside", "beside = 1\n")
+    importlib.invalidate_caches()
+    importlib.import_module("code_beside")
+    assert fingerprint(build_workload("resnet50")) == before
+
+
 def test_it_is_the_same_in_every_process(write_module: WriteModule) -> None:
     """Hash seeds and addresses leave no trace."""
-    write_module("code_stable", CODE)
-    code = (
-        "from batchfinder.zoo import build_workload; from batchfinder.zoo.fingerprint import fingerprint;"
-        "print(fingerprint(build_workload('code_stable:factory')))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert printed == fingerprint(build_workload("code_stable:factory"))
+    write_module("code_stable", HOLDING + "\ndef factory(): return Workload(Net({'x', 'y', Data(1).k}), closed(CFG))\n")
+    assert in_a_process("code_stable", seed=1) == in_a_process("code_stable", seed=2)
