@@ -10,7 +10,6 @@ import pytest
 
 CASES = {
     "Transformer": ({"rows": 400, "seq_len": 64, "width": 64}, 60),
-    "ConvNet": ({"rows": 70, "side": 64, "width": 16}, 130),
 }
 
 
