@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
         argv: the arguments after the program's name.
 
     Returns:
-        0 ok, 1 a user's error, 2 wrong usage, 3 a bug of ours (with a log), 130 interrupted.
+        0 ok, 1 a user's error, 2 wrong usage, 3 a bug of ours (with a log), 130 interrupted; 129 and 143 ended by
+        SIGHUP and SIGTERM.
     """
     arguments = build_parser().parse_args(argv)
     return run_verb(f"batchfinder.cli.{arguments.verb}", arguments)
