@@ -9,11 +9,19 @@ from batchfinder.errors import InvalidValue
 from batchfinder.probing.process import ProcessProbe
 from batchfinder.step.spec import WorkloadSpec
 
-MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Makes glibc return freed memory to the system. With its defaults the limit drifts, because freed memory stays in the
-arenas of threads (measured: a search answered 118, which then failed; with these, 163 ran and 164 failed every time).
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "4096",
+    "PYTHONMALLOC": "malloc",
+}
+"""Makes glibc return freed memory to the system, and Python ask glibc for each object. With glibc's defaults the limit
+drifts, because freed memory stays in the arenas of threads (measured: a search answered 118, which then failed; with
+these, 163 ran and 164 failed every time). Python's own allocator maps 1 MiB at a time, and whether a step needs one
+more such arena is chance (measured: peaks of one size 180 KiB apart, and once 1 MiB; with these, 50 KiB).
 
-Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
+Source: https://man7.org/linux/man-pages/man3/mallopt.3.html, https://docs.python.org/3/c-api/memory.html
 """
 
 

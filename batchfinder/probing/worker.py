@@ -63,7 +63,6 @@ class Served:
             workload.model.to(dtype=self.step.precision.weights)
             self.held_bytes = _storage_bytes(workload.model)
             clear(device)
-            self.base_bytes = address_space.size_bytes() - self.held_bytes
         else:
             self.cuda = CudaProbe(self._step_on_card, device, limit_bytes)
 
@@ -93,7 +92,8 @@ class Served:
             seq_len: tokens per sample; None for data of one fixed shape.
             limit_bytes: what model and steps may take together; None for all there is.
         """
-        total = sys.maxsize if limit_bytes is None else self.base_bytes + limit_bytes
+        base_bytes = address_space.size_bytes() - self.held_bytes
+        total = sys.maxsize if limit_bytes is None else base_bytes + limit_bytes
         torch.set_num_threads(self.threads)
 
         def steps() -> None:
@@ -106,7 +106,7 @@ class Served:
         seconds = time.perf_counter() - start
         if isinstance(outcome, Failure):
             return measurement_to_json(Measurement(outcome.verdict, seconds=seconds, message=outcome.message))
-        peak = address_space.peak_bytes() - self.base_bytes
+        peak = address_space.peak_bytes() - base_bytes
         return measurement_to_json(Measurement(Verdict.FITS, None, peak, seconds))
 
     def _step_on_card(self, batch_size: int, seq_len: int | None) -> None:

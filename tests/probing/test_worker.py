@@ -68,7 +68,7 @@ def test_a_crash_that_more_memory_cures_is_an_out_of_memory():
         served = open_workload("tests.probing.workloads:encoder", {}, {}, "cpu", 80_000_000, 1)
         forward = served.workload.model.forward
         import resource
-        limit = served.base_bytes + 80_000_000
+        limit = address_space.size_bytes() - served.held_bytes + 80_000_000
 
         def crash_at_the_limit(ids):
             if resource.getrlimit(resource.RLIMIT_AS)[0] <= limit:
