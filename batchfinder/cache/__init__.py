@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchfinder.cache.exchange import read_export, write_export
 from batchfinder.cache.key import CacheKey
 from batchfinder.cache.record import DamagedRecord, Record
 from batchfinder.cache.store import DamagedRecordWarning, Slot, Store, default_cache_url
@@ -14,4 +15,6 @@ __all__ = [
     "Slot",
     "Store",
     "default_cache_url",
+    "read_export",
+    "write_export",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TypeVar
@@ -13,7 +14,7 @@ from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
 
-SCHEMA = 1
+SCHEMA = 2
 
 T = TypeVar("T")
 
@@ -38,11 +39,13 @@ class Record:
         key: everything that the answer depends on.
         outcome: the answer, as the search returned it.
         created: when it was written, with a time zone.
+        label: what people call the model; the key has its fingerprint. Empty when nobody said.
     """
 
     key: CacheKey
     outcome: Outcome
     created: datetime
+    label: str = ""
 
 
 def encode(record: Record) -> bytes:
@@ -60,15 +63,25 @@ def encode(record: Record) -> bytes:
         body: dict[str, Json] = {
             "schema": SCHEMA,
             "created": record.created.isoformat(),
+            "label": record.label,
             "key": record.key.as_dict(),
             "outcome": _write_outcome(record.outcome),
         }
         body["checksum"] = _checksum(body)
-        lines = ",\n".join(f'"{name}": {canonical_json(value)}' for name, value in body.items())
+        return write_members(body)
     except (TypeError, ValueError) as error:
         raise InvalidValue(
             "outcome to be cached", record.outcome, "text, whole numbers of bytes and finite seconds"
         ) from error
+
+
+def write_members(body: Mapping[str, Json]) -> bytes:
+    """Write a record's members as a file has them, one per line.
+
+    Args:
+        body: the members, in their order.
+    """
+    lines = ",\n".join(f'"{name}": {canonical_json(value)}' for name, value in body.items())
     return f"{{\n{lines}\n}}\n".encode("ascii")
 
 
@@ -85,15 +98,18 @@ def decode(data: bytes) -> Record:
         body = json.loads(data.decode("ascii"), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise DamagedRecord("it is cut short or not JSON") from error
-    if type(body) is not dict or set(body) != {"schema", "created", "key", "outcome", "checksum"}:
+    if type(body) is not dict or "schema" not in body:
         raise DamagedRecord("it is JSON, but not a cache record")
     if type(body["schema"]) is not int or body["schema"] != SCHEMA:
         raise DamagedRecord(f"its schema is {body['schema']!r}; this version reads {SCHEMA}")
+    if set(body) != {"schema", "created", "label", "key", "outcome", "checksum"}:
+        raise DamagedRecord("it is JSON, but not a cache record")
     checksum = body.pop("checksum")
     try:
         if checksum != _checksum(body):
             raise DamagedRecord("its checksum does not match")
-        record = Record(_read_key(body["key"]), _read_outcome(body["outcome"]), _read_created(body["created"]))
+        outcome, created = _read_outcome(body["outcome"]), _read_created(body["created"])
+        record = Record(_read_key(body["key"]), outcome, created, _of(str, body["label"], "label"))
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:
             raise DamagedRecord("it is not written the way batchfinder writes it")

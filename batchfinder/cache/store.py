@@ -79,35 +79,48 @@ class Store:
         record = self._load(_name(key))
         return None if record is None else record.outcome
 
-    def put(self, key: CacheKey, outcome: Outcome) -> None:
+    def put(self, key: CacheKey, outcome: Outcome, label: str = "") -> None:
         """Keep an answer, in place of any there was.
 
         Args:
             key: everything that the answer depends on.
             outcome: the answer, with its original source.
+            label: what people call the model, for lists.
 
         Raises:
             CacheFailed: the place cannot be written.
             InvalidValue: the outcome's source is `cache`, or it holds something that JSON cannot.
         """
-        self._folder.write(_name(key), encode(Record(key, outcome, datetime.now(UTC).replace(microsecond=0))))
+        self.put_record(Record(key, outcome, datetime.now(UTC).replace(microsecond=0), label))
 
-    def slot(self, key: CacheKey) -> Slot:
+    def put_record(self, record: Record) -> None:
+        """Keep a record as it is, with the time it was made; see `put`.
+
+        Args:
+            record: such as another cache had it.
+        """
+        self._folder.write(_name(record.key), encode(record))
+
+    def slot(self, key: CacheKey, label: str = "") -> Slot:
         """One key's place, for a search that should know of nothing else.
 
         Args:
             key: everything that the answer depends on.
+            label: what people call the model, for lists.
         """
-        return Slot(self, key)
+        return Slot(self, key, label)
 
-    def records(self) -> Iterator[Record]:
+    def records(self, digest: str = "") -> Iterator[Record]:
         """Every record that can be read, in the order of their digests; damaged ones are warned of and left out.
+
+        Args:
+            digest: the first digits of those that are wanted; empty for all.
 
         Raises:
             CacheFailed: the place cannot be read.
         """
         for name in self._names():
-            record = self._load(name)
+            record = self._load(name) if name.startswith(digest) else None
             if record is not None:
                 yield record
 
@@ -171,10 +184,12 @@ class Slot:
     Attributes:
         store: where it is kept.
         key: everything that the answer depends on.
+        label: what people call the model, for lists.
     """
 
     store: Store
     key: CacheKey
+    label: str = ""
 
     def get(self) -> Outcome | None:
         """Look the answer up; see `Store.get`."""
@@ -182,7 +197,7 @@ class Slot:
 
     def put(self, outcome: Outcome) -> None:
         """Keep an answer; see `Store.put`."""
-        self.store.put(self.key, outcome)
+        self.store.put(self.key, outcome, self.label)
 
 
 def _name(key: CacheKey) -> str:

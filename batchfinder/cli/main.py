@@ -6,11 +6,13 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from batchfinder.cli.arguments import profile_arguments, sweep_arguments
+from batchfinder.cli.cache_arguments import cache_arguments
 from batchfinder.cli.failing import run_verb
 
 VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "sweep": ("print the largest batch size for each model, GPU and sequence length", sweep_arguments),
     "profile": ("print the memory of one training step, stage by stage", profile_arguments),
+    "cache": ("list, show, clear, export or import the answers that are known", cache_arguments),
 }
 
 

@@ -18,8 +18,8 @@ from rich.text import Text
 Columns = dict[str, list[str]]
 
 # Headings of columns that hold words rather than numbers, and of those whose words may go on in the next line.
-_LEFT = ("model", "GPU", "source", "stage")
-_FOLDED = ("model", "GPU")
+_LEFT = ("model", "GPU", "source", "stage", "record", "precision", "mode", "depends on", "value", "verdict")
+_FOLDED = ("model", "GPU", "value")
 _GAP = 2
 _PIPE_WIDTH = 10_000
 

@@ -75,14 +75,14 @@ def test_a_record_explains_itself(make_key):
     """The file is plain JSON, one member per line, with the whole key, readable names and the time of writing."""
     text = encode(Record(make_key(), OUTCOME, CREATED)).decode()
     body = json.loads(text)
-    assert list(body) == ["schema", "created", "key", "outcome", "checksum"]
-    assert body["schema"] == 1
+    assert list(body) == ["schema", "created", "label", "key", "outcome", "checksum"]
+    assert body["schema"] == 2
     assert body["created"] == "2026-11-20T21:16:05+00:00"
     assert body["key"]["gpu"] == "Titan X"
     assert body["outcome"]["stop"] == "EXACT"
     assert body["outcome"]["source"] == "simulated"
     assert body["outcome"]["trials"][0] == [32, 128, "FITS", 11_000_000_000, 11_200_000_000, 0.25, "", None]
-    assert text.count("\n") == 7
+    assert text.count("\n") == 8
 
 
 def _all_damage(data: bytes):
@@ -149,9 +149,9 @@ def test_the_forger_forges_well(make_key):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 2}, "its schema is 2; this version reads 1"),
-        ({"schema": True}, "its schema is True; this version reads 1"),
-        ({"schema": "1"}, "its schema is '1'; this version reads 1"),
+        ({"schema": 1}, "its schema is 1; this version reads 2"),
+        ({"schema": True}, "its schema is True; this version reads 2"),
+        ({"schema": "2"}, "its schema is '2'; this version reads 2"),
         ({"author": "me"}, "it is JSON, but not a cache record"),
         ({"created": 5}, "its created is 5"),
         ({"created": "yesterday"}, "it cannot be read back: Invalid isoformat string: 'yesterday'"),

@@ -1,0 +1,110 @@
+"""What is known already: list it, look at it, forget it, carry it to another machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from batchfinder.cache import DamagedRecord, Record, Store, read_export, write_export
+from batchfinder.cache.record import encode
+from batchfinder.errors import InvalidValue, UnknownName
+from batchfinder.report.cache_sheet import list_sheet, record_sheets
+
+_LONG_AGO = datetime.min.replace(tzinfo=UTC)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Do one of the deeds."""
+    store = Store(arguments.cache)
+    deeds = {"list": _list, "show": _show, "clear": _clear, "export": _export, "import": _import}
+    deeds[arguments.deed](store, arguments)
+    return 0
+
+
+def _list(store: Store, arguments: argparse.Namespace) -> None:
+    records = sorted(store.records(), key=lambda record: (record.label, record.key.gpu, record.key.seq_len or 0))
+    if arguments.json:
+        print(json.dumps({"url": store.url, "records": [json.loads(encode(record)) for record in records]}, indent=1))
+    elif records:
+        list_sheet(records, store.url).show()
+    else:
+        print(f"nothing is known yet: the cache at {store.url} is empty")
+
+
+def _show(store: Store, arguments: argparse.Namespace) -> None:
+    record = _one(store, arguments.record)
+    if arguments.json:
+        print(json.dumps(json.loads(encode(record)), indent=1))
+        return
+    for number, sheet in enumerate(record_sheets(record)):
+        print(end="\n" if number else "")
+        sheet.show()
+
+
+def _clear(store: Store, arguments: argparse.Namespace) -> None:
+    if arguments.record:
+        chosen = {record.key.digest: record for record in (_one(store, digits) for digits in arguments.record)}
+        gone = sum(store.remove(record.key) for record in chosen.values())
+    else:
+        gone = store.clear()
+    print(f"{_count(gone)} removed from {store.url}")
+
+
+def _export(store: Store, arguments: argparse.Namespace) -> None:
+    records = list(store.records())
+    text = write_export(records)
+    if arguments.file == "-":
+        print(text, end="")
+        return
+    try:
+        Path(arguments.file).write_text(text, encoding="ascii")
+    except OSError as error:
+        raise InvalidValue("FILE", arguments.file, f"a file that can be written ({error.strerror})") from error
+    print(f"{_count(len(records))} of {store.url} written to {arguments.file}")
+
+
+def _import(store: Store, arguments: argparse.Namespace) -> None:
+    store.check_writable()
+    try:
+        # All of them are read before the first is kept: a damaged file changes nothing.
+        records = list(read_export(_read(arguments.file)))
+    except DamagedRecord as damage:
+        raise InvalidValue("FILE", arguments.file, f"a file written by `cache export`; {damage.reason}") from damage
+    here = {record.key.digest: record.created for record in store.records()}
+    newer = [record for record in records if record.created > here.get(record.key.digest, _LONG_AGO)]
+    for record in newer:
+        store.put_record(record)
+    left = len(records) - len(newer)
+    print(f"{_count(len(newer))} taken into {store.url}" + (f"; {left} were known as well or better" if left else ""))
+
+
+def _read(file: str) -> str:
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise InvalidValue("FILE", file, f"a file that can be read ({reason})") from error
+
+
+def _one(store: Store, digits: str) -> Record:
+    """The record whose digest begins with these digits.
+
+    Raises:
+        UnknownName: there is none.
+        InvalidValue: there are several.
+    """
+    found = list(store.records(digits))
+    if not found:
+        raise UnknownName("cache record", digits, (), "`batchfinder cache list` prints what there is.")
+    if len(found) > 1:
+        raise InvalidValue("RECORD", digits, f"more digits: {len(found)} records begin with these")
+    return found[0]
+
+
+def _count(number: int) -> str:
+    return f"{number} record" if number == 1 else f"{number} records"
