@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from batchfinder.errors import BatchFinderError
     from batchfinder.find import find_max_batch_size
     from batchfinder.lightning.callback import BatchFinder
+    from batchfinder.loop.sizes import TunedBatchSize, TunedBatchSizes
+    from batchfinder.loop.tune import tune_batch_size
     from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
     from batchfinder.probe import FunctionProbe, Probe
     from batchfinder.step.workload import Workload
@@ -28,10 +30,13 @@ _HOMES = {
     "Shape": "outcome",
     "Stop": "outcome",
     "Trial": "outcome",
+    "TunedBatchSize": "loop.sizes",
+    "TunedBatchSizes": "loop.sizes",
     "Verdict": "outcome",
     "Workload": "step.workload",
     "find_max_batch_size": "find",
     "plan_accumulation": "accumulation",
+    "tune_batch_size": "loop.tune",
 }
 
 __all__ = [
@@ -45,10 +50,13 @@ __all__ = [
     "Shape",
     "Stop",
     "Trial",
+    "TunedBatchSize",
+    "TunedBatchSizes",
     "Verdict",
     "Workload",
     "find_max_batch_size",
     "plan_accumulation",
+    "tune_batch_size",
 ]
 
 

@@ -8,6 +8,9 @@
     │   └── RecordingDied           the recording's process ended without an answer
     ├── ProbeDied                   the process that took real steps ended twice, and not for want of memory
     ├── UserCodeFailed              code of the user's raised; its own traceback is kept
+    │   └── ContextDied             and it left the card's context dead behind it, twice
+    ├── MissingExtra                something was asked for that needs a package which is not installed
+    ├── CardNeeded                  a GPU was asked for and there is none here, or too little of it is free
     └── CacheFailed                 the cache cannot be read or written where it was asked to be
 
 The command line prints the text of any of these and exits with 1. Anything else that escapes is a bug of ours.
@@ -123,6 +126,53 @@ class UserCodeFailed(BatchFinderError):
         self.what = what
         self.traceback = traceback
         super().__init__(f"{what} raised:\n{traceback.rstrip()}")
+
+
+class ContextDied(UserCodeFailed):
+    """Code of the user's raised, and the card's context died of it: nothing more can be done there by that process.
+
+    A device-side assertion (an index out of range in an embedding) or an illegal access of a kernel does this.
+    """
+
+    def __init__(self, what: str, traceback: str) -> None:
+        super().__init__(what, traceback)
+        self.args = (
+            f"{what} left the card's context dead behind it, twice. It raised:\n{traceback.rstrip()}\n"
+            "Run one training step at this size on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see where.",
+        )
+
+
+class MissingExtra(BatchFinderError):
+    """Something was asked for that needs a package which is not installed.
+
+    Attributes:
+        package: which one.
+        extra: batchfinder's extra that brings it.
+        what: what needs it.
+    """
+
+    def __init__(self, package: str, extra: str, what: str) -> None:
+        self.package = package
+        self.extra = extra
+        self.what = what
+        super().__init__(
+            f"{what} needs {package}, which is not installed. "
+            f"Install it with: pip install {package} (or batchfinder with its extra: batchfinder[{extra}])"
+        )
+
+
+class CardNeeded(BatchFinderError):
+    """Cells were to be run on a GPU, and there is none here that has room for them.
+
+    Attributes:
+        needed_bytes: what PyTorch's allocator must be able to take of the GPU.
+        detail: what needs it, and what there is, in words.
+    """
+
+    def __init__(self, needed_bytes: int, detail: str) -> None:
+        self.needed_bytes = needed_bytes
+        self.detail = detail
+        super().__init__(f"{detail}. Run it on such a machine, or leave --measured out: the simulation needs no GPU.")
 
 
 class CacheFailed(BatchFinderError):

@@ -52,6 +52,8 @@ class Measurement:
         seconds: time the probe took.
         message: the device's own words for a failure; empty when it fits.
         needed_bytes: what a size that failed would have taken, where that is known.
+        resting_bytes: held as a later step begins: weights, optimizer state, live gradients; None if unknown.
+        forward_bytes: the most the first forward, loss included, took beyond what was held before; None if unknown.
     """
 
     verdict: Verdict
@@ -60,6 +62,8 @@ class Measurement:
     seconds: float = 0.0
     message: str = ""
     needed_bytes: int | None = None
+    resting_bytes: int | None = None
+    forward_bytes: int | None = None
 
     @property
     def fits(self) -> bool:

@@ -35,8 +35,18 @@ def _record(
     return record_step(workload, StepSettings(**settings), capability, batch_size, seq_len, mode, flash)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: a test often waits for a process that it has started."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what needs a CUDA device where there is none."""
+    """Leave out what needs a CUDA device where there is none; begin with the files that take longest.
+
+    A file is one worker's: the last one to begin should not be the one that all wait for.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

@@ -132,7 +132,8 @@ def _write_outcome(outcome: Outcome) -> dict[str, Json]:
         "max_batch_size": operator.index(outcome.max_batch_size),
         "stop": outcome.stop.name,
         "measurement": None if outcome.measurement is None else _write_measurement(outcome.measurement),
-        # [batch_size, seq_len, verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes]
+        # [batch_size, seq_len, verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes,
+        #  resting_bytes, forward_bytes]
         "trials": [
             [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_write_measurement(trial.measurement)]
             for trial in outcome.trials
@@ -145,7 +146,8 @@ def _write_outcome(outcome: Outcome) -> dict[str, Json]:
 
 def _write_measurement(seen: Measurement) -> list[Json]:
     peaks = _index(seen.peak_allocated_bytes), _index(seen.peak_reserved_bytes)
-    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, _index(seen.needed_bytes)]
+    told = _index(seen.needed_bytes), _index(seen.resting_bytes), _index(seen.forward_bytes)
+    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, *told]
 
 
 def _index(value: int | None) -> int | None:
@@ -182,7 +184,7 @@ def _read_outcome(value: object) -> Outcome:
 
 def _read_trial(value: object) -> Trial:
     row = _of(list, value, "trial")
-    if len(row) != 8:
+    if len(row) != 10:
         raise DamagedRecord(f"its trial is {value!r}")
     shape = Shape(_optional_int(row[1], "seq_len"))
     return Trial(_of(int, row[0], "batch_size"), shape, _read_measurement(row[2:]))
@@ -190,7 +192,7 @@ def _read_trial(value: object) -> Trial:
 
 def _read_measurement(value: object) -> Measurement:
     row = _of(list, value, "measurement")
-    if len(row) != 6:
+    if len(row) != 8:
         raise DamagedRecord(f"its measurement is {value!r}")
     return Measurement(
         verdict=_member(Verdict, row[0], "verdict"),
@@ -199,6 +201,8 @@ def _read_measurement(value: object) -> Measurement:
         seconds=_of(float, row[3], "seconds"),
         message=_of(str, row[4], "message"),
         needed_bytes=_optional_int(row[5], "needed_bytes"),
+        resting_bytes=_optional_int(row[6], "resting_bytes"),
+        forward_bytes=_optional_int(row[7], "forward_bytes"),
     )
 
 

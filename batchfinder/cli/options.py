@@ -13,12 +13,14 @@ from batchfinder.devices import Device, device_for, device_with_budget, find_gpu
 from batchfinder.errors import InvalidValue
 from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.job import WorkloadFacts
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import parse_bytes
 from batchfinder.zoo.catalogue import find_model
 
 DEFAULT_GPU = "titan x"
 DEFAULT_IMAGE_SIDE = 224
+DEFAULT_SEQ_LEN = 128
 
 
 def workload_spec(model: str, arguments: argparse.Namespace) -> WorkloadSpec:
@@ -78,7 +80,7 @@ def allocator_notes(settings: AllocatorSettings) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Card:
-    """A device to simulate.
+    """A device that is simulated, or measured on.
 
     Attributes:
         device: with what of it may be used.
@@ -137,6 +139,37 @@ def optional_number(option: str, value: str | None) -> int | None:
         InvalidValue: it is no whole number, or a smaller one.
     """
     return None if value is None else whole_number(option, value)
+
+
+def one_seq_len(asked: int | None, facts: WorkloadFacts) -> int | None:
+    """The length asked for, which the model must allow, or the usual one.
+
+    Raises:
+        InvalidValue: it is beyond the model's positions.
+    """
+    most = facts.max_seq_len
+    if asked is not None:
+        if most is not None and asked > most:
+            raise InvalidValue("--seq-len", asked, f"at most {most} {facts.seq_len_unit}")
+        return asked
+    usual = {"pixels": DEFAULT_IMAGE_SIDE, "none": None}.get(facts.seq_len_unit, DEFAULT_SEQ_LEN)
+    return usual if usual is None or most is None else min(usual, most)
+
+
+def share(option: str, value: str) -> float:
+    """The value as a share from 0 to below 1, given as 0.01 or 1%.
+
+    Raises:
+        InvalidValue: it is none.
+    """
+    text = value.strip()
+    try:
+        number = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1:
+        raise InvalidValue(option, value, "a share from 0 to below 1, such as 0.01 or 1%")
+    return number
 
 
 def headroom_bytes(value: str, usable_bytes: int) -> int:

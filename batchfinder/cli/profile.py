@@ -8,26 +8,29 @@ from typing import Any
 
 from batchfinder.cli.options import (
     DEFAULT_GPU,
-    DEFAULT_IMAGE_SIDE,
     allocator_notes,
     allocator_settings,
     card,
     check_model_name,
     how_to_step,
+    one_seq_len,
     optional_number,
     whole_number,
     workload_spec,
 )
-from batchfinder.errors import InvalidValue
+from batchfinder.cli.output_file import check_file, write_file
+from batchfinder.estimate.over_time import over_time
 from batchfinder.outcome import Shape
+from batchfinder.report.drawing import check_picture
+from batchfinder.report.profile_figure import draw_profile
 from batchfinder.report.progress import Activity
 from batchfinder.report.sheet import Columns, Sheet
+from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.snapshot import pickled, take_snapshot
 from batchfinder.simulator.timeline import Overflow, Timeline
-from batchfinder.tracing.job import WorkloadFacts
 from batchfinder.tracing.simulation import Simulation
 from batchfinder.units import format_bytes
 
-DEFAULT_SEQ_LEN = 128
 # What a reader of `torch.cuda.memory_allocated()` would print after; moving the model and the batch is no stage.
 STAGES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 _FIGURES = ("allocated_bytes", "max_allocated_bytes", "reserved_bytes", "max_reserved_bytes")
@@ -42,40 +45,34 @@ def main(arguments: argparse.Namespace) -> int:
     device = card(arguments.gpu or (None if arguments.budget else DEFAULT_GPU), arguments.budget).device
     settings = allocator_settings()
     check_model_name(model)
+    check_picture("--plot", arguments.plot)
+    check_file("--snapshot", arguments.snapshot)
     with Activity() as activity, Simulation(workload_spec(model, arguments), how) as simulation:
         activity.doing(f"building {model}")
-        seq_len = _seq_len(asked, simulation.facts())
+        seq_len = one_seq_len(asked, simulation.facts())
         activity.doing(f"recording {model}")
         probe = simulation.probe(device, [seq_len], settings)
         timeline = probe.exact_timeline(batch_size, Shape(seq_len))
+    size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
+    title = f"{model} at {size} on {device.name}, simulated"
+    if arguments.plot is not None:
+        memory = over_time(probe.exact_trace(batch_size, Shape(seq_len)))
+        draw_profile(memory, device.usable_bytes, title, arguments.plot)
+    if arguments.snapshot is not None:
+        trace = probe.exact_trace(batch_size, Shape(seq_len))
+        snapshot = take_snapshot(trace, CachingAllocator(probe.memory, settings))
+        write_file("--snapshot", arguments.snapshot, pickled(snapshot))
     if arguments.json:
         print(json.dumps({"stages": _stages(timeline), "oom": _oom(timeline.oom)}, indent=1))
         return 0
-    size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
     details = (
         ", ".join([how.precision, *([how.optimizer] if how.mode == "train" else [how.mode])]),
         f"{format_bytes(device.usable_bytes)} usable",
     )
     notes = [] if timeline.oom is None else [_out_of_memory(timeline.oom)]
     notes += [f"left out: {text}" for text in (*probe.unmodelled, *allocator_notes(settings))]
-    title = f"{model} at {size} on {device.name}, simulated"
     Sheet(title, details, _columns(timeline, how.micro_batches), tuple(notes)).show()
     return 0
-
-
-def _seq_len(asked: int | None, facts: WorkloadFacts) -> int | None:
-    """The length asked for, which the model must allow, or the usual one.
-
-    Raises:
-        InvalidValue: it is beyond the model's positions.
-    """
-    most = facts.max_seq_len
-    if asked is not None:
-        if most is not None and asked > most:
-            raise InvalidValue("--seq-len", asked, f"at most {most} {facts.seq_len_unit}")
-        return asked
-    usual = {"pixels": DEFAULT_IMAGE_SIDE, "none": None}.get(facts.seq_len_unit, DEFAULT_SEQ_LEN)
-    return usual if usual is None or most is None else min(usual, most)
 
 
 def _stages(timeline: Timeline) -> list[dict[str, Any]]:

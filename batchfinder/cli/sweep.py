@@ -5,27 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
+from batchfinder.cli.failing import OK, USER_ERROR
+from batchfinder.cli.output_file import check_file, write_file
 from batchfinder.cli.sweep_request import SweepRequest, read_request
 from batchfinder.cli.sweep_run import run_sweep
-from batchfinder.errors import InvalidValue
-from batchfinder.report.progress import SweepProgress
+from batchfinder.report.drawing import check_picture
+from batchfinder.report.progress import Activity, SweepProgress
 from batchfinder.report.rows import SCHEMA, SweepRow
+from batchfinder.report.sweep_figure import draw_sweep
 from batchfinder.report.sweep_sheet import comma_separated, sweep_sheet
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sweep; whatever was found is printed, also when it ends early."""
     for option in ("markdown", "csv"):
-        _check_file(f"--{option}", getattr(arguments, option))
-    request = read_request(arguments)
-    for note in request.notes:
+        check_file(f"--{option}", getattr(arguments, option))
+    check_picture("--plot", arguments.plot)
+    with Activity() as activity:
+        activity.doing("looking at what is here", worth_a_line=False)
+        request = read_request(arguments)
+    for note in request.place.notes:
         print(f"batchfinder: {note}", file=sys.stderr)
     progress = SweepProgress(request.conditions)
     try:
         with progress:
-            run_sweep(request, progress)
+            complete = run_sweep(request, progress)
     except KeyboardInterrupt:
         _write(progress.rows, request, arguments)
         raise KeyboardInterrupt(*_kept(progress, request)) from None
@@ -35,12 +40,11 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"batchfinder: {words}", file=sys.stderr)
         raise
     _write(progress.rows, request, arguments)
-    return 0
-
-
-def _check_file(option: str, path: str | None) -> None:
-    if path is not None and (Path(path).is_dir() or not Path(path).resolve().parent.is_dir()):
-        raise InvalidValue(option, path, "a file in a folder that exists")
+    if complete:
+        return OK
+    for words in _kept(progress, request):
+        print(f"batchfinder: {words}", file=sys.stderr)
+    return USER_ERROR
 
 
 def _kept(progress: SweepProgress, request: SweepRequest) -> list[str]:
@@ -61,11 +65,6 @@ def _write(rows: list[SweepRow], request: SweepRequest, arguments: argparse.Name
     for option, text in (("markdown", sheet.to_markdown()), ("csv", comma_separated(rows))):
         path = getattr(arguments, option)
         if path is not None:
-            _write_file(f"--{option}", path, text)
-
-
-def _write_file(option: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
+            write_file(f"--{option}", path, text)
+    if arguments.plot is not None:
+        draw_sweep(rows, sheet.title, arguments.plot)

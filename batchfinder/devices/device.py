@@ -21,6 +21,7 @@ class Device:
         usable_bytes: what the caching allocator can reserve.
         compute_capability: decides which kernels the recorded step would run.
         assumed_capability: whether that is the default, as no NVIDIA GPU was named.
+        context_bytes: what the CUDA context and libraries take beside what is usable; 0 where no card was named.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Device:
     usable_bytes: int
     compute_capability: tuple[int, int]
     assumed_capability: bool = False
+    context_bytes: int = 0
 
 
 def device_for(gpu: Gpu) -> Device:
@@ -43,6 +45,7 @@ def device_for(gpu: Gpu) -> Device:
         gpu.usable_bytes,
         capability or DEFAULT_COMPUTE_CAPABILITY,
         assumed_capability=capability is None,
+        context_bytes=gpu.context_bytes,
     )
 
 
@@ -69,4 +72,5 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
         usable_bytes=budget.of(card.usable_bytes),
         compute_capability=card.compute_capability,
         assumed_capability=card.assumed_capability,
+        context_bytes=card.context_bytes,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchfinder.units import MIB
@@ -38,14 +39,29 @@ def present_gpus(timeout_seconds: float = _TIMEOUT_SECONDS) -> tuple[PresentGpu,
     Returns:
         The GPUs by index; empty when nvidia-smi is not there, fails or does not answer in time.
     """
+    return parse_nvidia_smi(_ask(_QUERY, timeout_seconds))
+
+
+def driver_version(timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
+    """The NVIDIA driver's version, such as `580.95.05`; empty where nvidia-smi does not say.
+
+    Args:
+        timeout_seconds: how long to wait for its answer.
+    """
+    lines = _ask(("--query-gpu=driver_version", "--format=csv,noheader"), timeout_seconds).splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _ask(query: Sequence[str], timeout_seconds: float) -> str:
+    """What nvidia-smi answers; empty when it is not there, fails or does not answer in time."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return ()
+        return ""
     try:
-        answer = subprocess.run([program, *_QUERY], capture_output=True, timeout=timeout_seconds, check=True)
+        answer = subprocess.run([program, *query], capture_output=True, timeout=timeout_seconds, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_nvidia_smi(answer.stdout.decode("utf-8", errors="replace"))
+        return ""
+    return answer.stdout.decode("utf-8", errors="replace")
 
 
 def parse_nvidia_smi(text: str) -> tuple[PresentGpu, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
 from batchfinder.accumulation import AccumulationPlan
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.feedback import Applied
+from batchfinder.lightning.twins import is_a
 
 
 def apply_accumulation(trainer: Trainer, plan: AccumulationPlan) -> Applied:
@@ -40,7 +40,8 @@ def apply_accumulation(trainer: Trainer, plan: AccumulationPlan) -> Applied:
     trainer.accumulate_grad_batches = plan.accumulation
 
     def undo() -> None:
-        trainer.accumulate_grad_batches = before
+        if trainer.accumulate_grad_batches == plan.accumulation:  # nobody has set another number since
+            trainer.accumulate_grad_batches = before
 
     was = "" if before in (1, plan.accumulation) else f" (it was {before})"
     return Applied([f"accumulate_grad_batches = {plan.accumulation}{was}: {plan}"], [undo])
@@ -67,7 +68,7 @@ def check_epoch_fills_a_step(trainer: Trainer, plan: AccumulationPlan) -> None:
 
 def _check_nobody_else_accumulates(trainer: Trainer, plan: AccumulationPlan) -> None:
     made = f"a target batch size of {plan.target_batch_size}"
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    if any(is_a(callback, "GradientAccumulationScheduler") for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise MisconfigurationException(
             f"GradientAccumulationScheduler and BatchFinder with {made} both decide how many micro-batches are"
             " accumulated. Remove the scheduler, or leave out target_batch_size: BatchFinder then sets the batch size"

@@ -17,6 +17,7 @@ from batchfinder.lightning.loaders import samples_per_epoch
 from batchfinder.lightning.longest import MadeBatches, SampleBatches
 from batchfinder.lightning.stretch import Sequence, find_sequence
 from batchfinder.lightning.tree import tensors
+from batchfinder.lightning.twins import is_a
 
 MakeBatch = Callable[[int, int | None], Any]
 
@@ -110,8 +111,9 @@ class ProbeBatches:
 
     @cached_property
     def _combined(self) -> CombinedLoader:
-        if isinstance(self.loaders, CombinedLoader):
-            return self.loaders
+        if is_a(self.loaders, "CombinedLoader"):
+            combined: CombinedLoader = self.loaders
+            return combined
         return CombinedLoader(
             self.loaders, "max_size_cycle" if self.source.name == "train_dataloader" else "sequential"
         )

@@ -8,28 +8,29 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.callbacks import Callback
 
 from batchfinder.accumulation import AccumulationPlan
 from batchfinder.cache import Store
-from batchfinder.errors import CacheFailed, InvalidValue
+from batchfinder.errors import InvalidValue
 from batchfinder.lightning.accumulate import apply_accumulation
 from batchfinder.lightning.batches import ProbeBatches
-from batchfinder.lightning.checks import STAGES, check
-from batchfinder.lightning.feedback import Applied, apply_batch_size
+from batchfinder.lightning.checks import check, check_arguments
+from batchfinder.lightning.evaluation_start import EvaluationStart
+from batchfinder.lightning.feedback import Applied, apply_batch_size, check_loaders, has_size
 from batchfinder.lightning.finding import Finding, Found
-from batchfinder.lightning.known import Limits, lower
 from batchfinder.lightning.last_window import LastWindow
-from batchfinder.lightning.memory import memory_of
 from batchfinder.lightning.optimizer_setup import OptimizerSetup
-from batchfinder.lightning.participants import participants
+from batchfinder.lightning.participants import ahead_of_tuners, participants
 from batchfinder.lightning.probe import Setting
 from batchfinder.lightning.progress import Progress
+from batchfinder.lightning.ran_out import ran_out
 from batchfinder.lightning.summary import summary_line
 from batchfinder.lightning.trainer_state import capture_data
-from batchfinder.outcome import Outcome, Shape, Verdict
-from batchfinder.probing.signs import classify
+from batchfinder.outcome import Outcome, Shape
+from batchfinder.probing.known import Limits
+from batchfinder.probing.memory import memory_of
 from batchfinder.search.protocol import check_tolerance
 from batchfinder.units import parse_bytes
 
@@ -59,6 +60,10 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         cache: where answers are kept (a path, an fsspec URL, a `Store`); None for the default place, False for none.
         batch_size_attribute: what the module, its hparams or the datamodule calls its batch size.
         probe_callbacks: callbacks, or their classes, that take part in the tries.
+        predict: whether a search starts from what the simulated step says, recorded in a process of its own that takes
+            some seconds and some hundred MiB of the host's memory. None for on a GPU only, where it saves more tries
+            than it costs. A step that cannot be recorded (manual optimization, a module that holds what cannot be
+            copied to another process) is searched without; the answer is the same, and the log says why at INFO.
 
     Attributes:
         batch_size: the size training was given; None before.
@@ -87,9 +92,10 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         cache: str | os.PathLike[str] | Store | bool | None = None,
         batch_size_attribute: str = "batch_size",
         probe_callbacks: Iterable[Callback | type[Callback]] = (),
+        predict: bool | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(target_batch_size, seq_lens, also, headroom, max_batch_size)
+        check_arguments(target_batch_size, seq_lens, also, headroom, max_batch_size)
         check_tolerance(tolerance)
         self.target_batch_size = target_batch_size
         self.seq_lens = None if seq_lens is None else tuple(sorted(seq_lens, reverse=True))
@@ -101,21 +107,35 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         self.budget = parse_bytes(str(budget), option="budget") if budget is not None else None
         self.batch_size_attribute = batch_size_attribute
         self.probe_callbacks = tuple(probe_callbacks)
+        if not (predict is None or isinstance(predict, bool)):
+            raise InvalidValue("predict", predict, "True, False, or None for on a GPU only")
+        self.predict = predict
         self.batch_size: int | None = None
         self.plan: AccumulationPlan | None = None
         self.outcomes: dict[str, dict[int | None, Outcome]] = {}
         self._cache = cache
         self._in_use: dict[str, Found] = {}
         self._applied: dict[str, Applied] = {}
+        self._accumulated = Applied()
         self._optimizer_setup = OptimizerSetup()
+        self._evaluation_start = EvaluationStart()
         self._last_window = LastWindow()
         self._training: ProbeBatches | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Watch the optimizers being made, in case their schedulers ask how long training will be."""
+        """Undo an earlier run's sizes, and watch for what asks for the loaders before this run's are known."""
         self._in_use = {}
-        if stage == "fit" and not trainer.fast_dev_run:
+        for earlier in ("fit", "validate") if stage == "fit" else (str(trainer.state.fn.value),):
+            self._applied.pop(earlier, Applied()).undo()
+        if stage == "fit":
+            self.batch_size, self.plan, self._last_window = None, None, LastWindow()
+        if trainer.fast_dev_run:
+            return
+        if stage == "fit":
+            trainer.callbacks = ahead_of_tuners(trainer.callbacks, self)
             self._optimizer_setup.watch(trainer)
+        elif stage in self.also:
+            self._evaluation_start.watch(getattr(trainer, f"{trainer.state.fn.value}_loop"))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Find and set the sizes: the model is on its device, and its loaders are not iterated yet."""
@@ -123,16 +143,20 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
             rank_zero_info("BatchFinder: skipped, since `fast_dev_run` is enabled.")
             return
         check(trainer, self.target_batch_size)
-        self._optimizer_setup.note(trainer)
-        found = self._serve(trainer, pl_module, "fit", trainer.fit_loop._data_source)
+        training, validation = self._batches(trainer, pl_module, "fit", trainer.fit_loop), None
+        if "validate" in self.also and trainer.enable_validation:
+            validation = self._batches(trainer, pl_module, "validate", trainer.fit_loop.epoch_loop.val_loop)
+        found = self._serve(trainer, pl_module, "fit", training)
         self.batch_size, self.plan = found.batch_size, found.plan
         if self.plan is not None:
-            for line in apply_accumulation(trainer, self.plan):
-                rank_zero_info(f"BatchFinder: {line}.")
+            replaced = trainer.accumulate_grad_batches != 1
+            self._accumulated = apply_accumulation(trainer, self.plan)
+            if replaced:  # else the summary has said all of it
+                for line in self._accumulated:
+                    rank_zero_info(f"BatchFinder: {line}.")
             self._last_window = LastWindow(self.plan)
-        val_loop = trainer.fit_loop.epoch_loop.val_loop
-        if "validate" in self.also and trainer.enable_validation:
-            self._serve(trainer, pl_module, "validate", val_loop._data_source)
+        if validation is not None:
+            self._serve(trainer, pl_module, "validate", validation)
         self._training = None  # the data it holds would take room beside the loader's
         self._optimizer_setup.repeat_if_asked(trainer)
 
@@ -168,53 +192,36 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         """Find and set the size of `trainer.predict`."""
         self._serve_alone(trainer, pl_module, "predict", trainer.predict_loop)
 
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put the user's own accumulation back, from which the next fit starts."""
+        self._accumulated.undo()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lower the record when training runs out of memory at the size that was found."""
         self._optimizer_setup.unwatch(trainer)
-        stage = "validate" if trainer.validating else str(trainer.state.fn.value)
-        found = self._in_use.get(stage)
-        verdict = classify(exception, device=trainer.strategy.root_device.type)
-        if found is None or verdict not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
-            return
-        size = found.batch_size
-        if found.slot is None:
-            rank_zero_warn(
-                f"BatchFinder: {stage} ran out of memory at batch size {size}, which ran when it was tried. "
-                "Leave more free with BatchFinder(headroom=0.05)."
-            )
-            return
-        try:
-            lowered = lower(found.slot, size, str(exception))
-        except CacheFailed as error:
-            rank_zero_warn(f"BatchFinder cannot lower its record: {error}")
-            return
-        rank_zero_warn(
-            f"BatchFinder: {stage} ran out of memory at batch size {size}, which ran when it was tried. The cache now "
-            f"says {lowered}, which the next start tries before it uses it."
-        )
+        self._accumulated.undo()
+        self._training = None
+        stage = "validate" if trainer.validating or trainer.sanity_checking else str(trainer.state.fn.value)
+        if stage in self._in_use:
+            ran_out(self._in_use[stage], stage, exception, trainer.strategy.root_device.type)
 
     def _serve_alone(self, trainer: Any, pl_module: Any, stage: str, loop: Any) -> None:
         """Serve a stage that runs without a fit, whose loaders have been asked for already."""
         if stage not in self.also or trainer.fast_dev_run:
             return
         check(trainer, None)
-        self._serve(trainer, pl_module, stage, loop._data_source)
-        loop._combined_loader = None
-        loop.setup_data()
-        loop.reset()
+        self._serve(trainer, pl_module, stage, self._batches(trainer, pl_module, stage, loop))
+        self._evaluation_start.again(loop)
 
-    def _serve(self, trainer: Any, pl_module: Any, stage: str, source: Any) -> Found:
+    def _serve(self, trainer: Any, pl_module: Any, stage: str, batches: ProbeBatches) -> Found:
         """Find each length's size, and set that of the longest."""
         started = time.perf_counter()
         memory = memory_of(trainer.strategy.root_device, self.budget)
         free = memory.free_bytes()
         reserve = self.headroom if isinstance(self.headroom, int) else int(self.headroom * free)
-        if stage in self._applied:
-            self._applied.pop(stage).undo()
         with Progress(trainer) as progress:
             untouched = capture_data(trainer, self)
             try:
-                batches = ProbeBatches(trainer, pl_module, source, self.make_batch)
                 limits = Limits(self._cap(stage, batches), self.tolerance, reserve, self.headroom)
                 setting = self._setting(trainer, stage, batches)
                 store = self._store()
@@ -228,6 +235,7 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
                     limits,
                     store,
                     progress.tried,
+                    self.predict,
                 )
                 shapes = [Shape(seq_len) for seq_len in self.seq_lens or (batches.longest_seq_len(),)]
                 keys = [None if store is None else finding.key(shape) for shape in shapes]
@@ -247,6 +255,18 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
             trainer, pl_module, stage, smallest.batch_size, self.batch_size_attribute
         )
         return smallest
+
+    def _batches(self, trainer: Any, pl_module: Any, stage: str, loop: Any) -> ProbeBatches:
+        """Where a stage's batches come from; loaders that cannot be given a size are refused before any is tried."""
+        untouched = capture_data(trainer, self)
+        try:
+            batches = ProbeBatches(trainer, pl_module, loop._data_source, self.make_batch)
+            if batches.loaders is not None:
+                trusted = has_size(pl_module, self.batch_size_attribute)
+                check_loaders(loop._data_source, batches.loaders, stage, trusted)
+        finally:
+            untouched.restore()
+        return batches
 
     def _setting(self, trainer: Any, stage: str, batches: ProbeBatches) -> Setting:
         accumulation = trainer.accumulate_grad_batches
@@ -270,19 +290,3 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         if isinstance(self._cache, Store):
             return self._cache
         return Store(None if self._cache is True else self._cache)
-
-
-def _check_arguments(
-    target: int | None, seq_lens: Sequence[int] | None, also: Iterable[str], headroom: float | int, cap: int | None
-) -> None:
-    if target is not None and target < 1:
-        raise InvalidValue("target_batch_size", target, "a size of at least 1")
-    if cap is not None and cap < 1:
-        raise InvalidValue("max_batch_size", cap, "a size of at least 1")
-    if seq_lens is not None and (not seq_lens or min(seq_lens) < 1):
-        raise InvalidValue("seq_lens", seq_lens, "lengths of at least 1, or None for the data's own")
-    wrong = [stage for stage in also if stage not in STAGES]
-    if wrong:
-        raise InvalidValue("also", wrong[0], f"any of {', '.join(STAGES)}")
-    if headroom < 0 or (isinstance(headroom, float) and headroom >= 1):
-        raise InvalidValue("headroom", headroom, "a share from 0.0 to below 1.0, or a number of bytes")

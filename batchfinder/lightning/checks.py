@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
-_PACKAGES = ("pytorch_lightning.", "lightning.pytorch.", "lightning_fabric.", "lightning.fabric.")
+from batchfinder.errors import InvalidValue
+from batchfinder.lightning.twins import is_a
+
 _SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 _OTHER_FINDERS = ("BatchSizeFinder",)
+_FINDER = "batchfinder.lightning.callback.BatchFinder"
 STAGES = ("validate", "test", "predict")
-
-
-def is_a(thing: Any, *names: str) -> bool:
-    """Whether an object's class is, or is derived from, one of Lightning's by that name.
-
-    By name, since `pytorch_lightning` and `lightning.pytorch` hold the same classes twice.
-
-    Args:
-        thing: a callback, a strategy, ...
-        names: names of classes.
-    """
-    return any(base.__name__ in names and base.__module__.startswith(_PACKAGES) for base in type(thing).__mro__)
-
-
-def is_lightnings_own(thing: Any) -> bool:
-    """Whether an object's class is defined in Lightning."""
-    return type(thing).__module__.startswith(_PACKAGES)
 
 
 def check(trainer: Any, target_batch_size: int | None) -> None:
@@ -57,6 +44,10 @@ def check(trainer: Any, target_batch_size: int | None) -> None:
             f"BatchFinder can limit and measure the memory of CUDA devices and of the CPU, and this trainer's device "
             f"is {trainer.strategy.root_device}. Pass Trainer(accelerator='cpu') or 'gpu', or remove the callback."
         )
+    if sum(_is_finder(callback) for callback in trainer.callbacks) > 1:
+        raise MisconfigurationException(
+            "This trainer has more than one BatchFinder, and each would set the batch size. Keep one of them."
+        )
     others = [type(callback).__name__ for callback in trainer.callbacks if is_a(callback, *_OTHER_FINDERS)]
     if others:
         raise MisconfigurationException(
@@ -76,3 +67,35 @@ def check(trainer: Any, target_batch_size: int | None) -> None:
             "optimization: its training_step decides when to step. Leave out target_batch_size; "
             f"batchfinder.plan_accumulation({target_batch_size}, finder.batch_size) says what to accumulate."
         )
+
+
+def check_arguments(
+    target: int | None, seq_lens: Sequence[int] | None, also: Iterable[str], headroom: float | int, cap: int | None
+) -> None:
+    """Refuse arguments of the callback that cannot be meant.
+
+    Args:
+        target: samples per optimizer step.
+        seq_lens: sequence lengths.
+        also: stages besides training.
+        headroom: a share, or bytes.
+        cap: the largest size to try.
+
+    Raises:
+        InvalidValue: names the argument and what it may be.
+    """
+    if target is not None and target < 1:
+        raise InvalidValue("target_batch_size", target, "a size of at least 1")
+    if cap is not None and cap < 1:
+        raise InvalidValue("max_batch_size", cap, "a size of at least 1")
+    if seq_lens is not None and (not seq_lens or min(seq_lens) < 1):
+        raise InvalidValue("seq_lens", seq_lens, "lengths of at least 1, or None for the data's own")
+    wrong = [stage for stage in also if stage not in STAGES]
+    if wrong:
+        raise InvalidValue("also", wrong[0], f"any of {', '.join(STAGES)}")
+    if headroom < 0 or (isinstance(headroom, float) and headroom >= 1):
+        raise InvalidValue("headroom", headroom, "a share from 0.0 to below 1.0, or a number of bytes")
+
+
+def _is_finder(callback: Any) -> bool:
+    return any(f"{base.__module__}.{base.__name__}" == _FINDER for base in type(callback).__mro__)

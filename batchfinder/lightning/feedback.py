@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_debug
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
 from pytorch_lightning.utilities.parsing import _lightning_get_all_attr_holders
@@ -33,8 +33,8 @@ class Applied(list[str]):
             self.undoing.pop()()
 
 
-class SizedSource(_DataLoaderSource):
-    """A loop's source of loaders; each loader that comes out of it has the size.
+class SizedSource:
+    """Stands in for a loop's source of loaders; each loader that comes out of it has the size.
 
     So a loader that a hook makes has it too, as often as `reload_dataloaders_every_n_epochs` has one made.
 
@@ -49,21 +49,38 @@ class SizedSource(_DataLoaderSource):
     def __init__(
         self, source: _DataLoaderSource, batch_size: int, stage: str, trusted: str, applied: Applied | None = None
     ) -> None:
-        super().__init__(source.instance, source.name)
         self.source = source
+        self.name = source.name
         self.batch_size = batch_size
         self.stage = stage
         self.trusted = trusted
         self.applied = Applied() if applied is None else applied
         self.undone = False
 
+    @property
+    def instance(self) -> Any:
+        """The module, datamodule or loaders; Lightning puts the next run's here."""
+        return self.source.instance
+
+    @instance.setter
+    def instance(self, instance: Any) -> None:
+        self.source.instance = instance
+
+    def is_defined(self) -> bool:
+        """Whether there are loaders to ask for."""
+        return self.source.is_defined()
+
+    def is_module(self) -> bool:
+        """Whether a hook makes the loaders."""
+        return self.source.is_module()
+
     def dataloader(self) -> Any:
         """Ask for the loaders, and give those the size that do not have it."""
-        loaders = super().dataloader()
+        loaders = self.source.dataloader()
         if self.undone:
             return loaders
         for line in self.give_size(loaders):
-            rank_zero_info(line)
+            rank_zero_debug(f"BatchFinder: {line}.")
         return loaders
 
     def give_size(self, loaders: Any) -> list[str]:
@@ -162,6 +179,16 @@ def check_loaders(source: _DataLoaderSource, loaders: Any, stage: str, has_attri
         check_resizable(loader, f"the {type(loader).__name__} {_came_from(source, stage)}", source.name)
 
 
+def has_size(pl_module: LightningModule, attribute: str) -> bool:
+    """Whether the module, its hparams, the datamodule or its hparams have the attribute as a size.
+
+    Args:
+        pl_module: the module, attached to its trainer.
+        attribute: the attribute's name.
+    """
+    return any(True for _ in _sizes(pl_module, attribute))
+
+
 def _loops(trainer: Trainer, stage: str) -> list[Any]:
     loops: dict[str, list[Any]] = {
         "fit": [trainer.fit_loop],
@@ -176,19 +203,30 @@ def _loops(trainer: Trainer, stage: str) -> list[Any]:
 
 def _set_attribute(pl_module: LightningModule, attribute: str, batch_size: int, applied: Applied) -> None:
     """Set the attribute on all its holders, as Lightning's `lightning_setattr` does, where it is a size."""
-    for holder in _lightning_get_all_attr_holders(pl_module, attribute):
+    for holder, before in _sizes(pl_module, attribute):
         keyed = isinstance(holder, dict)
-        before = holder[attribute] if keyed else getattr(holder, attribute)
-        if (before is not None and not isinstance(before, int)) or isinstance(before, bool):
-            continue
         put = holder.__setitem__ if keyed else holder.__setattr__
         try:
             put(attribute, batch_size)
         except AttributeError:  # a property without a setter; the loaders are given the size all the same
             continue
-        applied.undoing.append(lambda put=put, before=before: put(attribute, before))  # type: ignore[misc]
+
+        def undo(holder: Any = holder, put: Any = put, before: Any = before) -> None:
+            now = holder.get(attribute) if isinstance(holder, dict) else getattr(holder, attribute, None)
+            if now == batch_size:  # nobody has set another size since
+                put(attribute, before)
+
+        applied.undoing.append(undo)
         name = "hparams" if keyed else type(holder).__name__
         applied.append(f"{name}.{attribute}: {before} -> {batch_size}")
+
+
+def _sizes(pl_module: LightningModule, attribute: str) -> Iterator[tuple[Any, int | None]]:
+    """Each holder of the attribute where it is a size, and the size."""
+    for holder in _lightning_get_all_attr_holders(pl_module, attribute):
+        size = holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
+        if size is None or (isinstance(size, int) and not isinstance(size, bool)):
+            yield holder, size
 
 
 def _replace_source(loop: Any, source: SizedSource, applied: Applied) -> None:
@@ -200,13 +238,12 @@ def _replace_source(loop: Any, source: SizedSource, applied: Applied) -> None:
     def undo() -> None:
         source.undone = True
         if loop._data_source is source:
-            source.source.instance = source.instance  # Lightning puts the next run's loaders here
             loop._data_source = source.source
 
     applied.undoing.append(undo)
 
 
-def _came_from(source: _DataLoaderSource, stage: str) -> str:
+def _came_from(source: _DataLoaderSource | SizedSource, stage: str) -> str:
     if source.is_module():
         return f"that {type(source.instance).__name__}.{source.name}() returned"
     return f"passed to {stage}()"

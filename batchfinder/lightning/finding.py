@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +15,8 @@ from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cache import CacheKey, Store
 from batchfinder.errors import CacheFailed, OutOfMemory
 from batchfinder.find import OutcomeSlot, find_max_batch_size
-from batchfinder.lightning.coarse import RESOLUTION, CoarsePeaks
-from batchfinder.lightning.known import Limits, holds, make_key
-from batchfinder.lightning.memory import Memory
+from batchfinder.lightning.hint import hint, simulated_device
+from batchfinder.lightning.known import make_key
 from batchfinder.lightning.participants import left_out
 from batchfinder.lightning.probe import Batches, LightningProbe, Setting
 from batchfinder.lightning.rehearsal import Rehearsal
@@ -26,7 +24,13 @@ from batchfinder.lightning.trainer_state import capture
 from batchfinder.outcome import Outcome, Shape, Stop, Trial
 from batchfinder.probe import Probe
 from batchfinder.probing.clearing import clear
+from batchfinder.probing.coarse import RESOLUTION, CoarsePeaks
+from batchfinder.probing.known import Limits, holds
+from batchfinder.probing.memory import Memory
 from batchfinder.search import Capped, Headroom, Search, Secant
+
+_FEW = 8
+"""Up to this cap no search takes as long as a hint."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Finding:
         limits: what bounds the search.
         store: where answers are kept; None to keep none.
         on_trial: called after each probe.
+        predict: whether a search starts from the simulated step's answer; None for on a GPU only.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Finding:
         limits: Limits,
         store: Store | None,
         on_trial: Callable[[Trial], object],
+        predict: bool | None = None,
     ) -> None:
         self._trainer = trainer
         self._finder = finder
@@ -87,10 +93,12 @@ class Finding:
         self._limits = limits
         self._store = store
         self._on_trial = on_trial
+        self._predict = self.device.type == "cuda" if predict is None else predict
         self._probe: LightningProbe | None = None
         self._free_bytes = max(0, memory.free_bytes() - limits.reserve_bytes)
         self._held_bytes = 0
         self._froze = False
+        self._warned = False
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +127,8 @@ class Finding:
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
         started = time.perf_counter()
-        slot = None if self._store is None or key is None else self._store.slot(key)
+        name = type(self._trainer.lightning_module).__name__
+        slot = None if self._store is None or key is None else self._store.slot(key, name)
         known = self._known(slot)
         trials: list[Trial] = []
         outcome = known
@@ -156,15 +165,26 @@ class Finding:
         try:
             return slot.get()
         except CacheFailed as error:
-            rank_zero_warn(f"BatchFinder goes on without its cache: {error}")
+            self._warn(error)
             return None
 
     def _keep(self, slot: OutcomeSlot | None, outcome: Outcome, trials: list[Trial]) -> None:
         if slot is None:
             return
         kept = {trial.batch_size: trial for trial in (*outcome.trials, *trials)}
-        with suppress(CacheFailed):
+        try:
             slot.put(replace(outcome, trials=tuple(kept.values()), free_bytes=self._free_bytes))
+        except CacheFailed as error:
+            self._warn(error)
+
+    def _warn(self, error: CacheFailed) -> None:
+        """Say once that answers are not kept: a cache that cannot be read cannot be written either."""
+        if not self._warned:
+            rank_zero_warn(
+                f"BatchFinder goes on without its cache: {error.url} cannot be used: {error.reason.rstrip('.')}. Pass "
+                "BatchFinder(cache=...) a place that can be written, or cache=False."
+            )
+        self._warned = True
 
     def _certified(self, known: Outcome, trials: list[Trial]) -> Outcome | None:
         """A known answer that was tried again; None when it does not run any more."""
@@ -182,12 +202,12 @@ class Finding:
 
     def _search(self, shape: Shape, trials: list[Trial]) -> Outcome:
         limits, probe = self._limits, self._prober(shape)
-        usable = self._room()
         failed = min((trial.batch_size for trial in trials if not trial.fits), default=None)
-        predicted = None if failed is None else int(0.95 * failed)
+        predicted = self._hint(shape) if failed is None else int(0.95 * failed)
+        usable = self._room()
         search: Search[Any] = Secant(limit_bytes=usable, tolerance=limits.tolerance, predicted=predicted)
         if self._memory.warms_up:
-            search = CoarsePeaks(search, usable // RESOLUTION)
+            search = CoarsePeaks(search, usable // RESOLUTION, lambda: usable - self._room())
         if limits.cap is not None:
             search = Capped(search, limits.cap)
 
@@ -196,6 +216,15 @@ class Finding:
             self._on_trial(trial)
 
         return self._settled(find_max_batch_size(probe, shape, search=self._judged(search), on_trial=note), trials)
+
+    def _hint(self, shape: Shape) -> int | None:
+        """The simulated step's answer; None where it would cost more than the probes it saves."""
+        cap = self._limits.cap
+        if not self._predict or (cap is not None and cap <= _FEW):
+            return None
+        device = simulated_device(self.device, self._memory, self._room(), self._trainer.lightning_module)
+        host = self.device.type == "cpu"
+        return hint(self._trainer, self._finder, self._setting, self._batches, shape, device, host, cap)
 
     def _settled(self, found: Outcome, trials: list[Trial]) -> Outcome:
         """Try the answer again where tries after it have left less room than it took; lower it if it fails.

@@ -20,6 +20,8 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from batchfinder.lightning.twins import is_a
+
 _RECORD = "__pl_attrs_record"
 
 
@@ -29,7 +31,7 @@ def flattened(loaders: Any) -> list[Any]:
     Args:
         loaders: what the hook returned. Nothing is iterated.
     """
-    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    combined = loaders if is_a(loaders, "CombinedLoader") else CombinedLoader(loaders)
     return list(combined.flattened)
 
 

@@ -26,12 +26,14 @@ class OptimizerSetup:
         """
         strategy = trainer.strategy
         make = strategy.setup_optimizers
-        self._before = None
+        self._before, self._asked = None, False
 
         def setup_optimizers(trainer: Any) -> None:
             self.unwatch(trainer)
             self._before = TrainingState.capture()
             make(trainer)
+            # Looked up right away: a LearningRateFinder asks for them later, and must not be taken for a scheduler.
+            self._asked = trainer.fit_loop._combined_loader is not None
 
         strategy.setup_optimizers = setup_optimizers
 
@@ -39,22 +41,17 @@ class OptimizerSetup:
         """Stop watching."""
         vars(trainer.strategy).pop("setup_optimizers", None)
 
-    def note(self, trainer: Any) -> None:
-        """Remember whether the loaders were asked for.
-
-        Args:
-            trainer: set up, nothing of it changed yet.
-        """
-        self.unwatch(trainer)
-        self._asked = trainer.fit_loop._combined_loader is not None
-
     def repeat_if_asked(self, trainer: Any) -> None:
-        """Make the optimizers again where the loaders were asked for.
+        """Make the optimizers again where the loaders were asked for. The random numbers stay where they are.
 
         Args:
             trainer: with the new size and accumulation.
         """
-        if self._before is not None and self._asked:
-            self._before.restore()
-            trainer.strategy.setup_optimizers(trainer)
-        self._before = None
+        before, self._before = self._before, None
+        self.unwatch(trainer)
+        if before is None or not self._asked:
+            return
+        now = TrainingState.capture()
+        before.restore()
+        trainer.strategy.setup_optimizers(trainer)
+        now.restore()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from batchfinder.lightning.checks import is_a, is_lightnings_own
+from batchfinder.lightning.twins import is_a, is_lightnings_own
 
 _KEPT = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
 _LEFT_OUT = (
@@ -45,6 +45,22 @@ def participants(trainer: Any, finder: Any, named: Iterable[Any]) -> tuple[list[
     kept = [callback for callback in trainer.callbacks if takes_part(callback)]
     later = trainer.callbacks[trainer.callbacks.index(finder) + 1 :]
     return kept, [callback for callback in kept if any(callback is other for other in later)]
+
+
+def ahead_of_tuners(callbacks: list[Any], finder: Any) -> list[Any]:
+    """The callbacks with the finder before a LearningRateFinder, which Lightning has put first.
+
+    A learning rate is right for one batch size: it has to be looked for with the size that will train.
+
+    Args:
+        callbacks: the trainer's.
+        finder: one of them.
+    """
+    tuners = [index for index, callback in enumerate(callbacks) if is_a(callback, "LearningRateFinder")]
+    if not tuners or callbacks.index(finder) < tuners[0]:
+        return callbacks
+    others = [callback for callback in callbacks if callback is not finder]
+    return [*others[: tuners[0]], finder, *others[tuners[0] :]]
 
 
 def left_out(trainer: Any, finder: Any, kept: Iterable[Any]) -> list[str]:

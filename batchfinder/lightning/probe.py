@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from batchfinder.lightning.memory import Memory
 from batchfinder.lightning.rehearsal import Rehearsal
-from batchfinder.outcome import Measurement, Shape, Verdict
-from batchfinder.probing.clearing import Failure, attempt, clear
+from batchfinder.outcome import Measurement, Shape
+from batchfinder.probing.apart import at_home
 from batchfinder.probing.confirming import confirmed
+from batchfinder.probing.memory import Memory
 from batchfinder.probing.state import TrainingState
+from batchfinder.probing.trying import tried
 
 
 class Batches(Protocol):
@@ -117,12 +117,8 @@ class LightningProbe:
         return confirmed(lambda: self._once(batch_size, shape))
 
     def _once(self, batch_size: int, shape: Shape) -> Measurement:
-        self._memory.reset_peak()
-        retries, started = self._memory.retries(), time.perf_counter()
         try:
-            seen = attempt(lambda: self._rehearse(batch_size, shape), self._device.type)
-            seconds = time.perf_counter() - started
-            allocated, reserved = self._memory.peaks()
+            return tried(lambda: self._rehearse(batch_size, shape), self._state, self._memory, self._device)
         except Exception as error:
             if self._left_out:
                 error.add_note(
@@ -130,17 +126,6 @@ class LightningProbe:
                     f"{', '.join(self._left_out)}. If the step needs one of them, name it in probe_callbacks=."
                 )
             raise
-        finally:
-            self._state.restore()
-        clear(self._device)
-        if isinstance(seen, Failure):
-            return Measurement(seen.verdict, seconds=seconds, message=seen.message)
-        retries = self._memory.retries() - retries
-        if retries > 0:
-            times = "once" if retries == 1 else f"{retries} times"
-            message = f"it ran, but only by giving back all cached memory {times}"
-            return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
-        return Measurement(Verdict.FITS, allocated, reserved, seconds)
 
     def _rehearse(self, batch_size: int, shape: Shape) -> None:
         setting = self._setting
@@ -160,4 +145,4 @@ class LightningProbe:
     def _feed(self, batches: Batches, batch_size: int, shape: Shape) -> tuple[Callable[[], Any], int]:
         """How to make a batch, and batches per epoch."""
         length = -(-(batches.dataset_size() or 0) // batch_size)
-        return lambda: batches.batch(batch_size, shape.seq_len), length
+        return lambda: at_home(lambda: batches.batch(batch_size, shape.seq_len)), length

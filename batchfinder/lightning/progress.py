@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from batchfinder.lightning.checks import is_a
+from batchfinder.lightning.twins import is_a
 from batchfinder.outcome import Trial
 
 
@@ -21,6 +21,7 @@ class Progress:
         shown = bar is not None and trainer.is_global_zero and not getattr(bar, "is_disabled", False)
         self._rich = shown and is_a(bar, "RichProgressBar")
         self._tqdm = shown and is_a(bar, "TQDMProgressBar")
+        self._console: dict[str, Any] = getattr(bar, "_console_kwargs", {})  # where the user wants Rich to write
         self._bar: Any = None
         self._tries = 0
 
@@ -37,18 +38,19 @@ class Progress:
     def tried(self, trial: Trial) -> None:
         """Show one more."""
         self._tries += 1
-        text = f"BatchFinder: batch size {trial.batch_size} {'fits' if trial.fits else 'does not fit'}"
+        tries = "1 try" if self._tries == 1 else f"{self._tries} tries"
+        text = f"BatchFinder: batch size {trial.batch_size} {'fits' if trial.fits else 'does not fit'} ({tries})"
         if self._rich:
+            from rich.console import Console
             from rich.status import Status
 
             if self._bar is None:
-                self._bar = Status(text)
+                self._bar = Status(text, console=Console(**self._console))
                 self._bar.start()
-            self._bar.update(f"{text} ({self._tries} tries)")
+            self._bar.update(text)
         elif self._tqdm:
             from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
             if self._bar is None:
-                self._bar = tqdm(unit="try", leave=False, bar_format="{desc} ({n} tries, {elapsed})")
+                self._bar = tqdm(leave=False, bar_format="{desc}")
             self._bar.set_description_str(text)
-            self._bar.update()

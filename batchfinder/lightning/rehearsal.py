@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from pytorch_lightning.loggers.logger import DummyLogger
-from pytorch_lightning.profilers import PassThroughProfiler
+
+from batchfinder.lightning.twins import twin
 
 OPTIMIZER_STEPS = 2
 """Adam's state appears at the end of the first step, so the peak comes in the second."""
@@ -94,8 +94,8 @@ class Rehearsal:
         """Let nothing be written, shown or stopped early."""
         trainer = self._trainer
         trainer.callbacks = self._callbacks
-        trainer.loggers = [DummyLogger()] if trainer.loggers else []
-        trainer.profiler = PassThroughProfiler()
+        trainer.loggers = [twin(trainer, "loggers.logger", "DummyLogger")()] if trainer.loggers else []
+        trainer.profiler = twin(trainer, "profilers", "PassThroughProfiler")()
         trainer.log_every_n_steps = 1
         trainer.should_stop = False
         for stage in ("train", "val", "test", "predict"):

@@ -10,13 +10,14 @@ from batchfinder.probing.state import TrainingState
 def capture(trainer: Any, finder: Any) -> TrainingState:
     """Write down the trainer, its model, optimizers, schedulers, scaler, loops, loaders, callbacks and data.
 
-    The loggers are left alone: a rehearsal has dummies in their place. So is the finder, which keeps what it found.
+    The loggers are left alone: a rehearsal has dummies in their place. So are the finder, which keeps what it found,
+    and the progress bar, whose terminal the finder's own bar shares.
 
     Args:
         trainer: set up, with its model on the device.
         finder: the callback that asks.
     """
-    return TrainingState.capture(trainer, trainer.lightning_module, left_alone=[finder, *trainer.loggers])
+    return TrainingState.capture(trainer, trainer.lightning_module, left_alone=_apart(trainer, finder))
 
 
 def capture_data(trainer: Any, finder: Any) -> TrainingState:
@@ -30,5 +31,10 @@ def capture_data(trainer: Any, finder: Any) -> TrainingState:
     """
     import torch
 
-    alone = [finder, *trainer.loggers, trainer.strategy, torch.Tensor, torch.optim.Optimizer]
+    alone = [*_apart(trainer, finder), trainer.strategy, torch.Tensor, torch.optim.Optimizer]
     return TrainingState.capture(trainer, trainer.lightning_module, left_alone=alone)
+
+
+def _apart(trainer: Any, finder: Any) -> list[Any]:
+    bar = trainer.progress_bar_callback
+    return [finder, *trainer.loggers, *([] if bar is None else [bar])]

@@ -39,6 +39,7 @@ class CpuProbe(ProcessProbe):
         settings: the fields of a `StepSettings`.
         limit_bytes: bytes for model and steps.
         threads: threads of PyTorch's operators; None for PyTorch's own choice.
+        flash: whether attention must run as the flash kernel.
 
     Raises:
         InvalidValue: the limit is not positive.
@@ -47,9 +48,15 @@ class CpuProbe(ProcessProbe):
     unmodelled = ("fragmentation of glibc's heap: measured with malloc set to return freed memory at once",)
 
     def __init__(
-        self, spec: WorkloadSpec, settings: Mapping[str, Any], limit_bytes: int, threads: int | None = None
+        self,
+        spec: WorkloadSpec,
+        settings: Mapping[str, Any],
+        limit_bytes: int,
+        threads: int | None = None,
+        flash: bool = False,
     ) -> None:
         if limit_bytes <= 0:
             raise InvalidValue("limit_bytes", limit_bytes, "a positive number of bytes")
         # Without a card to be seen, the autograd engine starts no threads that a fork would lose.
-        super().__init__(spec, settings, "cpu", limit_bytes, threads, {**MALLOC, "CUDA_VISIBLE_DEVICES": ""})
+        environment = {**MALLOC, "CUDA_VISIBLE_DEVICES": ""}
+        super().__init__(spec, settings, "cpu", limit_bytes, threads, environment, flash)

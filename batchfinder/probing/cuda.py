@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +19,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probing.clearing import Failure, attempt, clear
 from batchfinder.probing.confirming import confirmed
+from batchfinder.probing.readings import Readings
 from batchfinder.units import format_bytes
 
 
@@ -46,6 +48,10 @@ class Card(Protocol):
 
     def peaks(self) -> tuple[int, int]:
         """Most bytes allocated and reserved since `clear`."""
+        ...
+
+    def held(self) -> int:
+        """Bytes allocated now."""
         ...
 
 
@@ -86,6 +92,10 @@ class CudaCard:
         """`max_memory_allocated` and `max_memory_reserved`."""
         return torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
 
+    def held(self) -> int:
+        """`memory_allocated`."""
+        return torch.cuda.memory_allocated(self.device)
+
 
 class CudaProbe:
     """Takes real steps on a CUDA device in this process.
@@ -99,6 +109,9 @@ class CudaProbe:
         limit_bytes: bytes the allocator may reserve in all, so that a large card answers for a smaller one; None for
             what the card has.
         card: the device's memory; `CudaCard(device)` by default.
+
+    Attributes:
+        readings: what this try's stages say; for steps that can tell it of them, as `Step.run`'s `on_stage`.
 
     Raises:
         InvalidValue: the limit is not positive.
@@ -120,6 +133,7 @@ class CudaProbe:
         self.device = device
         self.limit_bytes = limit_bytes
         self.card = card or CudaCard(device)
+        self.readings = self._new_readings()
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size; an out-of-memory is tried once more after clearing.
@@ -130,12 +144,32 @@ class CudaProbe:
         self.card.clear()
         before = None if self.limit_bytes is None else self.card.limit(self.limit_bytes)
         try:
-            return confirmed(lambda: self._once(batch_size, shape))
-        finally:
-            if before is not None:
-                self.card.restore(before)
+            seen = confirmed(lambda: self._once(batch_size, shape))
+        except BaseException:
+            # If the context is dead this fails too, and must not take the place of what it died of.
+            with suppress(RuntimeError):
+                self._restore(before)
+            raise
+        self._restore(before)
+        return seen
+
+    def is_dead(self) -> bool:
+        """Whether the device's context is dead: then every call fails, with the error that it died of."""
+        try:
+            self.card.synchronize()
+        except RuntimeError:
+            return True
+        return False
+
+    def _restore(self, fraction: float | None) -> None:
+        if fraction is not None:
+            self.card.restore(fraction)
+
+    def _new_readings(self) -> Readings:
+        return Readings(lambda: self.card.held(), lambda: self.card.peaks()[0])
 
     def _once(self, batch_size: int, shape: Shape) -> Measurement:
+        self.readings = self._new_readings()
         retries = self.card.retries()
         start = time.perf_counter()
 
@@ -154,4 +188,26 @@ class CudaProbe:
             times = "once" if again == 1 else f"{again} times"
             message = f"it ran, but only by giving back all cached memory {times}, at {format_bytes(reserved)} reserved"
             return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
-        return Measurement(Verdict.FITS, allocated, reserved, seconds)
+        resting, forward = self.readings.resting_bytes, self.readings.forward_bytes
+        return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
+
+
+def card_facts(device: torch.device) -> dict[str, Any]:
+    """What there is to know about a device, as JSON values: the fields of a `CardFacts`.
+
+    It becomes the process's current device, and gets its context, which is no longer free then.
+
+    Args:
+        device: which.
+    """
+    torch.cuda.set_device(device)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    properties = torch.cuda.get_device_properties(device)
+    toolkit = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    return {
+        "name": properties.name,
+        "total_bytes": properties.total_memory,
+        "free_bytes": free_bytes,
+        "compute_capability": [properties.major, properties.minor],
+        "versions": {"torch": torch.__version__, **{name: found for name, found in toolkit.items() if found}},
+    }

@@ -51,11 +51,13 @@ class Walk:
         tensors: the tensors.
         storages: the storages.
         left_out: classes of objects met that may change and cannot be wound back.
+        reached: identities of the objects whose attributes were written down, and which the records keep alive.
     """
 
     def __init__(self, roots: Iterable[Any], left_alone: Iterable[Any]) -> None:
         self.tensors: list[TensorRecord] = []
         self.left_out: set[str] = set()
+        self.reached: set[int] = set()
         self._objects: list[Record] = []
         self._containers: list[Record] = []
         self._storages: dict[int, StorageRecord] = {}
@@ -129,6 +131,7 @@ class Walk:
         record = _RECORDS[kind](item, self.refer)
         if kind is Kind.OBJECT:
             self._objects.append(record)
+            self.reached.add(id(item))
             return
         self._containers.append(record)
         if kind is not Kind.CELL and has_state_of_its_own(type(item)):

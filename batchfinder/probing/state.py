@@ -60,6 +60,7 @@ class TrainingState:
             + sum(storage.nbytes for storage in self._storages)
         )
         self.left_out = tuple(sorted(walk.left_out))
+        self._reached = walk.reached
 
     @classmethod
     def capture(cls, *roots: Any, left_alone: Iterable[Any] = ()) -> TrainingState:
@@ -72,6 +73,14 @@ class TrainingState:
                 them.
         """
         return cls(roots, left_alone)
+
+    def reaches(self, item: object) -> bool:
+        """Whether a module, an optimizer or another object of a class written in Python is put back by this.
+
+        Args:
+            item: what a step uses.
+        """
+        return id(item) in self._reached
 
     def restore(self) -> None:
         """Put everything back. May be called any number of times.

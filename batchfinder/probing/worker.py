@@ -1,7 +1,10 @@
 """The far end: a process that builds one workload and takes real steps with it.
 
+    {"look": {"device": "cuda:0"}}               -> {"card": {...CardFacts}} or {"error": ...}
     {"open": {...}}                              -> {"opened": {...}} or {"error": ...}
     {"probe": {"batch_size": 8, "seq_len": 64}}  -> {"measurement": {...}}, {"error": ...}, or {"exit": -11}
+
+An error has `"context": "dead"` beside it where nothing more can be done on the card by that process.
 
 On the CPU each probe runs in a fork, whose address space is limited: every probe starts from the same slate, its peak
 is the kernel's own count, and a crash takes nothing along. CUDA cannot be used in a fork, so there the process itself
@@ -12,29 +15,35 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batchfinder.errors import InvalidValue
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probing import address_space
 from batchfinder.probing.clearing import Failure, attempt, clear
-from batchfinder.probing.cuda import CudaProbe
+from batchfinder.probing.cuda import CudaProbe, card_facts
 from batchfinder.probing.enough import enough
+from batchfinder.probing.fork import in_fork
+from batchfinder.probing.readings import Readings
 from batchfinder.step.child import answer, describe, end_with_parent, requests_from
-from batchfinder.step.step import Step, StepSettings
+from batchfinder.step.step import OnStage, Step, StepSettings
 from batchfinder.step.workload import Workload
 from batchfinder.units import format_bytes
+
+_NO_KERNEL = "No available kernel"
+_OTHER_ATTENTION = (
+    "sdpa or eager: PyTorch has no flash kernel for this step here; on a card it needs compute capability 8.0, half "
+    "precision, heads of at most 256 and no mask, on a CPU no dropout in the attention"
+)
 
 _MORE = 8
 """Part of the limit that is added to see whether a crash was for want of memory."""
@@ -49,15 +58,23 @@ class Served:
         device: where.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU.
+        flash: whether attention must run as the flash kernel.
     """
 
     def __init__(
-        self, workload: Workload, settings: StepSettings, device: torch.device, limit_bytes: int | None, threads: int
+        self,
+        workload: Workload,
+        settings: StepSettings,
+        device: torch.device,
+        limit_bytes: int | None,
+        threads: int,
+        flash: bool = False,
     ) -> None:
         self.workload = workload
         self.device = device
         self.limit_bytes = limit_bytes
         self.threads = threads
+        self.flash = flash
         self.step = Step(workload, enough(settings), device)
         if device.type == "cpu":
             workload.model.to(dtype=self.step.precision.weights)
@@ -95,11 +112,14 @@ class Served:
         base_bytes = address_space.size_bytes() - self.held_bytes
         total = sys.maxsize if limit_bytes is None else base_bytes + limit_bytes
         torch.set_num_threads(self.threads)
+        readings = Readings(
+            lambda: address_space.size_bytes() - base_bytes, lambda: address_space.peak_bytes() - base_bytes
+        )
 
         def steps() -> None:
             # The limit is lifted while the error unwinds: recognising it takes memory too.
             with address_space.limited_to(total):
-                self.step.run(batch_size, seq_len)
+                self._steps(batch_size, seq_len, readings)
 
         start = time.perf_counter()
         outcome = attempt(steps, "cpu")
@@ -107,41 +127,32 @@ class Served:
         if isinstance(outcome, Failure):
             return measurement_to_json(Measurement(outcome.verdict, seconds=seconds, message=outcome.message))
         peak = address_space.peak_bytes() - base_bytes
-        return measurement_to_json(Measurement(Verdict.FITS, None, peak, seconds))
+        resting, forward = readings.resting_bytes, readings.forward_bytes
+        seen = Measurement(Verdict.FITS, None, peak, seconds, resting_bytes=resting, forward_bytes=forward)
+        return measurement_to_json(seen)
 
     def _step_on_card(self, batch_size: int, seq_len: int | None) -> None:
         # Inside the attempt, so that a model too large for the card is an out-of-memory like any other.
         self.workload.model.to(self.device, self.step.precision.weights)
         try:
-            self.step.run(batch_size, seq_len)
+            self._steps(batch_size, seq_len, self.cuda.readings)
         finally:
             self.workload.model.zero_grad(set_to_none=True)
             self.step.optimizer = None
 
-
-def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do something in a fork of this process.
-
-    Returns:
-        What it returned, `{"error": ...}` for what it raised, or `{"exit": code}` where it died.
-    """
-    reading, writing = os.pipe()
-    process = os.fork()
-    if process == 0:
+    def _steps(
+        self, batch_size: int, seq_len: int | None, on_stage: OnStage = lambda step, stage, micro_batch: None
+    ) -> None:
+        if not self.flash:
+            self.step.run(batch_size, seq_len, on_stage)
+            return
         try:
-            result = work()
-        except BaseException as error:
-            result = {"error": describe(error)}
-        answer(writing, result)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as stream:
-        data = stream.read()
-    _, status = os.waitpid(process, 0)
-    if not data.endswith(b"\n"):
-        return {"exit": os.waitstatus_to_exitcode(status)}
-    answered: dict[str, Any] = json.loads(data)
-    return answered
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                self.step.run(batch_size, seq_len, on_stage)
+        except RuntimeError as error:
+            if _NO_KERNEL not in str(error):
+                raise
+            raise InvalidValue("attention", "flash", _OTHER_ATTENTION) from None
 
 
 def measurement_to_json(measurement: Measurement) -> dict[str, Any]:
@@ -156,6 +167,7 @@ def open_workload(
     device: str,
     limit_bytes: int | None,
     threads: int | None,
+    flash: bool = False,
 ) -> Served:
     """Build what is to be probed.
 
@@ -166,18 +178,40 @@ def open_workload(
         device: as `torch.device` takes it.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
+        flash: whether attention must run as the flash kernel.
 
     Raises:
         InvalidValue: there is no such device here.
     """
-    if device != "cpu" and not torch.cuda.is_available():
-        raise InvalidValue("device", device, f"cpu, or a card that PyTorch {torch.__version__} can use here")
+    if device != "cpu":
+        _check_card(device)
     threads = threads or torch.get_num_threads()
     if device == "cpu":
         _warm_up()
     module, _, attribute = builder.partition(":")
     workload: Workload = getattr(importlib.import_module(module), attribute)(**arguments)
-    return Served(workload, StepSettings(**settings), torch.device(device), limit_bytes, threads)
+    return Served(workload, StepSettings(**settings), torch.device(device), limit_bytes, threads, flash)
+
+
+def look(device: str) -> dict[str, Any]:
+    """What there is to know about a card, as an answer.
+
+    Args:
+        device: as `torch.device` takes it.
+
+    Raises:
+        InvalidValue: there is no such card here.
+    """
+    _check_card(device)
+    return {"card": card_facts(torch.device(device))}
+
+
+def _check_card(device: str) -> None:
+    if not torch.cuda.is_available():
+        raise InvalidValue("device", device, f"cpu, or a card that PyTorch {torch.__version__} can use here")
+    count = torch.cuda.device_count()
+    if (torch.device(device).index or 0) >= count:
+        raise InvalidValue("device", device, f"one of {', '.join(f'cuda:{index}' for index in range(count))}")
 
 
 def _warm_up() -> None:
@@ -204,18 +238,22 @@ def main(argv: list[str]) -> int:
     served: Served | None = None
     for request in requests_from(requests):
         try:
-            if "open" in request:
+            if "look" in request:
+                message: dict[str, Any] = look(**request["look"])
+            elif "open" in request:
                 served = open_workload(**request["open"])
                 gc.freeze()
-                message: dict[str, Any] = {"opened": {}}
+                message = {"opened": {}}
             else:
                 assert served is not None
                 message = served.probe(**request["probe"])
         except Exception as error:
             message = {"error": describe(error)}
+            if served is not None and served.device.type != "cpu" and served.cuda.is_dead():
+                message["context"] = "dead"
         answer(answers, message)
         if "error" in message and served is not None and served.device.type != "cpu":
-            return 0  # the context may be dead; the next probe gets a new process
+            return 0  # it may be in any state; the next probe gets a new process
     return 0
 
 

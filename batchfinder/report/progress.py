@@ -65,7 +65,7 @@ class SweepProgress(Activity):
 
     def __init__(self, conditions: Sequence[str]) -> None:
         super().__init__()
-        self.rows: list[SweepRow] = []
+        self._found: list[tuple[tuple[int, ...], SweepRow]] = []
         self.cells = 0
         self._conditions = conditions
 
@@ -73,26 +73,41 @@ class SweepProgress(Activity):
         super().__enter__()
         return self
 
+    @property
+    def rows(self) -> list[SweepRow]:
+        """What was found, in the order asked for."""
+        return _in_order(self._found)
+
     def expect(self, cells: int) -> None:
         """Say how many rows there will be, as far as is known."""
         self.cells = cells
         self._bar.update(self._task, total=cells)
 
-    def found(self, row: SweepRow) -> None:
-        """Show a finished row."""
-        self.rows.append(row)
+    def failed(self, why: BaseException) -> None:
+        """Tell of a failure that does not end the sweep: it stays, above a live table."""
+        self._console.print(f"batchfinder: {why}", markup=False, soft_wrap=True)
+
+    def found(self, row: SweepRow, place: tuple[int, ...]) -> None:
+        """Show a finished row.
+
+        Args:
+            row: what was found.
+            place: where it belongs in the order asked for.
+        """
+        self._found.append((place, row))
         self._bar.advance(self._task)
         if self._live is None:
             where = "" if row.seq_len is None else f" at {row.seq_len}"
-            source = "simulated, from the cache" if row.source == "cache" else f"{row.source}, {row.trials} trials"
+            tried = f"{row.trials} trial{'' if row.trials == 1 else 's'}"
+            how = "from the cache" if row.source == "cache" else tried
             print(
-                f"[{len(self.rows)}/{self.cells}] {row.model}{where} on {row.gpu}: {row.max_batch_size} "
-                f"({source}, {row.seconds:.1f} s)",
+                f"[{len(self._found)}/{self.cells}] {row.model}{where} on {row.gpu}: {row.max_batch_size} "
+                f"({row.found_by}, {how}, {row.seconds:.1f} s)",
                 file=sys.stderr,
                 flush=True,
             )
             return
-        shown = self.rows[-max(self._console.height - _OTHER_LINES, 1) :]
+        shown = _in_order(self._found[-max(self._console.height - _OTHER_LINES, 1) :])
         table = replace(sweep_sheet(shown, self._conditions), notes=())
         self._live.update(Group(table, "", self._bar), refresh=True)
 
@@ -104,3 +119,7 @@ class SweepProgress(Activity):
             TimeElapsedColumn(),
             console=self._console,
         )
+
+
+def _in_order(found: list[tuple[tuple[int, ...], SweepRow]]) -> list[SweepRow]:
+    return [row for _, row in sorted(found, key=lambda pair: pair[0])]

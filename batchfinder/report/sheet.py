@@ -18,8 +18,11 @@ from rich.text import Text
 Columns = dict[str, list[str]]
 
 # Headings of columns that hold words rather than numbers, and of those whose words may go on in the next line.
-_LEFT = ("model", "GPU", "source", "stage", "record", "precision", "mode", "depends on", "value", "verdict")
-_FOLDED = ("model", "GPU", "value")
+_LEFT = (
+    *("model", "GPU", "source", "stage", "record", "precision", "mode", "depends on", "value", "verdict"),
+    *("cell", "kind", "shape", "module", "operator", "strategy", "fits", "change"),
+)
+_FOLDED = ("model", "GPU", "value", "module", "change")
 _GAP = 2
 _PIPE_WIDTH = 10_000
 
@@ -102,5 +105,11 @@ def _narrower(heading: str, cells: list[str]) -> str:
 
 def _markdown_table(columns: Columns) -> str:
     rows = [list(columns), ["---" if heading in _LEFT else "---:" for heading in columns]]
-    rows += [[cell.replace("|", r"\|") for cell in row] for row in zip(*columns.values(), strict=True)]
+    rows += [[_markdown_cell(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _markdown_cell(cell: str) -> str:
+    """A cell's text; blanks in front are kept, which Markdown would drop."""
+    text = cell.lstrip(" ")
+    return "&nbsp;" * (len(cell) - len(text)) + text.replace("|", r"\|").replace("*", r"\*")

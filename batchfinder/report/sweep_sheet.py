@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 
+from batchfinder.outcome import Verdict
 from batchfinder.report.rows import SweepRow
 from batchfinder.report.sheet import Columns, Sheet
 from batchfinder.units import format_bytes
@@ -22,7 +23,10 @@ def sweep_sheet(rows: Sequence[SweepRow], conditions: Iterable[str] = ()) -> She
     """
     gpus = _usable(rows)
     what = f"Largest {_KINDS[rows[0].mode]} batch"
-    if len(gpus) == 1:
+    if rows[0].found_by == "measured":
+        title = f"{what}, measured on {rows[0].gpu}"
+        usable = f"{gpus[rows[0].gpu]} usable"
+    elif len(gpus) == 1:
         title = f"{what} on {rows[0].gpu}, simulated"
         usable = f"{gpus[rows[0].gpu]} usable"
     else:
@@ -72,7 +76,7 @@ def _columns(rows: Sequence[SweepRow]) -> Columns:
     table["peak reserved"] = [_peak(row) for row in rows]
     if any(row.target_batch_size is not None for row in rows):
         table["micro-batch x accumulation"] = [_plan(row) for row in rows]
-    table["source"] = ["simulated" if row.source == "cache" else row.source for row in rows]
+    table["source"] = [row.found_by for row in rows]
     return table
 
 
@@ -90,6 +94,10 @@ def _plan(row: SweepRow) -> str:
     return f"{' x '.join(map(str, factors))} = {row.plan.effective_batch_size}"
 
 
+def _where(row: SweepRow) -> str:
+    return row.model if row.seq_len is None else f"{row.model} at {row.seq_len}"
+
+
 def _notes(rows: Sequence[SweepRow]) -> tuple[str, ...]:
     notes = []
     if any(row.published is not None for row in rows):
@@ -99,6 +107,18 @@ def _notes(rows: Sequence[SweepRow]) -> tuple[str, ...]:
     notes += [f"left out: {text}" for text in dict.fromkeys(text for row in rows for text in row.unmodelled)]
     if capped := sorted({row.max_batch_size for row in rows if row.stop == "cap"}):
         notes.append(f"no larger batch was tried than {' or '.join(map(str, capped))}: it is the search's cap")
+    if near := sum(row.stop == "tolerance" for row in rows):
+        notes.append(f"to within the tolerance rather than exact: {near} of {len(rows)} rows")
+    notes += [
+        f"what stopped {_where(row)} was no full memory: {Verdict[row.stopped_by.upper()].value}"
+        for row in rows
+        if row.stopped_by is not None and row.stopped_by != Verdict.OUT_OF_MEMORY.name.lower()
+    ]
+    notes += [
+        f"what became of one sample of {_where(row)}: {' '.join(row.message.split())}"
+        for row in rows
+        if row.message and row.needed_bytes is None
+    ]
     if unscaled := sum(row.unscaled for row in rows):
         notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
     if cached := sum(row.source == "cache" for row in rows):

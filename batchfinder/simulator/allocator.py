@@ -18,7 +18,7 @@ from batchfinder.simulator.blocks import ADDRESS_BITS, Block, FreeList
 from batchfinder.simulator.expandable import ExpandableSegments
 from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.rounding import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, block_size, segment_size
-from batchfinder.simulator.segments import Card, CudaMallocSegments, Segment, SegmentSource, describe
+from batchfinder.simulator.segments import Card, CudaMallocSegments, Segment, SegmentSource, SegmentWatch, describe
 from batchfinder.simulator.settings import DEFAULT_SETTINGS, AllocatorSettings
 
 UNLIMITED = DeviceMemory(1 << 60, 1 << 60)
@@ -177,6 +177,10 @@ class CachingAllocator:
     def segments(self) -> tuple[Segment, ...]:
         """What has been taken from the card, by address, block by block."""
         return describe(self._segments.heads, self.settings.expandable_segments)
+
+    def watch_segments(self, watch: SegmentWatch) -> None:
+        """From now on, tell of all that is taken from the card and given back to it."""
+        self._segments.watch = watch
 
     def _choose(self, pool: FreeList, index: int, size: int) -> int:
         """The rest of get_free_block, for settings that have a say in it; -1 when no free block will do."""

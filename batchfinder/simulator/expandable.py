@@ -10,7 +10,7 @@ from bisect import insort
 
 from batchfinder.simulator.blocks import Block, FreeList
 from batchfinder.simulator.rounding import SMALL_SEGMENT_BYTES, round_up
-from batchfinder.simulator.segments import Card
+from batchfinder.simulator.segments import Card, SegmentWatch
 from batchfinder.simulator.settings import AllocatorSettings
 
 
@@ -30,6 +30,7 @@ class ExpandableSegments:
         self._heads: dict[int, Block] = {}
         self._unmapped: dict[FreeList, list[Block]] = {}  # by address
         self._next_address = 0
+        self.watch: SegmentWatch | None = None
 
     @property
     def heads(self) -> list[Block]:
@@ -98,6 +99,8 @@ class ExpandableSegments:
         mapped = round_up(size, self._page(pool))
         if not self._card.take(mapped):
             return None
+        if self.watch is not None:
+            self.watch("map", block.address, mapped)
         unmapped = self._unmapped[pool]
         unmapped.remove(block)
         if mapped < block.size:
@@ -130,6 +133,8 @@ class ExpandableSegments:
             pool.add(middle.cut(end - start))
         middle.mapped = False
         self._card.give_back(end - start)
+        if self.watch is not None:
+            self.watch("unmap", start, end - start)
         unmapped = self._unmapped[pool]
         if middle.next is not None and not middle.next.mapped:
             unmapped.remove(middle.next)

@@ -74,7 +74,11 @@ class SimulatedProbe:
 
     def exact_timeline(self, batch_size: int, shape: Shape) -> Timeline:
         """The whole replay of one size that is recorded itself: for a single size this is the shorter way."""
-        return self._replay(self._noted(self.traces.recorded(batch_size, shape.seq_len)), self.memory)
+        return self._replay(self.exact_trace(batch_size, shape), self.memory)
+
+    def exact_trace(self, batch_size: int, shape: Shape) -> Trace:
+        """The step's trace at one size that is recorded itself."""
+        return self._noted(self.traces.recorded(batch_size, shape.seq_len))
 
     def trace(self, batch_size: int, shape: Shape) -> Trace:
         """The step's trace at one size."""

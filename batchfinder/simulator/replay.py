@@ -96,34 +96,6 @@ def alive_at(structure: Structure, position: int) -> list[int]:
     return list(alive)
 
 
-def block_bytes_at(
-    structure: Structure, sizes: Sequence[int], position: int, allocator: CachingAllocator
-) -> dict[int, int]:
-    """What each block alive right after an event takes, as `torch.cuda.memory_allocated` counts it.
-
-    The values sum to `allocator.allocated`; what is missing from `allocator.reserved` is fragmentation.
-
-    Args:
-        structure: the events.
-        sizes: for each block, the bytes asked for.
-        position: of the event, which must not be one that fails.
-        allocator: a new one, as for `replay`. It is left as it is after the event, for `segments` to be looked at.
-
-    Returns:
-        Bytes by block number, in the order in which the blocks were allocated; 0 for an empty tensor.
-
-    Raises:
-        SimulatedOutOfMemory: the trace fails before the event.
-    """
-    alive: dict[int, Block | None] = {}
-    for i in structure.order[: position + 1]:
-        if i >= 0:
-            alive[i] = allocator.allocate(sizes[i])
-        else:
-            allocator.free(alive.pop(~i))
-    return {i: 0 if block is None else block.size for i, block in alive.items()}
-
-
 def _moment(structure: Structure, block: int) -> Moment:
     """When a block was allocated. Of marks at one position the last one counts: the others' stages are empty."""
     position = structure.order.index(block)

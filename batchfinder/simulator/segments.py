@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from batchfinder.simulator.blocks import Block, FreeList
 from batchfinder.simulator.rounding import segment_size
 from batchfinder.simulator.settings import AllocatorSettings
+
+SegmentWatch = Callable[[str, int, int], None]
+"""Called with `alloc`, `free`, `map` or `unmap`, the address and the bytes, once the card has given or got them."""
 
 
 class Card:
@@ -41,7 +45,13 @@ class Card:
 
 
 class SegmentSource(Protocol):
-    """Where blocks come from when no free one will do."""
+    """Where blocks come from when no free one will do.
+
+    Attributes:
+        watch: told of all that is taken and given back; None for nobody.
+    """
+
+    watch: SegmentWatch | None
 
     @property
     def heads(self) -> list[Block]:
@@ -73,6 +83,7 @@ class CudaMallocSegments:
         self._settings = settings
         self._heads: dict[int, Block] = {}  # by address; the first block of a segment is the same object all its life
         self._next_address = 0
+        self.watch: SegmentWatch | None = None
 
     @property
     def heads(self) -> list[Block]:
@@ -85,12 +96,16 @@ class CudaMallocSegments:
 
     def grow(self, pool: FreeList, size: int) -> Block | None:
         """A new segment."""
-        nbytes = segment_size(size, self._settings)
+        return self._take(pool, segment_size(size, self._settings))
+
+    def _take(self, pool: FreeList, nbytes: int) -> Block | None:
         if not self._card.take(nbytes):
             return None
         block = Block(self._next_address, nbytes, pool, None, None)
         self._heads[block.address] = block
         self._next_address += nbytes
+        if self.watch is not None:
+            self.watch("alloc", block.address, nbytes)
         return block
 
     def release(self, pool: FreeList) -> None:
@@ -118,6 +133,8 @@ class CudaMallocSegments:
         block.pool.remove(block)
         del self._heads[block.address]
         self._card.give_back(block.size)
+        if self.watch is not None:
+            self.watch("free", block.address, block.size)
 
 
 @dataclass(frozen=True, slots=True)

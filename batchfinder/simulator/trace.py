@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ class Structure:
             in which they are allocated; what is never released is alive at the end.
         marks: where each stage starts, by position.
         operators: for each block, the operator that made it (`aten.addmm.default`).
-        modules: for each block, the module whose forward (or whose part of the backward) made it, as a dotted path;
-            empty outside the model.
+        modules: for each block, as a dotted path, the module whose forward (or whose part of the backward) made it; for
+            parameters, buffers, gradients and the optimizer's state the module that holds them; empty outside the
+            model.
         kinds: for each block, `parameter`, `gradient`, `optimizer`, `buffer`, `input`, `activation`, `temporary` or
             `workspace`.
     """
@@ -57,6 +58,8 @@ class Trace:
         structure: the events.
         sizes: for each block, the bytes that were asked for (not rounded).
         unmodelled: what the recording had to leave out, in words.
+        shapes: for each block, its first tensor's type and dimensions (`float32[8, 128]`), empty where it is not known;
+            empty as a whole for a trace that was scaled, which is equal to a recorded one all the same.
     """
 
     batch_size: int
@@ -64,11 +67,12 @@ class Trace:
     structure: Structure
     sizes: tuple[int, ...]
     unmodelled: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The trace as JSON values; names are written once and referred to by index."""
         structure = self.structure
-        names = sorted({*structure.operators, *structure.modules, *structure.kinds})
+        names = sorted({*structure.operators, *structure.modules, *structure.kinds, *self.shapes})
         index = {name: i for i, name in enumerate(names)}
         return {
             "schema": SCHEMA,
@@ -82,6 +86,7 @@ class Trace:
             "kinds": [index[name] for name in structure.kinds],
             "sizes": list(self.sizes),
             "unmodelled": list(self.unmodelled),
+            "shapes": [index[shape] for shape in self.shapes],
         }
 
     @classmethod
@@ -107,4 +112,5 @@ class Trace:
             structure=structure,
             sizes=tuple(data["sizes"]),
             unmodelled=tuple(data["unmodelled"]),
+            shapes=tuple(names[i] for i in data["shapes"]),
         )

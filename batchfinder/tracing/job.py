@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from batchfinder.step.spec import WorkloadSpec
+
 
 @dataclass(frozen=True)
 class RecordingJob:
@@ -16,6 +18,8 @@ class RecordingJob:
         batch_size: samples in a micro-batch.
         seq_len: tokens per sample; None for data of one fixed shape.
         flash: whether attention must run as the flash kernel.
+        workload: another workload than the one the process was opened with, built for this recording alone: its
+            libraries are imported by then.
     """
 
     settings: dict[str, Any]
@@ -23,6 +27,7 @@ class RecordingJob:
     batch_size: int
     seq_len: int | None
     flash: bool = False
+    workload: WorkloadSpec | None = None
 
     def __str__(self) -> str:
         size = f"batch size {self.batch_size}"

@@ -39,6 +39,10 @@ MATRIX_PRODUCTS = frozenset(
 # outputs and releases them, last first, at the kernel's end; so what counts is what is alive at one time.
 Scratch = Callable[..., list[int]]
 
+# Operators that have no fake kernel, or one that leaves out memory, with what makes their outputs instead. Filled up by
+# `recurrent.register`.
+REPLACED: dict[Any, Callable[..., Any]] = {}
+
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     """Bytes of one cuBLAS workspace: `:4096:2:16:8` (KiB x count pairs), or 32 MiB on Hopper and Blackwell.

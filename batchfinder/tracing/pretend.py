@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -101,13 +102,18 @@ def pretend_copy(
 
 
 def move_module(
-    module: nn.Module, device: torch.device, mode: FakeTensorMode, dtype: torch.dtype | None = None
+    module: nn.Module,
+    device: torch.device,
+    mode: FakeTensorMode,
+    dtype: torch.dtype | None = None,
+    settle: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
     """What `module.to(device, dtype)` does, in the same order, for modules of real or fake CPU tensors.
 
     A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. Order (children
     first, then parameters, then buffers) as in
-    `torch.nn.Module._apply`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py.
+    `torch.nn.Module._apply`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `settle` is
+    called with each module whose tensors have been moved.
     """
     moved: dict[int, torch.Tensor] = {}
 
@@ -126,5 +132,6 @@ def move_module(
             for name, tensor in store.items():
                 if tensor is not None:
                     store[name] = move(tensor)  # type: ignore[assignment]
+        settle(current)
 
     visit(module)

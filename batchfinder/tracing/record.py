@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from batchfinder.simulator.trace import Trace
 from batchfinder.step.step import Step, StepSettings
 from batchfinder.step.workload import Workload
-from batchfinder.tracing import attention, autocast, pretend
+from batchfinder.tracing import attention, autocast, packed, pretend, recurrent
 from batchfinder.tracing.modules import ModuleTracker
 from batchfinder.tracing.recording import Recording
 
@@ -48,6 +48,8 @@ def record_step(
     device = pretend.register()
     autocast.register()
     attention.register(capability, flash)
+    recurrent.register()
+    packed.register()
     pretend.hide_from_transformers()
     mode = mode or pretend.PretendMode(allow_non_fake_inputs=True)
     tracker = ModuleTracker(workload.model)
@@ -67,7 +69,8 @@ def record_step(
         elif stage == "backward" or (stage == "end" and settings.mode != "train"):
             recording.label_alive(first, "activation")
         elif stage == "optimizer":
-            recording.label((parameter.grad for parameter in workload.model.parameters()), "gradient")
+            for name, parameter in workload.model.named_parameters():
+                recording.label([parameter.grad], "gradient", _holder(name))
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
@@ -75,13 +78,25 @@ def record_step(
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
         recording.mark(-1, "model")
-        pretend.move_module(workload.model, device, mode, step.precision.weights)
+        pretend.move_module(workload.model, device, mode, step.precision.weights, recurrent.flatten_weights)
         step.run(batch_size, seq_len, on_stage)
-        recording.label(workload.model.buffers(), "buffer")
-        recording.label(workload.model.parameters(), "parameter")
-        for state in step.optimizer.state.values() if step.optimizer is not None else ():
-            recording.label((value for value in state.values() if isinstance(value, torch.Tensor)), "optimizer")
-        structure, sizes = recording.structure(), tuple(recording.sizes)
+        for name, buffer in workload.model.named_buffers():
+            recording.label([buffer], "buffer", _holder(name))
+        holders: dict[torch.Tensor, str] = {}
+        for name, parameter in workload.model.named_parameters():
+            holders[parameter] = _holder(name)
+            recording.label([parameter], "parameter", holders[parameter])
+        for stepped, state in step.optimizer.state.items() if step.optimizer is not None else ():
+            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            recording.label(values, "optimizer", holders.get(stepped, ""))
+        structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
+    if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
+        cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
     unmodelled = (*cudnn, "kernels' small scratch tensors", *recording.unmodelled)
-    return Trace(batch_size, seq_len, structure, sizes, unmodelled)
+    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
+
+
+def _holder(name: str) -> str:
+    """The path of the module that holds a parameter or a buffer."""
+    return name.rpartition(".")[0]

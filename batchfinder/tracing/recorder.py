@@ -127,7 +127,7 @@ class Recorder:
                 os.write(self._requests, json.dumps(request).encode() + b"\n")
 
     def _read(self, answers: int) -> None:
-        what = self._what()
+        what = _what(self.spec)
         try:
             with os.fdopen(answers, "rb") as stream:
                 for line in stream:
@@ -143,17 +143,14 @@ class Recorder:
         if "facts" in answer:
             _settle(self._facts, WorkloadFacts(**answer["facts"]))
         elif "error" in answer:
-            _settle(self._facts, revive(answer["error"], self._what()))
+            _settle(self._facts, revive(answer["error"], _what(self.spec)))
         else:
             self._finish(answer["id"], answer["exit"])
-
-    def _what(self) -> str:
-        return str(self.spec.arguments.get("spec", self.spec.builder))
 
     def _finish(self, number: int, exit_code: int) -> None:
         with self._lock:
             job, future = self._futures.pop(number)
-        what = f"{self._what()} at {job}"
+        what = f"{_what(job.workload or self.spec)} at {job}"
         try:
             _settle(future, self._result(number, what, exit_code))
         except Exception as error:
@@ -185,6 +182,10 @@ class Recorder:
     def _last_words(self, name: str = "log") -> str:
         log = self._folder / name
         return log.read_text(errors="replace")[-_LAST_WORDS:].strip() if log.exists() else ""
+
+
+def _what(spec: WorkloadSpec) -> str:
+    return str(spec.arguments.get("spec", spec.builder))
 
 
 def _settle(future: Future[_T], outcome: _T | BaseException) -> None:

@@ -10,11 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.simulator.trace import Mark, Structure
-from batchfinder.tracing import kernels, values
+from batchfinder.tracing import kernels, packed, values
 from batchfinder.tracing.pretend import DEVICE_TYPE
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
-_RECURRENT = ("aten._thnn_fused_lstm_cell", "aten._thnn_fused_gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell")
 
 
 class Recording(TorchDispatchMode):
@@ -49,6 +48,7 @@ class Recording(TorchDispatchMode):
         self.operators: list[str] = []
         self.modules: list[str] = []
         self.kinds: list[str] = []
+        self._shapes: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
         self.unmodelled: dict[str, None] = {}
 
     def mark(self, step: int, stage: str, micro_batch: int = 0) -> None:
@@ -61,13 +61,25 @@ class Recording(TorchDispatchMode):
             tuple(self.order), tuple(self.marks), tuple(self.operators), tuple(self.modules), tuple(self.kinds)
         )
 
-    def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Say what the storages of these tensors are for; those on other devices are passed over."""
+    def shapes(self) -> tuple[str, ...]:
+        """For each block its first tensor's type and dimensions, as in `Trace.shapes`."""
+        written: dict[tuple[torch.dtype, tuple[int, ...]] | None, str] = {None: ""}
+        for shape in self._shapes:
+            if shape is not None and shape not in written:
+                written[shape] = f"{str(shape[0]).removeprefix('torch.')}{list(shape[1])}"
+        return tuple([written[shape] for shape in self._shapes])
+
+    def label(self, tensors: Iterable[torch.Tensor | None], kind: str, module: str) -> None:
+        """Say what the storages of these tensors are for and which module holds them.
+
+        Those on other devices are passed over.
+        """
         for tensor in tensors:
             if tensor is not None and tensor.device.type == DEVICE_TYPE:
                 block = self._block_of(tensor)
                 if block >= 0:
                     self.kinds[block] = kind
+                    self.modules[block] = module
 
     def label_alive(self, first: int, kind: str) -> None:
         """Say what the blocks from number `first` on that are still alive are for."""
@@ -83,10 +95,12 @@ class Recording(TorchDispatchMode):
         if name is None:
             name = self._names[func] = str(func)
         self._on_operator(name)
-        if name.startswith(_RECURRENT):
-            self.unmodelled["recurrent layers run step by step here, where a GPU runs cuDNN's own kernels"] = None
-        if func is _ITEM and args[0].device.type == DEVICE_TYPE:
-            return self._read(args[0])
+        if func is _ITEM:
+            if args[0].device.type == DEVICE_TYPE:
+                return self._read(args[0])
+            known = packed.known_element(args[0])
+            if known is not None:
+                return known
         if func in kernels.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
             self._take_workspace(name)
         largest = values.largest_output(func, args)
@@ -94,7 +108,7 @@ class Recording(TorchDispatchMode):
             self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
             output = largest(*args, **kwargs)
         else:
-            output = func(*args, **kwargs)
+            output = kernels.REPLACED.get(func, func)(*args, **kwargs)
         if isinstance(output, torch.Tensor):
             self._see(output, func, name, args)
         elif isinstance(output, (tuple, list)):
@@ -119,6 +133,7 @@ class Recording(TorchDispatchMode):
         self.operators.append(name)
         self.modules.append(self._module())
         self.kinds.append(kind)
+        self._shapes.append(None)
         self.order.append(block)
         return block
 
@@ -130,6 +145,7 @@ class Recording(TorchDispatchMode):
         if identity in self._live:
             return
         block = self._allocate(storage.nbytes(), name, "temporary")
+        self._shapes[block] = (tensor.dtype, tuple(tensor.shape))
         constant = values.constant_of(func, args, self._constant)
         if constant is not None:
             self._constants[block] = constant

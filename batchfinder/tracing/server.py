@@ -111,13 +111,7 @@ class Server:
         from batchfinder.tracing.pretend import PretendMode
 
         self.mode = PretendMode(allow_non_fake_inputs=True)
-        build = _load(builder)
-        self.workload = None
-        with self.mode, contextlib.suppress(UserCodeFailed):
-            self.workload = build(**arguments)
-        if self.workload is None:
-            # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
-            self.workload = build(**arguments)
+        self.workload = self._build(builder, arguments)
         parameters = list(self.workload.model.parameters())
         return {
             "fingerprint": _load(fingerprint)(self.workload) if fingerprint else "",
@@ -127,6 +121,13 @@ class Server:
             "parameters": sum(parameter.numel() for parameter in parameters),
             "versions": _versions(),
         }
+
+    def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
+        build = _load(builder)
+        with self.mode, contextlib.suppress(UserCodeFailed):
+            return build(**arguments)
+        # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
+        return build(**arguments)
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self.workers:
@@ -168,8 +169,9 @@ class Server:
         from batchfinder.step.step import StepSettings
         from batchfinder.tracing.record import record_step
 
+        other = job["workload"]
         return record_step(
-            self.workload,
+            self.workload if other is None else self._build(other["builder"], other["arguments"]),
             StepSettings(**job["settings"]),
             tuple(job["capability"]),
             job["batch_size"],

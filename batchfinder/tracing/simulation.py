@@ -56,12 +56,14 @@ class Simulation:
     Args:
         spec: how to build it.
         how: how the step is taken.
+        recorder: a recording process that is there already and belongs to somebody else; None for a new one.
     """
 
-    def __init__(self, spec: WorkloadSpec, how: HowToStep) -> None:
+    def __init__(self, spec: WorkloadSpec, how: HowToStep, recorder: Recorder | None = None) -> None:
         self.spec = spec
         self.how = how
-        self._recorder = Recorder(spec)
+        self._owned = recorder is None
+        self._recorder = recorder or Recorder(spec)
         self._sources: dict[tuple[int, int], TraceSource] = {}
 
     def __enter__(self) -> Simulation:
@@ -73,19 +75,30 @@ class Simulation:
         self.close()
 
     def close(self) -> None:
-        """End the recording process."""
-        self._recorder.close()
+        """End the recording process, if it is this simulation's own."""
+        if self._owned:
+            self._recorder.close()
 
     def facts(self) -> WorkloadFacts:
-        """What there is to know about the workload; waits until it is built."""
+        """What there is to know about the workload that the process was opened with; waits until it is built."""
         return self._recorder.facts()
+
+    def varied(self, spec: WorkloadSpec, how: HowToStep) -> Simulation:
+        """The workload built or stepped otherwise, in the same recording process, which stays this simulation's.
+
+        Args:
+            spec: how to build it; where it differs, it is built anew for each recording.
+            how: how the step is taken.
+        """
+        return Simulation(spec, how, self._recorder)
 
     def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None]) -> TraceSource:
         """The step's traces on GPUs of one compute capability, at these lengths and any others."""
         if capability not in self._sources:
 
             def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
-                job = RecordingJob(self.how.settings(), capability, batch_size, seq_len, self.how.flash)
+                workload = None if self.spec == self._recorder.spec else self.spec
+                job = RecordingJob(self.how.settings(), capability, batch_size, seq_len, self.how.flash, workload)
                 return self._recorder.submit(job)
 
             self._sources[capability] = TraceSource(submit, seq_lens)

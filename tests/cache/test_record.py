@@ -38,6 +38,8 @@ measurements = st.builds(
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(),
     sizes,
+    sizes,
+    sizes,
 )
 outcomes = st.builds(
     Outcome,
@@ -65,7 +67,10 @@ def test_no_field_of_an_outcome_is_forgotten():
     names = {cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in (Outcome, Measurement, Trial, Shape)}
     assert names == {
         Outcome: ("shape", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"),
-        Measurement: ("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),
+        Measurement: (
+            *("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),
+            *("resting_bytes", "forward_bytes"),
+        ),
         Trial: ("batch_size", "shape", "measurement"),
         Shape: ("seq_len",),
     }
@@ -81,7 +86,7 @@ def test_a_record_explains_itself(make_key):
     assert body["key"]["gpu"] == "Titan X"
     assert body["outcome"]["stop"] == "EXACT"
     assert body["outcome"]["source"] == "simulated"
-    assert body["outcome"]["trials"][0] == [32, 128, "FITS", 11_000_000_000, 11_200_000_000, 0.25, "", None]
+    assert body["outcome"]["trials"][0] == [32, 128, "FITS", 11_000_000_000, 11_200_000_000, 0.25, "", None, None, None]
     assert text.count("\n") == 8
 
 
@@ -171,10 +176,10 @@ def test_the_forger_forges_well(make_key):
         ({"outcome__stop": "WHIM"}, "its stop is 'WHIM'"),
         ({"outcome__stop": ["EXACT"]}, "its stop is ['EXACT']"),
         ({"outcome__measurement": [1]}, "its measurement is [1]"),
-        ({"outcome__measurement": ["fits", 1, 2, 0.5, "", None]}, "its verdict is 'fits'"),
-        ({"outcome__measurement": ["FITS", 1, 2.5, 0.5, "", None]}, "its peak_reserved_bytes is 2.5"),
-        ({"outcome__measurement": ["FITS", 1, 2, 1, "", None]}, "its seconds is 1"),
-        ({"outcome__measurement": ["FITS", 1, 2, 0.5, None, None]}, "its message is None"),
+        ({"outcome__measurement": ["fits", 1, 2, 0.5, "", None, None, None]}, "its verdict is 'fits'"),
+        ({"outcome__measurement": ["FITS", 1, 2.5, 0.5, "", None, None, None]}, "its peak_reserved_bytes is 2.5"),
+        ({"outcome__measurement": ["FITS", 1, 2, 1, "", None, None, None]}, "its seconds is 1"),
+        ({"outcome__measurement": ["FITS", 1, 2, 0.5, None, None, None, None]}, "its message is None"),
         ({"outcome__trials": {}}, "its trials is {}"),
         ({"outcome__trials": [[8, 128]]}, "its trial is [8, 128]"),
         ({"outcome__unmodelled": [3]}, "its unmodelled is 3"),

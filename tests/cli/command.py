@@ -13,6 +13,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 COMMAND = (sys.executable, "-m", "batchfinder")
+# One thread: several of them wait for each other where the machine does other work as well.
+_ALONE = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ Run = Callable[..., Done]
 
 
 def environment(cache: Path, **more: str) -> dict[str, str]:
-    """This process's, without what changes the answers or their looks."""
+    """This process's, without what changes the answers or their looks: no card is seen either."""
     own = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("PYTORCH_") and name not in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TERM")
     }
-    return {**own, "BATCHFINDER_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TERM": "xterm-256color", **more}
+    return {**own, "BATCHFINDER_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TERM": "xterm-256color", **_ALONE, **more}
 
 
 def run_command(*arguments: str, cache: Path, **more: str) -> Done:
@@ -58,6 +60,6 @@ def run_command(*arguments: str, cache: Path, **more: str) -> Done:
         env=environment(cache, **more),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return Done(done.returncode, done.stdout, done.stderr)

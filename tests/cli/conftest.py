@@ -14,6 +14,12 @@ SMALL = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_card_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for without a device is simulated, whatever the machine has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`run(*arguments, cache=..., **environment)` runs the command, with an empty cache where none is given."""

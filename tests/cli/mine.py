@@ -37,6 +37,24 @@ class Aborts(Tiny):
         os.abort()
 
 
+class Exits(Tiny):
+    def meanwhile(self, x: torch.Tensor) -> None:
+        print("no more", flush=True)
+        os._exit(7)
+
+
+class OutOfRange(nn.Module):
+    """Looks a token up that there is not: on a card, a device-side assertion that kills the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.embedding(ids + 1000)
+        return out
+
+
 class Raises(Tiny):
     def meanwhile(self, x: torch.Tensor) -> None:
         raise RuntimeError("no answer today")
@@ -83,6 +101,18 @@ def own_optimizer() -> Workload:
 def aborts() -> Workload:
     """Ends the process in its forward."""
     return Workload(Aborts(), sequences)
+
+
+def exits() -> Workload:
+    """Ends the process in its forward, in a way that says nothing of memory."""
+    return Workload(Exits(), sequences)
+
+
+def out_of_range() -> Workload:
+    """Kills the context of a card in its forward."""
+    return Workload(
+        OutOfRange(), lambda batch_size, seq_len: (torch.zeros(batch_size, seq_len or 1, dtype=torch.long),)
+    )
 
 
 def fails_in_forward() -> Workload:

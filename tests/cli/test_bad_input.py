@@ -10,9 +10,13 @@ from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from batchfinder.cli.main import main
 from tests.cli.command import HERE, Run
 
+pytestmark = pytest.mark.slow
+
 NUMBER = "expected a whole number of at least 1."
 SIZE = "expected a positive size such as 12GiB, 900MiB or 24GB."
 HEADROOM = "expected a share such as 0.1 or 10%, or a size such as 1GiB, smaller than the device."
+SHARE = "expected a share from 0 to below 1, such as 0.01 or 1%."
+DEVICE = "expected auto, simulated, cuda, cuda:1 (or another number) or cpu."
 NO_FILE = "expected a file in a folder that exists."
 CACHE = "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
 OTHER_MODELS = "A path to a config.json or its folder, or package.module:factory, will do as well."
@@ -42,6 +46,12 @@ AT_ONCE = [
     ("--headroom nan", f"--headroom: 'nan' will not do; {HEADROOM}"),
     ("--headroom lots", f"--headroom: 'lots' will not do; {HEADROOM}"),
     ("--headroom 13GiB", f"--headroom: '13GiB' will not do; {HEADROOM}"),
+    ("--tolerance 1", f"--tolerance: '1' will not do; {SHARE}"),
+    ("--tolerance -1", f"--tolerance: '-1' will not do; {SHARE}"),
+    ("--tolerance nan", f"--tolerance: 'nan' will not do; {SHARE}"),
+    ("--tolerance exact", f"--tolerance: 'exact' will not do; {SHARE}"),
+    ("--device gpu", f"--device: 'gpu' will not do; {DEVICE}"),
+    ("--device cuda:x", f"--device: 'cuda:x' will not do; {DEVICE}"),
     ("--markdown no/such/folder/sweep.md", f"--markdown: 'no/such/folder/sweep.md' will not do; {NO_FILE}"),
     ("--csv .", f"--csv: '.' will not do; {NO_FILE}"),
     ("--cache nope://there", f"the cache at nope://there cannot be used: Protocol not known: nope. {CACHE}"),
@@ -70,6 +80,8 @@ def test_wrong_values_are_told_before_anything_is_built(
         ("--accumulation x", f"--accumulation: 'x' will not do; {NUMBER}"),
         ("--gpu k8", "unknown GPU 'k8'. Did you mean K80?"),
         ("--model gpt-2-xxl", "unknown model 'gpt-2-xxl'. Did you mean "),
+        ("--snapshot no/such/step.pickle", f"--snapshot: 'no/such/step.pickle' will not do; {NO_FILE}"),
+        ("--snapshot .", f"--snapshot: '.' will not do; {NO_FILE}"),
     ],
 )
 def test_profile_checks_its_options_too(options: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

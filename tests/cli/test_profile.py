@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from itertools import accumulate
+from pathlib import Path
 
+import pytest
+from torch.cuda import _memory_viz as viz
+
+from batchfinder.units import KIB
 from tests.cli.command import Done, Run
+from tests.cli.mine import WIDTH
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +94,26 @@ def test_out_of_memory_is_told_below_the_table(run: Run) -> None:
     assert lines[1] == "fp32, inference"
     (said,) = [line for line in lines if line.startswith("out of memory in ")]
     assert ": CUDA out of memory. Tried to allocate " in said
+
+
+def test_snapshot(run: Run, tmp_path: Path) -> None:
+    """PyTorch's reader takes the file; it ends with the profile's figures, less the batch, which has gone by then."""
+    file = tmp_path / "step.pickle"
+    profile = run("profile", *CELL, "--batch-size", "3", "--json", "--snapshot", str(file)).json
+    snapshot = pickle.loads(file.read_bytes())
+    last = profile["stages"][-1]
+    assert f"total_reserved: {viz.Bytes(last['reserved_bytes'])}\n" in viz.segsum(snapshot)
+    assert sum(segment["total_size"] for segment in snapshot["segments"]) == last["reserved_bytes"]
+    batch = 4 * 3 * 16 * WIDTH
+    assert sum(segment["allocated_size"] for segment in snapshot["segments"]) == last["allocated_bytes"] - batch
+    events = snapshot["device_traces"][0]
+    signs = {"alloc": 1, "free_completed": -1}
+    most = max(accumulate(signs.get(event["action"], 0) * event["size"] for event in events))
+    assert 0 <= last["max_allocated_bytes"] - most < 64 * KIB  # what blocks are larger than asked for
+    frames = [tuple(f"{frame['filename']}:{frame['name']}" for frame in event["frames"]) for event in events]
+    assert frames[0] == (
+        "first:aten.empty_strided.default",
+        "parameter:float32[1024, 256]",
+        "before the first step:model",
+    )
+    assert {said[-1] for said in frames} >= {f"step {step}:{stage}" for step in (0, 1) for stage in STAGES[1:]}

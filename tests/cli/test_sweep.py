@@ -33,7 +33,17 @@ ASKED_FOR = {
     "seconds": float,
     "unmodelled": list,
 }
-MORE = {"unscaled": int, "stop": str, "needed_bytes": type(None), "published": type(None)}
+MORE = {
+    "unscaled": int,
+    "stop": str,
+    "needed_bytes": type(None),
+    "published": type(None),
+    "headroom_bytes": int,
+    "failed_trials": int,
+    "stopped_by": str,
+    "found_by": str,
+    "message": str,
+}
 PLAN = {
     "target_batch_size": int,
     "micro_batch_size": int,
@@ -52,9 +62,10 @@ def test_json(small_json: Done) -> None:
     for row in rows:
         assert {name: type(value) for name, value in row.items()} == ASKED_FOR | MORE | PLAN
         assert row["source"] == "simulated"
-        assert row["budget_bytes"] == GIB - int(0.1 * GIB)
-        assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"] <= row["budget_bytes"]
-        assert row["trials"] > 1
+        assert (row["budget_bytes"], row["headroom_bytes"]) == (GIB, int(0.1 * GIB))
+        assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"] <= GIB - int(0.1 * GIB)
+        assert row["trials"] > row["failed_trials"] >= 1
+        assert (row["stop"], row["stopped_by"], row["found_by"]) == ("exact", "out_of_memory", "simulated")
 
 
 def test_plan(small_json: Done) -> None:
@@ -101,8 +112,8 @@ def test_table(small_json: Done, small_table: Done) -> None:
     ]
     assert small_table.out.splitlines() == [
         "Largest training batch, simulated",
-        "fp32, adamw, headroom 10%, for an effective batch of 100000",
-        f"usable: 921.60 MiB of {T4}, 921.60 MiB of {INSTANCE}",
+        "fp32, adamw, headroom 10%, for an effective batch of 100000, so with two micro-batches to a step",
+        f"usable: 1.00 GiB of {T4}, 1.00 GiB of {INSTANCE}",
         "",
         f"model      {'GPU':<43}  seq len  max batch  peak reserved  micro-batch x accumulation  source",
         "─" * (9 + 43 + 7 + 9 + 13 + 26 + 9 + 6 * 2),

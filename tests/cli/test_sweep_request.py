@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli import sweep_request
 from batchfinder.cli.main import build_parser
+from batchfinder.cli.sweep_cell import cache_key
 from batchfinder.cli.sweep_request import SweepRequest, read_request
-from batchfinder.cli.sweep_run import _less_headroom, _seq_lens, cache_key
-from batchfinder.devices.present import PresentGpu
+from batchfinder.cli.sweep_run import _seq_lens
 from batchfinder.errors import InvalidValue
 from batchfinder.tracing.job import WorkloadFacts
 
@@ -41,8 +40,7 @@ VARIANTS = (
 
 
 @pytest.fixture(autouse=True)
-def _no_gpu_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_request, "present_gpus", lambda: ())
+def _usual_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 
@@ -55,8 +53,7 @@ def request_for(options: str) -> SweepRequest:
 def digest(request: SweepRequest, facts: WorkloadFacts = FACTS) -> str:
     """The record's name of the first cell of a sweep."""
     (card, *_) = request.cards
-    device = _less_headroom(card.device, request.headroom)
-    return cache_key(facts, card, device, _seq_lens("model", facts, request)[-1], request).digest
+    return cache_key(facts, card, _seq_lens("model", facts, request)[-1], request).digest
 
 
 def test_different_settings_never_share_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,6 +74,8 @@ def test_what_does_not_change_the_answer_shares_a_record() -> None:
     assert digest(request_for("--gpu v100")) == digest(request_for("--gpu tesla-v100-16gb --model gpt2"))
     assert digest(request_for("--headroom 0.1")) == digest(request_for("--headroom 10%"))
     assert digest(request_for("--target-batch-size 64")) == digest(request_for("--target-batch-size 128"))
+    # A simulated answer is exact whatever is asked of measured ones.
+    assert digest(request_for("--tolerance 5%")) == digest(request_for("--device simulated"))
 
 
 def test_defaults() -> None:
@@ -85,20 +84,7 @@ def test_defaults() -> None:
     assert [model for model, _ in request.models] == ["bert-base", "bert-large"]
     assert [card.name for card in request.cards] == ["Titan X Pascal"]
     assert (request.how.mode, request.how.precision, request.how.optimizer) == ("train", "fp32", "adamw")
-    assert (request.notes, request.conditions) == ((), ())
-
-
-def test_cards_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's own cards are swept where none is named, each kind once, known or not, and said to be simulated."""
-    here = [PresentGpu(0, "Tesla T4", 15360 << 20, (7, 5)), PresentGpu(1, "Tesla T4", 15360 << 20, (7, 5))]
-    here.append(PresentGpu(2, "NVIDIA Unheard-of 9", 10000 << 20, (12, 0)))
-    monkeypatch.setattr(sweep_request, "present_gpus", lambda: tuple(here))
-    request = request_for("")
-    assert [card.name for card in request.cards] == ["T4", "NVIDIA Unheard-of 9"]
-    assert request.cards[1].device.usable_bytes == (9700 - 600) << 20
-    (note,) = request.notes
-    assert note == "this machine has T4, NVIDIA Unheard-of 9; its figures are simulated, not measured"
-    assert [card.name for card in request_for("--gpu v100").cards] == ["V100 16GB"]
+    assert (request.place.notes, request.conditions, request.measured) == ((), (), False)
 
 
 def test_each_thing_once() -> None:
@@ -130,8 +116,26 @@ def test_a_length_beyond_the_positions() -> None:
 
 def test_conditions() -> None:
     """What the figures hold under is put in words."""
-    request = request_for("--headroom 10% --max-batch-size 32 --target-batch-size 256")
-    assert request.conditions == ("headroom 10%", "at most 32", "for an effective batch of 256")
+    options = "--headroom 10% --max-batch-size 32 --target-batch-size 256"
+    words = ("headroom 10%", "at most 32", "for an effective batch of 256, so with two micro-batches to a step")
+    assert request_for(options).conditions == words
+    cpu = f"{options} --device cpu --budget 64MiB"
+    assert request_for(cpu).conditions == ("to within 1 %", *words)
+    assert request_for(f"{cpu} --tolerance 0").conditions == words
+
+
+@pytest.mark.parametrize(("tolerance", "share"), [("0", 0.0), ("0.02", 0.02), ("2%", 0.02), (" 2 % ", 0.02)])
+def test_tolerance(tolerance: str, share: float) -> None:
+    """A tolerance is a share or a percentage."""
+    arguments = build_parser().parse_args(["sweep", "--no-cache", "--tolerance", tolerance])
+    assert read_request(arguments).tolerance == share
+
+
+def test_a_measured_headroom_is_a_share_of_the_budget() -> None:
+    """Under a budget, what stays free is a share of that; the row's budget is what it is a share of."""
+    request = request_for("--device cpu --budget 64MiB --headroom 25%")
+    (card,) = request.cards
+    assert (card.device.usable_bytes, request.reserve_bytes(card)) == (64 << 20, 16 << 20)
 
 
 def test_a_path_is_no_misspelt_name(tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from batchfinder.units import GIB
 
 
 def test_whole_card() -> None:
-    """A card's device has its total, its usable bytes and its compute capability."""
+    """A card's device has its total, its usable bytes, its compute capability and its context."""
     gpu = find_gpu("V100")
-    assert device_for(gpu) == Device("V100 16GB", gpu.memory_bytes, gpu.usable_bytes, (7, 0))
+    whole = device_for(gpu)
+    assert whole == Device("V100 16GB", gpu.memory_bytes, gpu.usable_bytes, (7, 0), context_bytes=gpu.context_bytes)
+    assert whole.usable_bytes + whole.context_bytes == whole.total_bytes
 
 
 def test_every_card_makes_a_device() -> None:
@@ -31,6 +33,7 @@ def test_budget_on_a_larger_card() -> None:
     assert (device.total_bytes, device.usable_bytes) == (12 * GIB, 12 * GIB)
     assert device.compute_capability == (9, 0)
     assert device.name == "H100 80GB, 12.00 GiB budget"
+    assert device.context_bytes == find_gpu("H100").context_bytes
 
 
 def test_budget_between_usable_and_total() -> None:

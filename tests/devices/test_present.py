@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.devices import PresentGpu, find_gpu, parse_nvidia_smi, present_gpus
+from batchfinder.devices import PresentGpu, driver_version, find_gpu, parse_nvidia_smi, present_gpus
 from batchfinder.devices.present import _TIMEOUT_SECONDS
 from batchfinder.units import MIB
 
@@ -71,3 +71,12 @@ def test_failure_is_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scr
 def test_default_timeout_is_short() -> None:
     """Nobody waits for a hanging driver longer than ten seconds."""
     assert _TIMEOUT_SECONDS <= 10.0
+
+
+def test_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's version is asked for by itself; nvidia-smi has a line for each card. Without one it is empty."""
+    script = '[ "$*" = "--query-gpu=driver_version --format=csv,noheader" ] && printf "580.95.05\\n580.95.05\\n"'
+    fake_nvidia_smi(tmp_path, monkeypatch, script)
+    assert driver_version() == "580.95.05"
+    fake_nvidia_smi(tmp_path, monkeypatch, "exit 9")
+    assert driver_version() == ""

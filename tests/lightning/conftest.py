@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -30,3 +31,11 @@ def one_quiet_thread() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def nothing_old_is_collected() -> Iterator[None]:
+    """Each search collects garbage; looking through what the process imported takes longer than the training."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -8,6 +8,7 @@ prints one line of JSON with what happened.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -15,20 +16,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "PYTHONMALLOC": "malloc",  # Python's own allocator maps 1 MiB at a time
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer page faults: twice as fast
+}
 ROOT = Path(__file__).parents[2]
 
 
 def run_fit(**request: Any) -> dict[str, Any]:
     """Fit in a child process; returns what it printed."""
-    import os
-
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(request)],
         env={**os.environ, **MALLOC, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, f"exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
@@ -59,14 +64,14 @@ def _fit(request: dict[str, Any]) -> dict[str, Any]:
         limit_bytes = request.get("limit_bytes") or size + (request["limit_mib"] << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
     limit = resource.getrlimit(resource.RLIMIT_AS)
-    seconds = [0.0]
+    seconds, core_seconds = [0.0], [0.0]
     if finder is not None:
         start = finder.on_fit_start
 
         def timed(*args: Any) -> None:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             start(*args)
-            seconds[0] = time.perf_counter() - began
+            seconds[0], core_seconds[0] = time.perf_counter() - began, time.process_time() - worked
 
         finder.on_fit_start = timed
     error, verdict = None, None
@@ -89,6 +94,7 @@ def _fit(request: dict[str, Any]) -> dict[str, Any]:
         "found": {str(length): outcome.max_batch_size for length, outcome in outcomes.items()},
         "sources": [outcome.source for outcome in outcomes.values()],
         "seconds": seconds[0],
+        "core_seconds": core_seconds[0],
         "limit_unchanged": unchanged,
         "limit_bytes": limit[0],
     }

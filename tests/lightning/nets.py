@@ -125,11 +125,11 @@ class ConvNet(Module):
 
 
 def trainer(**options: Any) -> pl.Trainer:
-    """A trainer on the CPU that writes and shows nothing."""
+    """A trainer, on the CPU if nothing else is asked for, that writes and shows nothing."""
     return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
         **{
+            "accelerator": "cpu",
+            "devices": 1,
             "logger": False,
             "enable_checkpointing": False,
             "enable_progress_bar": False,

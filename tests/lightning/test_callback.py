@@ -15,9 +15,9 @@ from bounded import MESSAGE, Bounded
 from torch.utils.data import DataLoader
 
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.known import holds
-from batchfinder.lightning.memory import HostMemory
 from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Verdict
+from batchfinder.probing.known import holds
+from batchfinder.probing.memory import HostMemory
 from batchfinder.units import MIB
 
 SIZE = r"\d+(\.\d+)? [KMG]?i?B"

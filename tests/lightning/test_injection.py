@@ -19,11 +19,13 @@ from batchfinder.lightning import finding
 from batchfinder.lightning.batches import ProbeBatches
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.finding import Finding, Found
-from batchfinder.lightning.known import Limits
-from batchfinder.lightning.memory import HostMemory
 from batchfinder.lightning.probe import Setting
 from batchfinder.lightning.rehearsal import Rehearsal
 from batchfinder.outcome import Shape
+from batchfinder.probing.known import Limits
+from batchfinder.probing.memory import HostMemory
+
+pytestmark = pytest.mark.slow
 
 STAGES = ("forward", "backward", "optimizer")
 ACTIVE: list[FailingOperator] = []  # not an attribute of anything that is put back

@@ -241,27 +241,32 @@ def test_manual_optimization_is_left_alone():
 def test_two_processes(tmp_path):
     """With DDP each gradient is that of the mean over both processes' samples of the window."""
     script = tmp_path / "run.py"
+    # The processes meet in a file. By default it is a port that the parent finds free and lets go, seconds before the
+    # first child listens there: until then any other program on the machine may get it.
     script.write_text(
         "import sys, torch, pytorch_lightning as pl\n"
         "from torch.utils.data import DataLoader\n"
         "from tests.lightning.test_last_window import Net, Weighing\n"
         "from tests.lightning.tiny import Rows\n"
+        "class Meeting(pl.strategies.DDPStrategy):\n"
+        "    def setup_distributed(self):\n"
+        "        self.set_world_ranks()\n"
+        "        torch.distributed.init_process_group(\n"
+        "            'gloo', init_method=f'file://{sys.argv[2]}', rank=self.global_rank, world_size=self.world_size\n"
+        "        )\n"
+        "        super().setup_distributed()\n"
         "class Saved(Net):\n"
         "    def on_train_end(self):\n"
         "        if self.trainer.is_global_zero:\n"
         "            torch.save(self.steps, sys.argv[1])\n"
         "if __name__ == '__main__':\n"
         "    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)\n"
-        "    pl.Trainer(accelerator='cpu', devices=2, strategy='ddp_spawn', max_epochs=1, accumulate_grad_batches=4,\n"
-        "               enable_model_summary=False, callbacks=[Weighing()], **quiet\n"
+        "    pl.Trainer(accelerator='cpu', devices=2, strategy=Meeting(start_method='spawn'), max_epochs=1,\n"
+        "               accumulate_grad_batches=4, enable_model_summary=False, callbacks=[Weighing()], **quiet\n"
         "    ).fit(Saved(), DataLoader(Rows(44), batch_size=4))\n"
     )
-    command = [sys.executable, str(script), str(tmp_path / "steps.pt")]
-    # The port that Lightning finds free may be another test's before the processes meet there.
-    for _ in range(3):
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
-        if ran.returncode == 0:
-            break
+    command = [sys.executable, str(script), str(tmp_path / "steps.pt"), str(tmp_path / "meeting")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=_environment())
     assert ran.returncode == 0, ran.stderr[-3000:]
     steps = torch.load(tmp_path / "steps.pt", weights_only=False)
     # the sampler deals rows out in the order of a permutation; both halves together are what the mean is over
@@ -281,5 +286,7 @@ def test_two_processes(tmp_path):
 
 def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
-    kept = {name: value for name, value in os.environ.items() if name != "PL_GLOBAL_SEED"}
+    # What a fit in this process may have set, and would make of the children's parent a child.
+    set_by_fits = {"PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
+    kept = {name: value for name, value in os.environ.items() if name not in set_by_fits}
     return {**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}

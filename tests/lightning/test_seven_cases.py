@@ -15,6 +15,8 @@ from pytorch_lightning.callbacks import BatchSizeFinder
 from batchfinder.errors import OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
 
+pytestmark = pytest.mark.slow
+
 
 class TriesForEver(Exception):
     """Stands for a search that does not end."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import ContextDied, InvalidValue, UserCodeFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probing.cuda import CudaProbe
@@ -24,12 +24,13 @@ needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a
 class MadeUpCard:
     """Memory that is told how it fares, and writes down what it is asked for."""
 
-    def __init__(self, retries=(), kernel_fails=False):
+    def __init__(self, retries=(), kernel_fails=False, dead=False):
         self.asked = []
         self.fraction = 0.9
         self.on_clear = lambda: None
         self._retries = [0, *retries]
         self._kernel_fails = kernel_fails
+        self._dead = dead
 
     def limit(self, limit_bytes):
         before, self.fraction = self.fraction, limit_bytes / 1000
@@ -37,6 +38,8 @@ class MadeUpCard:
         return before
 
     def restore(self, fraction):
+        if self._dead:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
         self.fraction = fraction
         self.asked.append(f"restore {fraction}")
 
@@ -54,6 +57,9 @@ class MadeUpCard:
 
     def peaks(self):
         return 300, 400
+
+    def held(self):
+        return 120
 
 
 def _raise(error):
@@ -138,6 +144,20 @@ def test_a_bug_passes_and_the_share_is_restored():
     assert card.fraction == 0.9
 
 
+def test_what_a_context_dies_of_is_what_is_raised():
+    """On a dead context the share cannot be restored; the error of the step is raised, not that one."""
+    bug = torch.AcceleratorError("CUDA error: device-side assert triggered, in the step")
+    with pytest.raises(torch.AcceleratorError) as caught:
+        CudaProbe(lambda *size: _raise(bug), CARD, 500, MadeUpCard(dead=True))(8, Shape())
+    assert caught.value is bug
+
+
+def test_a_dead_context_is_recognised():
+    """Every later call on a dead context fails, the wait for it too."""
+    assert CudaProbe(lambda *size: None, CARD, None, MadeUpCard(kernel_fails=True)).is_dead()
+    assert not CudaProbe(lambda *size: None, CARD, None, MadeUpCard()).is_dead()
+
+
 def test_a_limit_must_be_positive():
     """A limit of nothing is refused with the number."""
     with pytest.raises(InvalidValue) as caught:
@@ -146,6 +166,16 @@ def test_a_limit_must_be_positive():
 
 
 @pytest.mark.gpu
+def test_what_stages_say_is_in_the_measurement():
+    """Steps that tell the probe's readings of their stages get what stays and what the forward took measured."""
+    stages = ((0, "batch", 0), (0, "backward", 0), (1, "batch", 0))
+    probe = CudaProbe(lambda batch_size, seq_len: [probe.readings(*stage) for stage in stages], CARD, card=MadeUpCard())
+    seen = probe(8, Shape())
+    assert (seen.resting_bytes, seen.forward_bytes) == (120, 180)
+    silent = CudaProbe(lambda batch_size, seq_len: None, CARD, card=MadeUpCard())(8, Shape())
+    assert (silent.resting_bytes, silent.forward_bytes) == (None, None)
+
+
 @needs_a_card
 def test_a_budget_is_kept_and_taken_back():
     """Under a budget of 1 GiB the answer's peak is within it, the next size fails, and the card is whole afterwards."""
@@ -167,14 +197,65 @@ def test_a_budget_is_kept_and_taken_back():
     assert torch.cuda.memory_allocated(device) <= before + (1 << 20)
 
 
+def _child(monkeypatch, name, limit=1 << 30, **arguments):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    return ProcessProbe(WorkloadSpec(f"tests.probing.workloads:{name}", arguments), {}, "cuda:0", limit)
+
+
 @pytest.mark.gpu
 @needs_a_card
 def test_the_child_answers_as_this_process_does(monkeypatch):
-    """A child process finds the same size under the same budget, and survives a dead context."""
-    monkeypatch.chdir(Path(__file__).parents[2])
+    """A child process finds a size under the budget, exactly; then a prediction of it takes few probes and 1 failure.
+
+    Without a prediction there is no such promise: the first line is drawn from the origin.
+    """
     limit = 1 << 30
-    with ProcessProbe(WorkloadSpec("tests.probing.workloads:encoder"), {}, "cuda:0", limit) as probe:
-        outcome = find_max_batch_size(probe, Shape(64), search=Secant(limit))
-    assert outcome.max_batch_size > 0
-    assert sum(not trial.fits for trial in outcome.trials) <= 1
-    assert len(outcome.trials) <= 6
+    with _child(monkeypatch, "encoder", limit) as probe:
+        exact = find_max_batch_size(probe, Shape(64), search=Secant(limit, 0.0))
+        answer = exact.max_batch_size
+        assert answer > 0
+        guided = find_max_batch_size(probe, Shape(64), search=Secant(limit, predicted=answer))
+    assert 0.99 * answer <= guided.max_batch_size <= answer
+    assert sum(not trial.fits for trial in guided.trials) <= 1
+    assert len(guided.trials) <= 6
+
+
+@pytest.mark.gpu
+@needs_a_card
+def test_a_card_is_looked_at(monkeypatch):
+    """What a child says of the card is what this process sees of it, less the child's own context."""
+    properties = torch.cuda.get_device_properties(0)
+    with _child(monkeypatch, "encoder") as probe:
+        card = probe.look()
+    assert (card.name, card.total_bytes) == (properties.name, properties.total_memory)
+    assert card.compute_capability == (properties.major, properties.minor)
+    assert 0 < card.free_bytes < card.total_bytes
+    assert card.versions["torch"] == torch.__version__
+
+
+@pytest.mark.gpu
+@needs_a_card
+def test_a_dead_context_is_survived(monkeypatch, tmp_path):
+    """A device-side assertion, provoked for real, costs the child: once it is tried again, twice it is an error.
+
+    Either way the next probe runs, in a new process.
+    """
+    with _child(monkeypatch, "out_of_range", at=8, once=str(tmp_path / "once")) as probe:
+        assert probe(4, Shape(8)).fits
+        first = probe._child
+        assert probe(8, Shape(8)).fits
+        assert (tmp_path / "once").exists()
+        assert probe._child is not first
+    with _child(monkeypatch, "out_of_range", at=8) as probe:
+        with pytest.raises(ContextDied, match="device-side assert"):
+            probe(8, Shape(8))
+        assert probe(4, Shape(8)).fits
+
+
+@pytest.mark.gpu
+@needs_a_card
+def test_a_bug_leaves_the_context_alive(monkeypatch):
+    """An error that Python raised is the user's, and not said to have killed anything."""
+    with _child(monkeypatch, "misbehaving", deed="raise", at=8) as probe, pytest.raises(UserCodeFailed) as caught:
+        probe(8, Shape(8))
+    assert type(caught.value) is UserCodeFailed

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.errors import InvalidValue, ProbeDied, UserCodeFailed
+from batchfinder.errors import ContextDied, InvalidValue, ProbeDied, UserCodeFailed
 from batchfinder.outcome import Shape, Verdict
+from batchfinder.probing import process
+from batchfinder.probing.card import CardFacts
 from batchfinder.probing.cpu import CpuProbe
 from batchfinder.probing.death import KILLED
 from batchfinder.probing.process import ProcessProbe
@@ -114,3 +116,49 @@ def test_the_near_end_needs_no_torch():
     """Importing the probes costs no import of torch."""
     code = "import sys, batchfinder.probing.cpu; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def on_a_card(monkeypatch, tmp_path):
+    """A probe of a worker that answers as one on a card does, and in which file it is noted that its context died."""
+    monkeypatch.setattr(process, "WORKER", "tests.probing.dying_worker")
+    with ProcessProbe(WorkloadSpec("mine:model"), {}, "cuda:0", environment={"ONCE": str(tmp_path / "once")}) as probe:
+        yield probe, tmp_path / "once"
+
+
+def test_a_dead_context_is_tried_again_in_a_new_process(on_a_card):
+    """A context that died once is forgotten: a new process takes the step, with the same limit."""
+    probe, once = on_a_card
+    probe.limit_bytes = 1200
+    first = probe(4, Shape())
+    seen = probe(8, Shape())
+    assert once.exists()
+    assert (first.peak_reserved_bytes, seen.peak_reserved_bytes) == (1200, 1200)
+    assert first.peak_allocated_bytes != seen.peak_allocated_bytes  # these are the processes' numbers
+
+
+def test_a_context_that_dies_twice_is_a_clear_error(monkeypatch, tmp_path):
+    """The message has the user's error and the next move; the next probe gets a new process."""
+    monkeypatch.setattr(process, "WORKER", "tests.probing.dying_worker")
+    environment = {"ONCE": str(tmp_path / "never")}
+    with ProcessProbe(WorkloadSpec("mine:model"), {}, "cuda:0", environment=environment) as probe:
+        with pytest.raises(ContextDied) as caught:
+            probe(8, Shape())
+        assert probe._child is None
+        assert probe(4, Shape()).fits
+    assert isinstance(caught.value, UserCodeFailed)
+    assert str(caught.value) == (
+        "mine:model at batch size 8 left the card's context dead behind it, twice. It raised:\n"
+        "Traceback (most recent call last):\nRuntimeError: CUDA error: device-side assert triggered\n"
+        "Run one training step at this size on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see where."
+    )
+
+
+def test_a_look_is_taken_by_the_child_that_takes_the_steps(on_a_card):
+    """What is free is asked in the process whose steps are to fit into it, before anything is built there."""
+    probe, _ = on_a_card
+    assert probe.look() == CardFacts("a card", 2000, 1500, (9, 0))
+    child = probe._child
+    probe.limit_bytes = 700
+    assert probe(1, Shape()).peak_reserved_bytes == 700
+    assert probe._child is child

@@ -7,7 +7,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from batchfinder.probing.cpu import MALLOC
+
+pytestmark = pytest.mark.slow
 
 _ROOT = Path(__file__).parents[2]
 
@@ -107,3 +111,28 @@ def test_the_model_counts():
     """)
     assert held > 25_000_000
     assert 2 * held <= peak <= 2.3 * held
+
+
+def test_flash_attention_is_flash_or_an_error():
+    """Asked for the flash kernel, a step runs in it; where there is none, the message says what would do."""
+    fits, refused = _run("""
+        import json
+        from torch.profiler import profile
+        from batchfinder.errors import InvalidValue
+        from batchfinder.probing.worker import open_workload
+        served = [
+            open_workload("tests.probing.workloads:attending", {"dropout": dropout}, {}, "cpu", None, 1, flash=True)
+            for dropout in (0.0, 0.1)
+        ]
+        with profile() as seen:
+            served[0].limited(2, 8, None)
+        kernels = {event.key for event in seen.key_averages() if "flash" in event.key}
+        answer = served[1].probe(2, 8)
+        print(json.dumps([sorted(kernels), answer["error"]["message"]]))
+    """)
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in fits
+    assert refused == (
+        "attention: 'flash' will not do; expected sdpa or eager: PyTorch has no flash kernel for this step here; on a "
+        "card it needs compute capability 8.0, half precision, heads of at most 256 and no mask, on a CPU no dropout "
+        "in the attention."
+    )

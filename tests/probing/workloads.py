@@ -81,6 +81,49 @@ def misbehaving(**arguments: Any) -> Workload:
     return Workload(Misbehaving(**arguments), lambda batch_size, seq_len: torch.randn(batch_size, 16))
 
 
+class OutOfRange(nn.Module):
+    """Looks up a row that an embedding does not have, from a batch size on: on a card this kills the context."""
+
+    def __init__(self, at: int, once: str = "") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.at = at
+        self.once = once
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if len(ids) >= self.at and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            ids = ids + VOCABULARY
+        out: torch.Tensor = self.embedding(ids)
+        return out
+
+
+def out_of_range(**arguments: Any) -> Workload:
+    """A net that looks up what is not there; `arguments` are `OutOfRange`'s."""
+    return Workload(
+        OutOfRange(**arguments), lambda batch_size, seq_len: torch.randint(VOCABULARY, (batch_size, seq_len or 8))
+    )
+
+
+class Attending(nn.Module):
+    """Attention, with dropout or without."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 3 * 32)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.layer(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout)
+
+
+def attending(dropout: float) -> Workload:
+    """Attention on random vectors."""
+    return Workload(Attending(dropout), lambda batch_size, seq_len: torch.randn(batch_size, seq_len or 8, 32))
+
+
 def unbuildable() -> Workload:
     """Raises while it is built."""
     raise ValueError("no such data set")

@@ -18,6 +18,8 @@ from batchfinder.simulator.timeline import Timeline
 from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep, Simulation
 
+pytestmark = pytest.mark.slow
+
 TITAN_X = device_for(find_gpu("titan x"))
 SEQ_LENS = (64, 128, 256, 320, 384, 512)
 CELLS = tuple((model, seq_len) for model in ("bert-base", "bert-large") for seq_len in SEQ_LENS)

@@ -19,14 +19,24 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         progress.expect(3)
         progress.doing("building bert-base")
         progress.doing("bert-base at 64 on T4", worth_a_line=False)
-        progress.found(ROW)
-        progress.found(replace(ROW, seq_len=None, source="cache", trials=0))
+        progress.found(ROW, (0, 1))
+        progress.found(replace(ROW, seq_len=None, source="cache", trials=0), (0, 0))
+        progress.found(replace(ROW, seq_len=32, source="measured", found_by="measured", trials=1), (0, 2))
     assert capsys.readouterr() == (
         "",
         "building bert-base\n"
         "[1/3] bert-base at 64 on T4: 100 (simulated, 7 trials, 0.2 s)\n"
-        "[2/3] bert-base on T4: 100 (simulated, from the cache, 0.2 s)\n",
+        "[2/3] bert-base on T4: 100 (simulated, from the cache, 0.2 s)\n"
+        "[3/3] bert-base at 32 on T4: 100 (measured, 1 trial, 0.2 s)\n",
     )
+    assert [row.seq_len for row in progress.rows] == [None, 64, 32]
+
+
+def test_a_failure_that_does_not_end_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told when it comes, as it is: brackets and long lines included."""
+    with SweepProgress(()) as progress:
+        progress.failed(ValueError(f"[1/2] {'long ' * 40}[/bold]"))
+    assert capsys.readouterr() == ("", f"batchfinder: [1/2] {'long ' * 40}[/bold]\n")
 
 
 class Terminal(io.StringIO):
@@ -60,7 +70,7 @@ def test_a_live_table(connect: Connect, capsys: pytest.CaptureFixture[str]) -> N
     with SweepProgress(("headroom 10%",)) as progress:
         progress.expect(40)
         for size in range(1, 31):
-            progress.found(replace(ROW, max_batch_size=1000 + size))
+            progress.found(replace(ROW, max_batch_size=1000 + size), (size,))
     assert capsys.readouterr().out == ""
     sent = terminal.getvalue()
     last = sent[sent.rindex("Largest training batch on T4, simulated") :]

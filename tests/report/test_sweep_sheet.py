@@ -104,6 +104,43 @@ def test_a_cap_is_no_maximum() -> None:
     assert not any("cap" in note for note in sweep_sheet([ROW]).notes)
 
 
+MEASURED = replace(ROW, source="measured", found_by="measured", trials=4, failed_trials=1, stopped_by="out_of_memory")
+
+
+def test_measured_figures() -> None:
+    """The title says what they were measured on; a cached figure is still a measured one."""
+    sheet = sweep_sheet([MEASURED, replace(MEASURED, source="cache", trials=0)])
+    assert sheet.title == "Largest training batch, measured on T4"
+    assert sheet.details == ("fp32, adamw", "14.00 GiB usable")
+    assert sheet.columns["source"] == ["measured", "measured"]
+    assert sheet.notes == ("left out: workspaces", "from the cache: 1 of 2 rows")
+
+
+def test_a_tolerance_is_said() -> None:
+    """Rows that a search left within its tolerance are counted."""
+    notes = sweep_sheet([replace(MEASURED, stop="tolerance"), MEASURED]).notes
+    assert "to within the tolerance rather than exact: 1 of 2 rows" in notes
+
+
+def test_other_ends_than_a_full_memory_are_named() -> None:
+    """Thrashing and kernels that cannot index as much are named, with the cell; a full memory is not."""
+    rows = [MEASURED, replace(MEASURED, stopped_by="thrashing"), replace(MEASURED, seq_len=None)]
+    rows += [replace(MEASURED, seq_len=None, stopped_by="size_ceiling"), replace(MEASURED, stopped_by=None)]
+    assert sweep_sheet(rows).notes[1:] == (
+        "what stopped bert-base at 64 was no full memory: it runs only by releasing and re-taking memory all the time",
+        "what stopped bert-base was no full memory: a kernel cannot index a tensor this large",
+    )
+
+
+def test_nothing_fits_and_what_it_needs_is_not_known() -> None:
+    """Then the device's own words stand below the table, on one line."""
+    row = replace(MEASURED, max_batch_size=0, peak_reserved_bytes=None, message="CUDA out of memory.\nTried to")
+    sheet = sweep_sheet([row])
+    assert sheet.columns["peak reserved"] == ["-"]
+    assert sheet.notes[-1] == "what became of one sample of bert-base at 64: CUDA out of memory. Tried to"
+    assert not any("what became" in note for note in sweep_sheet([replace(row, needed_bytes=20 * GIB)]).notes)
+
+
 def test_csv() -> None:
     """CSV has a heading with every key of any row, lists joined, and nothing where a row has no value."""
     rows = [replace(ROW, unmodelled=("one", "two")), replace(ROW, target_batch_size=8, plan=plan_accumulation(8, 4))]
@@ -112,5 +149,5 @@ def test_csv() -> None:
         "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size"
     )
     assert first.startswith("bert-base,64,T4,")
-    assert first.endswith("one; two,0,exact,,,,,,,")
-    assert second.endswith("workspaces,0,exact,,,8,4,2,1,8")
+    assert first.endswith("one; two,0,exact,,0,0,,simulated,,,,,,,")
+    assert second.endswith("workspaces,0,exact,,0,0,,simulated,,,8,4,2,1,8")

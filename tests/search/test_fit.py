@@ -90,3 +90,41 @@ def test_never_too_high(fixed, per_sample, segment, small, more):
     guess = fit((small, peak(small)), (small + more, peak(small + more))).crossing(limit)
     assert guess is not None
     assert guess <= (limit - fixed) // per_sample + 1
+
+
+def told(*points: tuple[int, int, int, int]) -> Fit:
+    """A fit of (batch size, peak, bytes that stay, bytes of the forward)."""
+    made = Fit()
+    for size, peak, stays, forward in points:
+        seen = Measurement(Verdict.FITS, None, peak, resting_bytes=stays, forward_bytes=forward)
+        made = made.add(Trial(size, Shape(), seen))
+    return made
+
+
+def test_the_least_that_stays():
+    """What stays may grow with the size, where a batch outlives its step: the least counts, beside all forwards."""
+    made = told((1, 500, 300, 20), (2, 500, 310, 30))
+    assert (made.resting_bytes, made.forwards) == (300, ((1, 20), (2, 30)))
+    assert fit((1, 500)).surely(1000) is None
+
+
+def test_one_peak_that_is_told_of():
+    """From one size the larger of three: the line to what stays, the steepest growth, a share of the forward's."""
+    assert told((1, 400, 300, 1000)).surely(1000) == 7
+    assert told((1, 999, 0, 100)).surely(1200) == 1 + int(201 / 160)
+    assert told((10, 500, 300, 100)).crossing(1000) == int(0.6 * (10 + 600 / 10))
+    assert told((1, 500, 300, 1)).crossing(1000) == 64
+
+
+def test_beyond_the_flat_part():
+    """Between two sizes beyond the flat part a line is followed, unless it rises less than the forward does."""
+    assert told((1, 400, 300, 10), (20, 500, 300, 200), (40, 700, 300, 400)).crossing(1000) == 40 + 300 * 20 // 201
+    slow = told((1, 400, 300, 10), (20, 500, 300, 200), (40, 670, 300, 400))
+    assert slow.crossing(1000) == slow.surely(1000) == 40 * 700 // 370
+
+
+def test_far_guesses_fall_short():
+    """Beyond twice the last size nine tenths of the guess are aimed at."""
+    far = told((1, 400, 300, 10), (20, 500, 300, 200))
+    assert far.surely(1000) == 70
+    assert far.crossing(1000) == 63

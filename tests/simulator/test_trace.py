@@ -20,6 +20,7 @@ TRACE = Trace(
     ),
     sizes=(12, 0, 7),
     unmodelled=("a thing",),
+    shapes=("float32[3]", "", "float32[3]"),
 )
 
 
@@ -27,6 +28,7 @@ def test_survives_json() -> None:
     """What is written as text is read back equal, tuples and all."""
     again = Trace.from_json(json.loads(json.dumps(TRACE.to_json())))
     assert again == TRACE
+    assert again.shapes == TRACE.shapes
     assert hash(again.structure) == hash(TRACE.structure)
 
 

@@ -131,6 +131,36 @@ def test_modules(mlp: Trace) -> None:
     assert {structure.modules[i] for i, op in enumerate(structure.operators) if "threshold" in op} == {"act"}
 
 
+def test_modules_hold_their_parameters(mlp: Trace) -> None:
+    """Parameters, gradients and the optimizer's state bear the path of the module that holds the parameter."""
+    structure = mlp.structure
+    held: dict[tuple[str, str], int] = {}
+    for kind, module, size in zip(structure.kinds, structure.modules, mlp.sizes, strict=True):
+        if kind in ("parameter", "gradient", "optimizer"):
+            held[kind, module] = held.get((kind, module), 0) + size
+    first, second = 4 * (IN * HIDDEN + HIDDEN), 4 * (HIDDEN * OUT + OUT)
+    assert held == {
+        ("parameter", "first"): first,
+        ("parameter", "second"): second,
+        ("gradient", "first"): 2 * first,
+        ("gradient", "second"): 2 * second,
+        ("optimizer", "first"): 2 * first,
+        ("optimizer", "second"): 2 * second,
+    }
+
+
+def test_shapes(mlp: Trace) -> None:
+    """Each tensor's type and dimensions are known; a workspace is no tensor and has none."""
+    assert mlp.shapes[:4] == (
+        f"float32[{HIDDEN}, {IN}]",
+        f"float32[{HIDDEN}]",
+        f"float32[{OUT}, {HIDDEN}]",
+        f"float32[{OUT}]",
+    )
+    for kind, shape in zip(mlp.structure.kinds, mlp.shapes, strict=True):
+        assert bool(shape) == (kind != "workspace")
+
+
 def test_releases_follow_allocations(mlp: Trace) -> None:
     """Every block is allocated once, in order of its number, and released at most once, after that."""
     allocated = [event for event in mlp.structure.order if event >= 0]
@@ -239,8 +269,8 @@ def test_adafactor_keeps_rows_and_columns(record: Record) -> None:
 
 
 def test_recurrent_layers_are_told(record: Record) -> None:
-    """An LSTM is recorded through PyTorch's own cells, and the recording says that a GPU would run other kernels."""
-    told = "recurrent layers run step by step here, where a GPU runs cuDNN's own kernels"
+    """An LSTM runs in cuDNN's kernels, and the recording says that what they keep is an old version's."""
+    told = "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017"
     assert told in record(small.recurrent, 8).unmodelled
     assert told not in record(small.mlp, 8).unmodelled
 

@@ -20,8 +20,8 @@ from batchfinder.tracing.recorder import Recorder
 from batchfinder.tracing.server import describe
 
 GOOD, BAD = 7, 13
-SECONDS = 60
-ENDS_WITHIN_SECONDS = 5
+SECONDS = 300
+ENDS_WITHIN_SECONDS = 60
 
 THEIRS = """
 import os, sys

@@ -277,9 +277,9 @@ def test_what_is_too_much_is_left_out(holding: Any) -> None:
     for _ in range(5000):
         deep = [deep]
     wide = [holding.Data(i) for i in range(300_000)]
-    began = time.perf_counter()
+    began = time.process_time()
     assert of(holding.Net([deep, wide])) == of(holding.Net([deep, wide]))
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_helper_modules_matter(write_module: WriteModule) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from batchfinder.errors import InvalidValue
-from batchfinder.lightning.proc import cgroup, meminfo, soft_limit, status
+from batchfinder.probing.proc import cgroup, meminfo, soft_limit, status
 from batchfinder.units import MIB
 
 SHARE_OF_AVAILABLE = 0.5
@@ -59,6 +59,14 @@ class Memory(Protocol):
         Args:
             reserve_bytes: to keep free.
             held_bytes: taken on this device by what training will not have.
+        """
+        ...
+
+    def leaves_behind(self, left_bytes: int) -> None:
+        """Be told what a try left in the process for good, so that as much stays free for the next new shape.
+
+        Args:
+            left_bytes: what the process holds more than before the try.
         """
         ...
 
@@ -121,6 +129,9 @@ class CudaMemory:
         finally:
             torch.cuda.set_per_process_memory_fraction(before, self._device)
 
+    def leaves_behind(self, left_bytes: int) -> None:
+        """The allocator's own blocks are given back after each try."""
+
     def reset_peak(self) -> None:
         """Start to watch."""
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -160,6 +171,7 @@ class HostMemory:
         self._ceiling = self.held_bytes() + self.free_bytes()
         self._size, self._peak, self._offset = 0, 0, 0
         self._resident: int | None = None
+        self._left: int | None = None
 
     def free_bytes(self) -> int:
         """How far the process may grow."""
@@ -181,7 +193,7 @@ class HostMemory:
 
     def room_bytes(self, held_bytes: int) -> int:
         """Peaks count what comes on top of what the process is now."""
-        return max(0, self._ceiling - SETTLING_BYTES + held_bytes - self.held_bytes())
+        return max(0, self._ceiling - SETTLING_BYTES - (self._left or 0) + held_bytes - self.held_bytes())
 
     def held_bytes(self) -> int:
         """The process's address space."""
@@ -203,6 +215,14 @@ class HostMemory:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_AS, before)
+
+    def leaves_behind(self, left_bytes: int) -> None:
+        """Keep the most that a try left free, the first one aside, which leaves what a process takes once.
+
+        For each new shape oneDNN compiles kernels, and keeps them: 1 to 2 MiB for each convolution that trains.
+        Training meets new shapes too, in the last, smaller batch of an epoch and in validation.
+        """
+        self._left = 0 if self._left is None else max(self._left, left_bytes)
 
     def reset_peak(self) -> None:
         """Let the kernel forget the highest resident size, where it can; the largest address space it remembers."""

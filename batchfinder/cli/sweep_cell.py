@@ -1,0 +1,144 @@
+"""One cell of a sweep: the key it is kept under, and its row."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.cache import CacheKey
+from batchfinder.cli.options import Card
+from batchfinder.cli.sweep_request import SweepRequest
+from batchfinder.devices import device_for, find_gpu
+from batchfinder.outcome import Outcome, Trial
+from batchfinder.published import titan_x
+from batchfinder.report.rows import SweepRow
+from batchfinder.tracing.job import WorkloadFacts
+from batchfinder.tracing.simulation import HowToStep
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An answer and how it was come by.
+
+    Attributes:
+        model: as it was asked for.
+        facts: of the model.
+        card: what it was found for, with what was usable of it then.
+        outcome: as it is kept: with its original source and all trials.
+        trials: of this run; none where the answer came from the cache.
+        seconds: spent on it in this run.
+        cached: whether it came from the cache as it is.
+        unscaled: how many of the sizes probed were recorded themselves.
+        left_out: what the figures leave out, beyond what the outcome says.
+        curve: (batch size, peak reserved bytes), where a picture was asked for.
+    """
+
+    model: str
+    facts: WorkloadFacts
+    card: Card
+    outcome: Outcome
+    trials: tuple[Trial, ...]
+    seconds: float
+    cached: bool
+    unscaled: int = 0
+    left_out: tuple[str, ...] = ()
+    curve: tuple[tuple[int, int], ...] = ()
+
+
+def cache_key(facts: WorkloadFacts, card: Card, seq_len: int | None, request: SweepRequest) -> CacheKey:
+    """Everything that changes a simulated cell's answer.
+
+    Args:
+        facts: of the model.
+        card: what is simulated.
+        seq_len: tokens per sample; None for data of one fixed shape.
+        request: the rest.
+    """
+    return CacheKey(
+        model=facts.fingerprint,
+        gpu=card.device.name,
+        total_bytes=card.device.total_bytes,
+        usable_bytes=card.device.usable_bytes,
+        seq_len=seq_len,
+        mode=request.how.mode,
+        precision=request.how.precision,
+        optimizer="its own" if facts.brings_optimizer else request.how.optimizer,
+        optimizer_options={},
+        attention=request.attention or "",
+        gradient_checkpointing=request.gradient_checkpointing,
+        accumulation=request.how.micro_batches,
+        allocator=asdict(request.allocator),
+        max_batch_size=request.max_batch_size,
+        floor=1,
+        multiple_of=1,
+        tolerance=0.0,
+        headroom_bytes=request.reserve_bytes(card),
+        source="simulated",
+        versions=facts.versions,
+        extra={"capability": card.device.compute_capability},
+    )
+
+
+def row_of(cell: Cell, request: SweepRequest) -> SweepRow:
+    """A cell as values.
+
+    Args:
+        cell: an answer.
+        request: what it was found under.
+    """
+    outcome, card = cell.outcome, cell.card
+    measurement, size = outcome.measurement, outcome.max_batch_size
+    plan: AccumulationPlan | None = None
+    if request.target_batch_size is not None and size:
+        plan = plan_accumulation(request.target_batch_size, size, card.count)
+    return SweepRow(
+        model=cell.model,
+        seq_len=outcome.shape.seq_len,
+        gpu=card.name,
+        budget_bytes=card.device.usable_bytes,
+        headroom_bytes=request.reserve_bytes(card),
+        mode=request.how.mode,
+        precision=request.how.precision,
+        optimizer="its own" if cell.facts.brings_optimizer else request.how.optimizer,
+        attention=request.attention or "default",
+        gradient_checkpointing=request.gradient_checkpointing,
+        max_batch_size=size,
+        peak_allocated_bytes=measurement.peak_allocated_bytes if measurement and size else None,
+        peak_reserved_bytes=measurement.peak_reserved_bytes if measurement and size else None,
+        stop=outcome.stop.name.lower(),
+        stopped_by=_stopped_by(outcome),
+        source="cache" if cell.cached else outcome.source,
+        found_by=outcome.source,
+        trials=len(cell.trials),
+        failed_trials=sum(not trial.fits for trial in cell.trials),
+        seconds=cell.seconds,
+        unmodelled=outcome.unmodelled + cell.left_out,
+        unscaled=cell.unscaled,
+        needed_bytes=measurement.needed_bytes if measurement and not size else None,
+        message=measurement.message if measurement and not size else "",
+        published=_published(cell.model, outcome.shape.seq_len, card, request),
+        target_batch_size=request.target_batch_size,
+        plan=plan,
+        curve=cell.curve or _curve(outcome),
+    )
+
+
+def _curve(outcome: Outcome) -> tuple[tuple[int, int], ...]:
+    """The peaks of the sizes that ran."""
+    seen = {trial.batch_size: trial.measurement.peak_reserved_bytes for trial in outcome.trials if trial.fits}
+    return tuple((size, peak) for size, peak in sorted(seen.items()) if peak is not None)
+
+
+def _stopped_by(outcome: Outcome) -> str | None:
+    """How the smallest size above the answer that was tried failed."""
+    failed = [trial for trial in outcome.trials if not trial.fits and trial.batch_size > outcome.max_batch_size]
+    if not failed:
+        return None
+    return min(failed, key=lambda trial: trial.batch_size).measurement.verdict.name.lower()
+
+
+def _published(model: str, seq_len: int | None, card: Card, request: SweepRequest) -> int | None:
+    """The published figure of the same cell: a whole Titan X of 12 GB, training in fp32 with Adam."""
+    same = request.how == HowToStep(micro_batches=request.how.micro_batches) and not request.gradient_checkpointing
+    titans = {device_for(find_gpu(name)).name for name in ("titan x", "titan x maxwell")}
+    return titan_x().get((model, seq_len or 0)) if same and card.name in titans else None

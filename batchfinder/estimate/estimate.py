@@ -1,0 +1,181 @@
+"""What one recorded size takes, what for, and whether a card has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from batchfinder.estimate.kinds import Kinds, bytes_by_kind, kind_of
+from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
+from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.replay import alive_at, replay
+from batchfinder.simulator.settings import DEFAULT_SETTINGS, AllocatorSettings
+from batchfinder.simulator.smallest import smallest_usable_bytes
+from batchfinder.simulator.timeline import Moment, Overflow
+from batchfinder.simulator.trace import Trace
+
+LARGEST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor, or a kernel's own memory, at the moment of the peak.
+
+    Attributes:
+        bytes: what it holds.
+        shape: its type and dimensions (`float32[8, 128]`); empty where they are not known.
+        kind: a field of `Kinds`.
+        module: as in `Structure.modules`; empty outside the model.
+        operator: that made it.
+    """
+
+    bytes: int
+    shape: str
+    kind: str
+    module: str
+    operator: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "bytes": self.bytes,
+            "shape": self.shape or None,
+            "kind": self.kind,
+            "module": self.module,
+            "operator": self.operator,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """A moment of the replay: right after one allocation.
+
+    Attributes:
+        moment: which one.
+        tensor: what was allocated.
+    """
+
+    moment: Moment
+    tensor: Tensor
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        moment = self.moment
+        return {
+            "step": moment.step,
+            "stage": moment.stage,
+            "micro_batch": moment.micro_batch,
+            "module": self.tensor.module,
+            "operator": self.tensor.operator,
+            "requested_bytes": self.tensor.bytes,
+            "shape": self.tensor.shape or None,
+        }
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of one size.
+
+    The peak is the fullest moment: the first one with the most bytes in live blocks. The memory taken then is the most
+    that the allocator reserved at all, which it may have come to a little later (often in the optimizer of the second
+    step): it keeps what it has reserved, so each later step meets its fullest moment with that much. In recordings of
+    four steps neither figure changed after the second.
+
+    Attributes:
+        trace: the step.
+        alive: the blocks alive at the peak, by number.
+        kinds: bytes by kind at the peak; they sum to `peak_bytes`.
+        peak_bytes: everything the process takes from the card: reserved and context.
+        allocated_bytes: in live blocks at the peak, as `torch.cuda.memory_allocated` counts.
+        reserved_bytes: the most the allocator reserved.
+        capacity_bytes: what the card has for this process, the context included.
+        required_bytes: the least a card must have for this size to run, the context included.
+        fits: whether the card has room. If not, all the rest is as on a card without end.
+        peak: the fullest moment; None when nothing was allocated.
+        last_segment: when the allocator last had to take memory from the card; None likewise.
+        num_alloc_retries: how often the cache had to be given back to go on.
+        oom: the allocation that the card had no room for; None when it fits.
+    """
+
+    trace: Trace
+    alive: tuple[int, ...]
+    kinds: Kinds
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int
+    required_bytes: int
+    fits: bool
+    peak: Peak | None
+    last_segment: Peak | None
+    num_alloc_retries: int
+    oom: Overflow | None
+
+    def largest(self, count: int = LARGEST) -> tuple[Tensor, ...]:
+        """The largest tensors alive at the peak, the largest first, the earlier made first among equals."""
+        blocks = sorted(self.alive, key=lambda block: (-self.trace.sizes[block], block))[:count]
+        return tuple(_tensor(self.trace, block) for block in blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        return {
+            **{f"{kind}_bytes": size for kind, size in self.kinds.shown().items()},
+            "peak_bytes": self.peak_bytes,
+            "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "required_bytes": self.required_bytes,
+            "fits": self.fits,
+        }
+
+
+def estimate(
+    trace: Trace, memory: DeviceMemory, context_bytes: int = 0, settings: AllocatorSettings = DEFAULT_SETTINGS
+) -> Estimate:
+    """Replay a step on a card and say what its memory is for.
+
+    Args:
+        trace: the step at one size.
+        memory: the card.
+        context_bytes: what the CUDA context takes of the card beside what is usable.
+        settings: the caching allocator's.
+    """
+    structure, sizes = trace.structure, trace.sizes
+    timeline = there = replay(structure, sizes, CachingAllocator(memory, settings))
+    if not there.fits:
+        timeline = replay(structure, sizes, CachingAllocator(UNLIMITED, settings))
+    fullest = timeline.allocated_peak
+    alive = () if fullest is None else tuple(alive_at(structure, fullest.position))
+    held = bytes_by_kind(trace, alive)
+    reserved = timeline.max_reserved_bytes
+    kinds = Kinds(**held, fragmentation=reserved - sum(held.values()), context=context_bytes)
+    return Estimate(
+        trace=trace,
+        alive=alive,
+        kinds=kinds,
+        peak_bytes=reserved + context_bytes,
+        allocated_bytes=timeline.max_allocated_bytes,
+        reserved_bytes=reserved,
+        capacity_bytes=memory.capacity_bytes + context_bytes,
+        required_bytes=smallest_usable_bytes(structure, sizes, settings, context_bytes) + context_bytes,
+        fits=there.fits,
+        peak=_peak(trace, fullest),
+        last_segment=_peak(trace, timeline.reserved_peak),
+        num_alloc_retries=timeline.num_alloc_retries,
+        oom=there.oom,
+    )
+
+
+def _peak(trace: Trace, moment: Moment | None) -> Peak | None:
+    return None if moment is None else Peak(moment, _tensor(trace, moment.block))
+
+
+def _tensor(trace: Trace, block: int) -> Tensor:
+    structure = trace.structure
+    return Tensor(
+        bytes=trace.sizes[block],
+        shape=trace.shapes[block] if trace.shapes else "",
+        kind=kind_of(trace, block),
+        module=structure.modules[block],
+        operator=structure.operators[block],
+    )

@@ -1,0 +1,187 @@
+"""The step of one GPU as it would be with several that train side by side, each with a batch of its own.
+
+The recorded step is changed and replayed, so segments, the moment of the peak and the smallest card are those of the
+changed step. With `P`, `G` and `O` the bytes of the parameters, the gradients and the optimizer's state and `N` GPUs,
+each GPU holds, beside activations and all else:
+
+    DDP              P + G + O + G          the last G are the reducer's buckets
+    ZeRO-1           P + G + O/N + G        as DDP with ZeroRedundancyOptimizer
+    ZeRO-2           P + G/N + O/N + 2U     2U through each backward
+    ZeRO-3, FSDP     P/N + G/N + O/N + 2U + R + 2L    R + 2L from each forward to the end of its backward
+
+`L` is the largest layer's parameters, `R` those of everything in no layer, both in the type that is computed in, and
+`U` is the larger of the two.
+
+- Buckets: without `gradient_as_bucket_view` they are a copy of all gradients
+  (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/distributed.py, its own documentation). A bucket is
+  full once it holds 1 MiB (the first one) or 25 MiB (`dist._DEFAULT_FIRST_BUCKET_BYTES`, `_DEFAULT_BUCKET_CAP_MB`;
+  `compute_bucket_assignment_by_size` of torch/csrc/distributed/c10d/reducer.cpp), in the order in which the backward
+  makes the gradients.
+- ZeRO: https://arxiv.org/abs/1910.02054, figure 1: stage 1 leaves each GPU an Nth of the optimizer's state, stage 2 of
+  the gradients too, stage 3 of the parameters too.
+- 2U: a unit's gradients are whole when they are copied into the buffer they are scattered from (`foreach_reduce` of
+  https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+- R + 2L: the root's own parameters stay gathered from the forward to the backward (`reshard_after_forward=None`), a
+  layer is gathered into a flat buffer and then copied out of it (`foreach_all_gather_copy_out`, same file).
+
+Approximated: shards are exact Nths, while ZeroRedundancyOptimizer deals out whole parameters and `fully_shard` pads; U
+and L are there all the time rather than layer by layer; a layer that is fetched ahead is not counted; the recorded step
+computes with autocast, where FSDP's mixed precision does not. Left out: what NCCL takes outside the allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from batchfinder.estimate.layers import layers_of
+from batchfinder.simulator.added import AddedBlock, with_added
+from batchfinder.simulator.trace import Trace
+from batchfinder.units import MIB
+
+FIRST_BUCKET_BYTES = MIB
+BUCKET_BYTES = 25 * MIB
+_UNTIL_BACKWARD_ENDS = ("forward", "loss", "zero_grad", "backward")  # some trainers zero gradients after the loss
+
+
+def distributed(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
+    """The step under DistributedDataParallel.
+
+    Args:
+        trace: the step on one GPU.
+        num_gpus: no matter: each has a whole copy.
+        computed_share: no matter.
+    """
+    start = _after_model(trace)
+    buckets = [
+        AddedBlock(size, start, None, "communication", "the reducer's bucket")
+        for size in bucket_sizes(_gradients(trace))
+    ]
+    return with_added(trace, buckets)
+
+
+def zero_1(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
+    """The step with the optimizer's state shared out: whatever its part of the step allocates is an Nth.
+
+    Args:
+        trace: the step on one GPU.
+        num_gpus: among how many.
+        computed_share: no matter.
+    """
+    return distributed(_optimizer_shared_out(trace, num_gpus), num_gpus)
+
+
+def zero_2(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
+    """The step with the gradients shared out, too.
+
+    Args:
+        trace: the step on one GPU.
+        num_gpus: among how many.
+        computed_share: bytes of a number as it is computed with over bytes as it is stored.
+    """
+    layers = layers_of(trace)
+    shared = _kind_shared_out(_optimizer_shared_out(trace, num_gpus), "gradient", num_gpus)
+    unit = int(max(layers.largest, layers.rest) * computed_share)
+    return with_added(shared, _gradients_on_their_way(trace, unit))
+
+
+def zero_3(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
+    """The step with the parameters shared out, too, as `fully_shard` does; layers are gathered for their work.
+
+    Args:
+        trace: the step on one GPU.
+        num_gpus: among how many.
+        computed_share: bytes of a number as it is computed with over bytes as it is stored.
+    """
+    layers = layers_of(trace)
+    shared = _kind_shared_out(_optimizer_shared_out(trace, num_gpus), "gradient", num_gpus)
+    shared = _kind_shared_out(shared, "parameter", num_gpus)
+    rest, largest = int(layers.rest * computed_share), int(layers.largest * computed_share)
+    gathered = [
+        AddedBlock(size, start, end, "communication", what)
+        for start, end in _spans(trace, "forward", _UNTIL_BACKWARD_ENDS)
+        for size, what in (
+            (rest, "gathered: what is in no layer"),
+            (largest, "gathered: the largest layer"),
+            (largest, "gathered: the largest layer, flat"),
+        )
+        if size
+    ]
+    return with_added(shared, [*gathered, *_gradients_on_their_way(trace, max(rest, largest))])
+
+
+STRATEGIES: Mapping[str, Callable[[Trace, int, float], Trace]] = {
+    "DDP": distributed,
+    "ZeRO-1": zero_1,
+    "ZeRO-2": zero_2,
+    "ZeRO-3, FSDP": zero_3,
+}
+
+
+def bucket_sizes(gradients: list[int]) -> list[int]:
+    """The reducer's buckets.
+
+    Args:
+        gradients: their bytes, in the order in which they become ready.
+    """
+    sizes: list[int] = []
+    filling = 0
+    for size in gradients:
+        filling += size
+        if filling >= (BUCKET_BYTES if sizes else FIRST_BUCKET_BYTES):
+            sizes.append(filling)
+            filling = 0
+    return [*sizes, filling] if filling else sizes
+
+
+def _gradients_on_their_way(trace: Trace, unit: int) -> list[AddedBlock]:
+    if not unit or not _gradients(trace):
+        return []
+    return [
+        AddedBlock(unit, start, end, "communication", what)
+        for start, end in _spans(trace, "backward", ("backward",))
+        for what in ("whole gradients of the largest unit", "what they are scattered from")
+    ]
+
+
+def _gradients(trace: Trace) -> list[int]:
+    """The bytes of one step's gradients, in the order in which they are made."""
+    structure = trace.structure
+    steps = [mark.step for mark in structure.marks]
+    first = next((step for step in steps if step >= 0), 0)
+    ends = [mark.position for mark in structure.marks if mark.step > first]
+    events = structure.order[: ends[0]] if ends else structure.order
+    return [trace.sizes[i] for i in events if i >= 0 and structure.kinds[i] == "gradient"]
+
+
+def _after_model(trace: Trace) -> int:
+    """The position at which the first step begins."""
+    return next((mark.position for mark in trace.structure.marks if mark.step >= 0), 0)
+
+
+def _kind_shared_out(trace: Trace, kind: str, num_gpus: int) -> Trace:
+    kinds = trace.structure.kinds
+    return replace(
+        trace,
+        sizes=tuple([-(-size // num_gpus) if kinds[i] == kind else size for i, size in enumerate(trace.sizes)]),
+    )
+
+
+def _optimizer_shared_out(trace: Trace, num_gpus: int) -> Trace:
+    sizes = list(trace.sizes)
+    for start, end in _spans(trace, "optimizer", ("optimizer",)):
+        for event in trace.structure.order[start:end]:
+            if event >= 0:
+                sizes[event] = -(-sizes[event] // num_gpus)
+    return replace(trace, sizes=tuple(sizes))
+
+
+def _spans(trace: Trace, first: str, through: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Positions from the start of each `first` stage to the start of the next stage that is none of `through`."""
+    marks = trace.structure.marks
+    for number, mark in enumerate(marks):
+        if mark.stage == first:
+            after = (later.position for later in marks[number + 1 :] if later.stage not in through)
+            end = next(after, len(trace.structure.order))
+            if end > mark.position:
+                yield mark.position, end

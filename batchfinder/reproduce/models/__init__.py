@@ -1,0 +1,1 @@
+"""The models of the published tables, written for the memory they take. They import torch; nothing else here does."""

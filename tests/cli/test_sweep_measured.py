@@ -1,0 +1,338 @@
+"""`sweep` by real training steps: on this machine's CPU under real limits, and, marked `gpu`, on a card."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchfinder.cache import Store
+from batchfinder.cli import sweep_place
+from batchfinder.cli.main import build_parser
+from batchfinder.cli.sweep_cell import Cell
+from batchfinder.cli.sweep_measured import Measuring, measure_cells
+from batchfinder.cli.sweep_request import SweepRequest, read_request
+from batchfinder.cli.sweep_simulated import search_simulated
+from batchfinder.outcome import Shape, Stop
+from batchfinder.probing import process
+from batchfinder.probing.card import CardFacts
+from batchfinder.tracing.simulation import Simulation
+from tests.cli.command import COMMAND, HERE, Done, Run, environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="a CPU's memory is limited by RLIMIT_AS"),
+]
+
+MIB = 1 << 20
+BUDGET = 30 * MIB
+TINY_BERT = "bert-tiny/config.json"
+ON_THE_CPU = ("sweep", "--device", "cpu", "--budget", "30MiB", "--headroom", "10%", "--target-batch-size", "64")
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def swept(run: Run) -> Done:
+    """A model that ends its process, one that trains at one of two lengths, and one with a bug."""
+    models = ("--model", "mine:exits", "--model", TINY_BERT, "--model", "mine:fails_in_forward")
+    return run(*ON_THE_CPU, *models, "--seq-len", "16", "--seq-len", "512", "--json")
+
+
+def rows_of(done: Done) -> list[dict[str, Any]]:
+    """The rows that were printed, however it ended."""
+    rows: list[dict[str, Any]] = json.loads(done.out)["rows"]
+    return rows
+
+
+def test_a_measured_row(swept: Done) -> None:
+    """A size that ran in the budget less the headroom, to within 1 %, with the trials that found it counted."""
+    row, _ = rows_of(swept)
+    assert (row["model"], row["seq_len"]) == (TINY_BERT, 16)
+    assert (row["source"], row["found_by"], row["stopped_by"]) == ("measured", "measured", "out_of_memory")
+    assert row["gpu"].endswith(", 30.00 MiB budget")
+    assert (row["budget_bytes"], row["headroom_bytes"]) == (BUDGET, BUDGET // 10)
+    assert row["max_batch_size"] > 8
+    assert 0.8 * BUDGET < row["peak_reserved_bytes"] <= BUDGET - BUDGET // 10
+    assert 1 <= row["failed_trials"] <= 3
+    assert row["failed_trials"] < row["trials"] <= 9
+    assert row["micro_batch_size"] * row["accumulation"] == row["effective_batch_size"] == 64
+
+
+def test_nothing_fits(swept: Done) -> None:
+    """A length at which no sample fits is a row with 0, and the bytes that one takes where there is more memory."""
+    _, row = rows_of(swept)
+    assert (row["seq_len"], row["max_batch_size"], row["stopped_by"]) == (512, 0, "out_of_memory")
+    assert (row["peak_reserved_bytes"], row["micro_batch_size"]) == (None, None)
+    assert BUDGET - BUDGET // 10 < row["needed_bytes"] < 4 * BUDGET
+    assert row["message"]
+
+
+def test_the_longest_sequence_comes_first(swept: Done) -> None:
+    """Progress tells of 512 before 16; the rows are in the order asked for."""
+    found = [line.split(" on ")[0] for line in swept.err.splitlines() if line.startswith("[")]
+    assert found == [f"[1/6] {TINY_BERT} at 512", f"[2/6] {TINY_BERT} at 16"]
+    assert [row["seq_len"] for row in rows_of(swept)] == [16, 512]
+
+
+def test_a_model_whose_process_ends_does_not_end_the_sweep(swept: Done) -> None:
+    """It is told in full when it comes, and the next model is measured."""
+    said = swept.err.index(
+        "batchfinder: the process that trained mine:exits at batch size 1, sequence length 512 ended"
+    )
+    assert said < swept.err.index("[1/6]")
+    assert "ended twice without an answer, with exit code 7. It printed last:\nno more\nno more\n" in swept.err
+
+
+def test_a_bug_ends_the_sweep_and_what_was_found_is_kept(swept: Done) -> None:
+    """The user's error comes last, without our frames, after what was found: as in a simulated sweep."""
+    assert swept.code == 1
+    kept = "batchfinder: 2 of 6 cells were found; they are kept, and the same command goes on from there\n"
+    what = "batchfinder: mine:fails_in_forward at batch size 1, sequence length 512 raised:\n"
+    assert f"{kept}{what}" in swept.err
+    assert swept.err.endswith("RuntimeError: no answer today\n")
+    assert str(HERE.parents[1] / "batchfinder") not in swept.err
+
+
+def test_ctrl_c_ends_the_child(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a step: 130, one line, and no process and no folder is left."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    command = [*COMMAND, "sweep", "--device", "cpu", "--budget", "1GiB", "--model", "mine:slow_to_record", "--no-cache"]
+    process = subprocess.Popen(
+        [*command, "--seq-len", "16"],
+        cwd=HERE,
+        env=environment(tmp_path / "cache", TMPDIR=str(temporary)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + SECONDS
+    while not _in_a_step(temporary) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _in_a_step(temporary)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out) == (130, "")
+    assert err == "building mine:slow_to_record\nbatchfinder: interrupted\n"
+    assert _processes(temporary) == []
+    assert list(temporary.glob("batchfinder-*")) == []
+
+
+def _processes(temporary: Path) -> list[int]:
+    """The children of a sweep: their temporary files lie here."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if str(temporary).encode() in (path / "environ").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def _in_a_step(temporary: Path) -> bool:
+    """Whether a fork of the worker is there, which is where a step sleeps."""
+    commands = []
+    for number in _processes(temporary):
+        with contextlib.suppress(OSError):
+            commands.append(Path(f"/proc/{number}/cmdline").read_bytes())
+    return sum(b"batchfinder.probing.worker" in command for command in commands) > 1
+
+
+Known = tuple[Measuring, SweepRequest, Store]
+
+
+@pytest.fixture(scope="module")
+def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
+    """One model's real steps, with a cache of its own."""
+    store = Store(tmp_path_factory.mktemp("known"))
+    options = ("--device", "cpu", "--budget", "30MiB", "--model", "mine:tiny", "--tolerance", "0", "--cache", store.url)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HERE)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        request = read_request(build_parser().parse_args(["sweep", *options]))
+        ((model, spec),) = request.models
+        with Simulation(spec, request.how) as simulation, Measuring(model, simulation, (32, 16), request) as measuring:
+            yield measuring, request, store
+
+
+def _keep(known: Known, **changes: Any) -> None:
+    """Change what is kept of the one cell."""
+    _, _, store = known
+    (record,) = store.records()
+    store.put(record.key, replace(record.outcome, **changes))
+
+
+def test_what_is_known(measuring: Known) -> None:
+    """An answer is used as it is while as much is free; with less it is tried again, with more it is sought anew.
+
+    An answer that no longer runs is lowered by a search, and each time what is found is kept.
+    """
+    ours, request, store = measuring
+    doing: list[str] = []
+    first = ours.cell(32, doing.append)
+    answer = first.outcome.max_batch_size
+    assert (first.cached, first.outcome.source, first.outcome.stop) == (False, "measured", Stop.EXACT)
+    assert (first.trials, first.outcome.free_bytes) == (first.outcome.trials, BUDGET)
+    assert doing[0] == f"mine:tiny at 32 on {request.cards[0].name}"
+    assert f"{doing[0]}: {answer} runs" in doing
+    assert f"{doing[0]}: {answer + 1} does not run" in doing
+
+    again = ours.cell(32, doing.append)
+    assert (again.cached, again.trials, again.outcome.max_batch_size) == (True, (), answer)
+    assert again.outcome.source == "measured"
+
+    _keep(measuring, free_bytes=2 * BUDGET)
+    tried = ours.cell(32, doing.append)
+    assert ([trial.batch_size for trial in tried.trials], tried.cached) == ([answer], False)
+    (record,) = store.records()
+    assert (record.outcome.max_batch_size, record.outcome.free_bytes) == (answer, BUDGET)
+
+    _keep(measuring, free_bytes=2 * BUDGET, max_batch_size=answer + 1)
+    lowered = ours.cell(32, doing.append)
+    assert (lowered.trials[0].batch_size, lowered.trials[0].fits) == (answer + 1, False)
+    assert lowered.outcome.max_batch_size == answer
+
+    _keep(measuring, free_bytes=BUDGET // 2, max_batch_size=answer // 2)
+    grown = ours.cell(32, doing.append)
+    assert (grown.outcome.max_batch_size, grown.cached) == (answer, False)
+
+
+def test_a_shorter_sequence_starts_from_the_longer_one(measuring: Known) -> None:
+    """Where nothing is simulated, the longer length's answer leads to the shorter one's in few trials."""
+    ours, _, _ = measuring
+    longer, shorter = ours.cell(32, print), ours.cell(16, print)
+    assert shorter.outcome.max_batch_size >= 2 * longer.outcome.max_batch_size
+    assert shorter.trials[0].batch_size > longer.outcome.max_batch_size
+    assert len(shorter.trials) <= 5
+    assert sum(not trial.fits for trial in shorter.trials) <= 2
+    assert ours.cell(16, print).cached
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Iterator[Simulation]:
+    """A model whose step the pretend GPU records, for predictions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HERE)
+        request = read_request(build_parser().parse_args(["sweep", "--model", "mine:tiny", "--no-cache"]))
+        with Simulation(request.models[0][1], request.how) as simulation:
+            simulation.facts()
+            yield simulation
+
+
+FACTS = CardFacts("Tesla T4", 512 * MIB, 384 * MIB, (7, 5), {"torch": "2.13.0"})
+Ask = Callable[..., tuple[list[Cell], list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def ask(recorded: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """`ask(options, *lengths)`: the cells of one sweep on a card that is made up, and what its child was asked."""
+    monkeypatch.setattr(sweep_place, "look_at", lambda device: FACTS)
+    monkeypatch.setattr(sweep_place, "driver_version", lambda: "580.95")
+    monkeypatch.setattr(process, "WORKER", "tests.cli.card_worker")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+
+    def cells(options: str, *seq_lens: int) -> tuple[list[Cell], list[dict[str, Any]]]:
+        asked = tmp_path / "asked"
+        asked.unlink(missing_ok=True)
+        arguments = ["sweep", "--device", "cuda", "--cache", str(tmp_path / "cache"), *options.split()]
+        request = read_request(build_parser().parse_args(arguments))
+        found: list[Cell] = []
+        measure_cells("mine:tiny", recorded, seq_lens, request, lambda what: None, found.append)
+        return found, [json.loads(line) for line in asked.read_text().splitlines()] if asked.exists() else []
+
+    return cells
+
+
+def test_a_card_is_asked_what_is_free_by_the_child_that_takes_the_steps(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a budget there is no limit but the card's own, and what is free then is what the row says."""
+    monkeypatch.setattr(sweep_place, "look_at", lambda device: replace(FACTS, free_bytes=500 * MIB))
+    (cell,), asked = ask("--tolerance 0", 4)
+    assert [next(iter(request)) for request in asked[:3]] == ["look", "open", "probe"]
+    assert asked[1]["open"]["limit_bytes"] is None
+    assert cell.card.device.usable_bytes == 384 * MIB
+    assert (cell.outcome.max_batch_size, cell.outcome.stop) == (8, Stop.EXACT)  # 128 MiB and 8 * 4 * 8 MiB
+    assert cell.outcome.free_bytes == 384 * MIB
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"), [("--budget 320MiB", 320), ("--headroom 25%", 256), ("--budget 1GiB", 384)]
+)
+def test_the_limit_is_the_budget_less_the_headroom(ask: Ask, options: str, limit: int) -> None:
+    """What the allocator may reserve is limited where a budget or a headroom is asked for, and no step takes more."""
+    (cell,), asked = ask(f"{options} --tolerance 0", 4)
+    assert asked[1]["open"]["limit_bytes"] == limit * MIB
+    assert cell.outcome.max_batch_size == (limit - 128) // 32
+
+
+def test_the_simulated_step_is_the_first_guess(ask: Ask, recorded: Simulation) -> None:
+    """The first size tried is a share of what the simulated step says for what is free of the card."""
+    (cell,), asked = ask("--no-cache", 4)
+    simulated = recorded.probe(cell.card.device, (4,))
+    predicted = search_simulated(simulated, Shape(4), None).max_batch_size
+    assert asked[2]["probe"]["batch_size"] == int(0.85 * predicted) > 1
+
+
+def test_one_child_and_the_cache(ask: Ask) -> None:
+    """All lengths are probed by one child, the longest first; a second sweep asks it nothing."""
+    found, asked = ask("", 2, 8, 4)
+    assert [cell.outcome.shape.seq_len for cell in found] == [8, 4, 2]
+    assert sum("open" in request for request in asked) == 1
+    again, asked = ask("", 2, 8, 4)
+    assert asked == []
+    assert [cell.cached for cell in again] == [True] * 3
+    assert [cell.outcome.max_batch_size for cell in again] == [cell.outcome.max_batch_size for cell in found]
+
+
+def test_nothing_fits_on_a_card(ask: Ask) -> None:
+    """0 comes with what the simulated step needs for one sample, and says that this is simulated."""
+    (cell,), _ = ask("--budget 132MiB", 64)
+    measurement = cell.outcome.measurement
+    assert (cell.outcome.max_batch_size, cell.outcome.source) == (0, "measured")
+    assert measurement is not None
+    assert (measurement.needed_bytes or 0) > MIB
+    assert cell.outcome.unmodelled == ("what a single sample needs is simulated",)
+
+
+@pytest.mark.gpu
+def test_a_card_answers_for_a_smaller_one(run: Run, tmp_path: Path) -> None:
+    """Under a budget the answers' peaks are within it, in few trials, and the second run takes none."""
+    options = ("--budget", "1GiB", "--model", TINY_BERT, "--seq-len", "64", "--seq-len", "128", "--headroom", "5%")
+    rows = run("sweep", *options, "--json", cache=tmp_path, CUDA_VISIBLE_DEVICES="0").json["rows"]
+    for row in rows:
+        assert (row["source"], row["stopped_by"]) == ("measured", "out_of_memory")
+        assert (row["budget_bytes"], row["headroom_bytes"]) == (1 << 30, (1 << 30) // 20)
+        assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"] <= (1 << 30) - (1 << 30) // 20
+        assert row["max_batch_size"] > 0
+        assert row["failed_trials"] < row["trials"] <= 8
+    table = run("sweep", *options, cache=tmp_path, CUDA_VISIBLE_DEVICES="0")
+    assert table.out.startswith("Largest training batch, measured on ")
+    assert "from the cache: 2 of 2 rows" in table.out
+
+
+@pytest.mark.gpu
+def test_a_dead_context_does_not_end_the_sweep(run: Run) -> None:
+    """A model that kills the card's context is told, and the next one is measured in a new process."""
+    models = ("--model", "mine:out_of_range", "--model", "mine:tiny")
+    done = run(
+        *("sweep", "--device", "cuda", "--budget", "1GiB", *models, "--seq-len", "16", "--json"),
+        CUDA_VISIBLE_DEVICES="0",
+    )
+    (row,) = rows_of(done)
+    assert (row["model"], row["source"], done.code) == ("mine:tiny", "measured", 1)
+    assert "mine:out_of_range at batch size " in done.err
+    assert "left the card's context dead behind it, twice. It raised:\n" in done.err
+    assert "device-side assert" in done.err
+    assert "batchfinder: 1 of 2 cells were found" in done.err

@@ -1,0 +1,159 @@
+"""Where a sweep's figures come from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batchfinder.cli import sweep_place
+from batchfinder.cli.main import build_parser
+from batchfinder.cli.sweep_place import Place, choose_place
+from batchfinder.devices.present import PresentGpu
+from batchfinder.errors import InvalidValue
+from batchfinder.probing.card import CardFacts
+
+GIB = 1 << 30
+T4 = PresentGpu(0, "Tesla T4", 15360 << 20, (7, 5))
+UNHEARD_OF = PresentGpu(2, "NVIDIA Unheard-of 9", 10000 << 20, (12, 0))
+FACTS = CardFacts("Tesla T4", 15 * GIB, 14 * GIB, (7, 5), {"torch": "2.13.0", "cuda": "13.0"})
+
+
+def place_for(options: str) -> Place:
+    """What the options choose."""
+    return choose_place(build_parser().parse_args(["sweep", *options.split()]))
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> list[PresentGpu]:
+    """The machine's cards, for the test to fill in; nvidia-smi's driver is told."""
+    here: list[PresentGpu] = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(sweep_place, "present_gpus", lambda: tuple(here))
+    monkeypatch.setattr(sweep_place, "driver_version", lambda: "580.95")
+    return here
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every card is `FACTS`; which were looked at."""
+    devices: list[str] = []
+
+    def look(device: str) -> CardFacts:
+        devices.append(device)
+        return FACTS
+
+    monkeypatch.setattr(sweep_place, "look_at", look)
+    return devices
+
+
+def test_nothing_here(cards: list[PresentGpu]) -> None:
+    """Without a card, and without a name, a Titan X is simulated; a budget alone is a device of its own."""
+    place = place_for("")
+    assert (place.device, [card.name for card in place.cards]) == ("simulated", ["Titan X Pascal"])
+    assert [card.name for card in place_for("--budget 4GiB").cards] == ["4.00 GiB budget"]
+
+
+def test_a_card_is_here(cards: list[PresentGpu], looked_at: list[str]) -> None:
+    """Real steps are taken on the card that is here, with what is free of it, unless another one is named."""
+    cards.append(T4)
+    place = place_for("")
+    assert (place.device, place.facts, looked_at, place.notes) == ("cuda:0", FACTS, ["cuda:0"], ())
+    (card,) = place.cards
+    assert (card.name, card.device.usable_bytes, card.device.total_bytes) == ("T4", 14 * GIB, 15 * GIB)
+    assert place.versions == {"torch": "2.13.0", "cuda": "13.0", "driver": "580.95"}
+    assert place.allowance_bytes == 15 * GIB
+    for options in ("--gpu v100", "--instance p3.2xlarge", "--device simulated"):
+        assert place_for(options).device == "simulated"
+    assert looked_at == ["cuda:0"]
+
+
+def test_a_budget_on_the_card_that_is_here(cards: list[PresentGpu], looked_at: list[str]) -> None:
+    """A budget lets the card answer for a smaller one, never for a larger one."""
+    cards.append(T4)
+    small, large = place_for("--budget 12GiB"), place_for("--device cuda:1 --budget 80GiB")
+    assert (small.cards[0].name, small.cards[0].device.usable_bytes) == ("T4, 12.00 GiB budget", 12 * GIB)
+    assert (small.allowance_bytes, large.allowance_bytes) == (12 * GIB, 15 * GIB)
+    assert large.cards[0].device.usable_bytes == 14 * GIB
+    assert looked_at == ["cuda:0", "cuda:1"]
+
+
+def test_several_cards(cards: list[PresentGpu], looked_at: list[str]) -> None:
+    """The first is measured on, and it is said how another one is."""
+    cards += [T4, replace(T4, index=1)]
+    assert place_for("").notes == ("this machine has 2 cards; --device cuda:1 measures on another one",)
+    assert place_for("--device cuda").notes == ()
+
+
+def test_hidden_cards_are_not_meant(
+    cards: list[PresentGpu], looked_at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cards that CUDA_VISIBLE_DEVICES hides are neither measured on nor simulated."""
+    cards.append(T4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert [card.name for card in place_for("").cards] == ["Titan X Pascal"]
+    assert looked_at == []
+
+
+def test_a_card_that_pytorch_cannot_use(cards: list[PresentGpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is simulated then, and the note says why; asked for by name, it is an error."""
+    cards += [T4, T4, UNHEARD_OF]
+
+    def look(device: str) -> CardFacts:
+        raise InvalidValue("device", device, "cpu, or a card that PyTorch 2.13.0+cpu can use here")
+
+    monkeypatch.setattr(sweep_place, "look_at", look)
+    place = place_for("")
+    assert (place.device, [card.name for card in place.cards]) == ("simulated", ["T4", "NVIDIA Unheard-of 9"])
+    assert place.cards[1].device.usable_bytes == (9700 - 600) << 20
+    assert place.notes == (
+        "this machine has T4, NVIDIA Unheard-of 9; its figures are simulated, not measured. "
+        "--device: 'cuda' will not do; expected cpu, or a card that PyTorch 2.13.0+cpu can use here.",
+    )
+    with pytest.raises(InvalidValue) as caught:
+        place_for("--device cuda")
+    assert str(caught.value) == (
+        "--device: 'cuda' will not do; expected cpu, or a card that PyTorch 2.13.0+cpu can use here."
+    )
+
+
+def test_simulated_cards_that_are_here(cards: list[PresentGpu]) -> None:
+    """With --device simulated, the machine's own cards are simulated, each kind once, and said to be."""
+    cards += [T4, replace(T4, index=1)]
+    place = place_for("--device simulated")
+    assert [card.name for card in place.cards] == ["T4"]
+    assert place.notes == ("this machine has T4; its figures are simulated, not measured",)
+
+
+def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU needs a budget, which must be there; both messages say how much is."""
+    monkeypatch.setattr(sweep_place, "meminfo", lambda field: 20 * GIB)
+    monkeypatch.setattr(sweep_place, "cgroup", lambda: (None, 0))
+    place = place_for("--device cpu --budget 2GiB")
+    (card,) = place.cards
+    assert (place.device, card.device.usable_bytes, place.allowance_bytes) == ("cpu", 2 * GIB, 2 * GIB)
+    assert card.name.endswith(", 2.00 GiB budget")
+    with pytest.raises(InvalidValue) as caught:
+        place_for("--device cpu")
+    assert str(caught.value) == (
+        "--budget: None will not do; expected a size with --device cpu, such as 9GiB, half of what is free here."
+    )
+    with pytest.raises(InvalidValue) as caught:
+        place_for("--device cpu --budget 19GiB")
+    assert str(caught.value) == (
+        "--budget: '19GiB' will not do; expected at most 18.00 GiB, which is what can be taken here without calling "
+        "the kernel's out-of-memory killer."
+    )
+    monkeypatch.setattr(sweep_place, "cgroup", lambda: (3 * GIB, GIB))
+    with pytest.raises(InvalidValue, match=r"at most 1\.80 GiB"):
+        place_for("--device cpu --budget 2GiB")
+
+
+def test_a_named_card_cannot_be_measured_on() -> None:
+    """What is named by --gpu or --instance is not the card that is here."""
+    for named in ("--gpu t4", "--instance p3.2xlarge"):
+        with pytest.raises(InvalidValue) as caught:
+            place_for(f"--device cuda {named}")
+        assert str(caught.value) == (
+            "--device: 'cuda' will not do; expected simulated or auto where --gpu or --instance names what to simulate."
+        )

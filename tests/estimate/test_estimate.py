@@ -1,0 +1,175 @@
+"""Tests of batchfinder/estimate/estimate.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batchfinder.estimate.estimate import estimate
+from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
+from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.replay import alive_at, replay
+from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.units import GIB, MIB
+from tests.builders import few_layers, small
+from tests.builders.small import HIDDEN, IN, OUT
+from tests.conftest import Record
+
+CONTEXT = 300 * MIB
+PARAMETERS = 4 * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT)
+CARD = DeviceMemory(16 * GIB, 16 * GIB - CONTEXT)
+CONFS = [AllocatorSettings(), AllocatorSettings(expandable_segments=True)]
+
+
+@pytest.mark.parametrize("conf", CONFS, ids=["segments", "expandable"])
+@pytest.mark.parametrize("usable", [15 * GIB, 40 * MIB], ids=["fits", "does not"])
+def test_kinds_sum_to_the_peak(bert: Trace, mlp: Trace, conf: AllocatorSettings, usable: int) -> None:
+    """The kinds sum to the peak exactly: to what is reserved and the context, on a card that has room and on none."""
+    for trace in (bert, mlp):
+        found = estimate(trace, DeviceMemory(16 * GIB, usable), CONTEXT, conf)
+        card = DeviceMemory(16 * GIB, usable) if found.fits else UNLIMITED
+        timeline = replay(trace.structure, trace.sizes, CachingAllocator(card, conf))
+        assert found.kinds.total == found.peak_bytes == timeline.max_reserved_bytes + CONTEXT
+        assert found.reserved_bytes == timeline.max_reserved_bytes
+        assert found.kinds.context == CONTEXT
+        assert min(found.kinds.shown().values()) >= 0
+        assert found.kinds.fragmentation >= found.reserved_bytes - found.allocated_bytes
+        assert found.fits == (usable == 15 * GIB)
+
+
+def test_the_kinds_of_a_perceptron(mlp: Trace) -> None:
+    """At the fullest moment, in the second step's backward, each kind has the bytes that can be counted by hand.
+
+    Kept for the backward are the ReLU's output and the loss, a single number.
+    """
+    found = estimate(mlp, CARD, CONTEXT)
+    kinds = found.kinds
+    assert kinds.parameters == PARAMETERS
+    assert kinds.optimizer == 2 * PARAMETERS
+    assert kinds.inputs == 4 * 4096 * IN
+    assert kinds.activations == 4 * 4096 * HIDDEN + 4
+    assert kinds.workspace == 2 * 8_519_680
+    assert found.peak is not None
+    assert (found.peak.moment.step, found.peak.moment.stage) == (1, "backward")
+
+
+def test_the_fullest_moment(bert: Trace) -> None:
+    """The peak is the first moment with the most in live blocks, and what is alive then is what is counted."""
+    found = estimate(bert, CARD, CONTEXT)
+    timeline = replay(bert.structure, bert.sizes, CachingAllocator(CARD))
+    assert found.peak is not None
+    assert found.last_segment is not None
+    assert found.peak.moment == timeline.allocated_peak
+    assert found.last_segment.moment == timeline.reserved_peak
+    assert found.allocated_bytes == timeline.max_allocated_bytes
+    block = found.peak.moment.block
+    assert list(found.alive) == alive_at(bert.structure, found.peak.moment.position)
+    assert block == found.alive[-1]
+    assert found.peak.tensor.bytes == bert.sizes[block]
+    assert found.peak.tensor.operator == bert.structure.operators[block]
+    assert found.peak.tensor.shape == bert.shapes[block]
+    assert found.peak.to_json() == {
+        "step": 1,
+        "stage": found.peak.moment.stage,
+        "micro_batch": 0,
+        "module": bert.structure.modules[block],
+        "operator": bert.structure.operators[block],
+        "requested_bytes": bert.sizes[block],
+        "shape": bert.shapes[block],
+    }
+
+
+def test_later_steps_change_nothing(record: Record, bert: Trace, mlp: Trace) -> None:
+    """Two steps show all there is: in four, neither the fullest moment nor what is reserved grows after the second."""
+    longer = record(lambda: few_layers.build("bert-base"), 8, 64, steps=4), record(small.mlp, 4096, steps=4)
+    for two, four in zip((bert, mlp), longer, strict=True):
+        assert four.structure.marks[-1].step == 3
+        short, long = estimate(two, CARD), estimate(four, CARD)
+        assert (short.kinds, short.peak_bytes, short.peak) == (long.kinds, long.peak_bytes, long.peak)
+
+
+def test_the_smallest_card_is_the_smallest(bert: Trace) -> None:
+    """A replay on a card of required_bytes fits, at 2 MiB less it does not."""
+    found = estimate(bert, CARD, CONTEXT)
+    assert found.required_bytes < found.peak_bytes
+
+    def fits(required: int) -> bool:
+        memory = DeviceMemory(required, required - CONTEXT)
+        return replay(bert.structure, bert.sizes, CachingAllocator(memory)).fits
+
+    assert fits(found.required_bytes)
+    assert not fits(found.required_bytes - 2 * MIB)
+
+
+def test_fits_by_how_much(bert: Trace) -> None:
+    """It fits a card that has the peak exactly, and one of the smallest size; what it takes is less on that one."""
+    whole = estimate(bert, CARD, CONTEXT)
+    exact = estimate(bert, DeviceMemory(whole.peak_bytes, whole.reserved_bytes), CONTEXT)
+    assert (exact.fits, exact.peak_bytes, exact.capacity_bytes) == (True, whole.peak_bytes, whole.peak_bytes)
+    assert exact.num_alloc_retries == 0
+    least = estimate(bert, DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT), CONTEXT)
+    assert least.fits
+    assert least.peak_bytes <= least.capacity_bytes == whole.required_bytes
+    assert least.kinds.total == least.peak_bytes
+    assert least.num_alloc_retries > 0
+
+
+def test_does_not_fit(bert: Trace) -> None:
+    """On a card that is too small all figures are as on one without end, and the failure is kept."""
+    whole = estimate(bert, CARD, CONTEXT)
+    small = DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT - 2 * MIB)
+    found = estimate(bert, small, CONTEXT)
+    assert not found.fits
+    assert found.oom is not None
+    assert "CUDA out of memory" in found.oom.message
+    assert (found.kinds, found.peak_bytes, found.peak) == (whole.kinds, whole.peak_bytes, whole.peak)
+    assert found.required_bytes == whole.required_bytes == found.capacity_bytes + 2 * MIB
+
+
+def test_a_limit_counts_as_the_card(bert: Trace) -> None:
+    """Under a memory fraction the capacity is what is allowed."""
+    found = estimate(bert, DeviceMemory(16 * GIB, 15 * GIB, 12 * GIB), CONTEXT)
+    assert found.capacity_bytes == 12 * GIB + CONTEXT
+
+
+def test_the_largest(bert: Trace) -> None:
+    """The ten largest tensors come in order, are alive at the peak, and the first is BERT's embedding."""
+    found = estimate(bert, CARD, CONTEXT)
+    largest = found.largest()
+    assert len(largest) == 10
+    assert [tensor.bytes for tensor in largest] == sorted((bert.sizes[i] for i in found.alive), reverse=True)[:10]
+    assert largest[0].to_json() == {
+        "bytes": 4 * 30522 * 768,
+        "shape": "float32[30522, 768]",
+        "kind": "parameters",
+        "module": "bert.embeddings.word_embeddings",
+        "operator": "aten.empty_strided.default",
+    }
+    assert found.largest(2) == largest[:2]
+
+
+def test_nothing_at_all() -> None:
+    """A step that allocates nothing has no peak, and a card of no more than the context will do."""
+    trace = Trace(1, None, Structure((), (Mark(0, 0, "forward"),), (), (), ()), ())
+    found = estimate(trace, CARD, CONTEXT)
+    assert (found.peak, found.last_segment, found.largest()) == (None, None, ())
+    assert found.peak_bytes == found.required_bytes == found.kinds.total == CONTEXT
+
+
+def test_a_scaled_trace_has_no_shapes(bert: Trace) -> None:
+    """Where shapes are not known they are left out."""
+    tensor = estimate(replace(bert, shapes=()), CARD).largest(1)[0]
+    assert tensor.shape == ""
+    assert tensor.to_json()["shape"] is None
+
+
+def test_to_json(bert: Trace) -> None:
+    """Each kind has a figure of its own name, and they sum to the peak."""
+    figures = estimate(bert, CARD, CONTEXT).to_json()
+    kinds = ("parameters", "gradients", "optimizer", "activations", "temporary", "inputs", "workspace")
+    total = sum(figures[f"{kind}_bytes"] for kind in (*kinds, "fragmentation", "context"))
+    assert total == figures["peak_bytes"]
+    assert figures["capacity_bytes"] == 16 * GIB
+    assert figures["fits"] is True

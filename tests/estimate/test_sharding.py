@@ -1,0 +1,147 @@
+"""Tests of batchfinder/estimate/sharding.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from batchfinder.estimate.estimate import Estimate, estimate
+from batchfinder.estimate.layers import layers_of
+from batchfinder.estimate.sharding import STRATEGIES, bucket_sizes, distributed, zero_1, zero_2, zero_3
+from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.replay import alive_at
+from batchfinder.simulator.trace import Trace
+from batchfinder.units import GIB, MIB
+from tests.builders import few_layers
+from tests.conftest import Record
+
+CARD = DeviceMemory(16 * GIB, 16 * GIB)
+
+
+def found(trace: Trace) -> Estimate:
+    """An estimate on a large card."""
+    return estimate(trace, CARD)
+
+
+def of_kind(trace: Trace, kind: str) -> int:
+    """Bytes of all blocks of a recording's kind."""
+    return sum(size for size, one in zip(trace.sizes, trace.structure.kinds, strict=True) if one == kind)
+
+
+@pytest.mark.slow
+def test_buckets_are_those_of_pytorch() -> None:
+    """The buckets have the very sizes of those that DistributedDataParallel makes of the same gradients."""
+    script = Path(__file__).with_name("ddp_buckets.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    buckets, gradients = map(json.loads, done.stdout.splitlines())
+    assert len(buckets) == 4
+    assert bucket_sizes(gradients) == buckets
+
+
+def test_no_gradients_no_buckets() -> None:
+    """What is full to the byte leaves no empty bucket behind, and no gradients make none."""
+    assert bucket_sizes([MIB, 25 * MIB]) == [MIB, 25 * MIB]
+    assert bucket_sizes([]) == []
+
+
+def test_distributed(bert: Trace) -> None:
+    """Under DDP each GPU has a copy of all gradients more, all the time, in buckets, however many GPUs there are."""
+    gradients = of_kind(bert, "gradient") // 2
+    trace = distributed(bert, 4)
+    assert of_kind(trace, "communication") == gradients
+    assert trace == distributed(bert, 8)
+    alone, together = found(bert), found(trace)
+    assert together.kinds.communication == gradients
+    for kind in ("parameters", "gradients", "optimizer", "activations", "temporary", "inputs", "workspace"):
+        assert getattr(together.kinds, kind) == getattr(alone.kinds, kind)
+    first = next(mark.position for mark in trace.structure.marks if mark.step == 0)
+    last = len(trace.structure.order) - 1
+    for position in (first + 40, last):
+        alive = alive_at(trace.structure, position)
+        assert sum(trace.sizes[i] for i in alive if trace.structure.kinds[i] == "communication") == gradients
+
+
+def test_zero_1(bert: Trace) -> None:
+    """ZeRO-1 leaves each GPU an Nth of the optimizer's state, and of what the optimizer allocates for a moment."""
+    trace, whole = zero_1(bert, 4), distributed(bert, 4)
+    assert of_kind(trace, "optimizer") == pytest.approx(of_kind(bert, "optimizer") / 4, abs=200)
+    for kind in ("parameter", "gradient", "activation", "communication"):
+        assert of_kind(trace, kind) == of_kind(whole, kind)
+    assert of_kind(trace, "temporary") < of_kind(whole, "temporary")
+
+
+def test_zero_2(bert: Trace) -> None:
+    """ZeRO-2 leaves each GPU an Nth of the gradients, and twice the largest unit's in each backward."""
+    trace = zero_2(bert, 4)
+    layers = layers_of(bert)
+    assert layers.rest > layers.largest
+    assert of_kind(trace, "gradient") == pytest.approx(of_kind(bert, "gradient") / 4, abs=200)
+    assert of_kind(trace, "parameter") == of_kind(bert, "parameter")
+    assert of_kind(trace, "communication") == 2 * 2 * layers.rest  # two blocks in each of two steps
+    assert communication_by_stage(trace) == {"backward": 2 * layers.rest}
+    assert communication_by_stage(zero_2(bert, 4, 0.5)) == {"backward": layers.rest}
+
+
+def test_zero_3(bert: Trace) -> None:
+    """ZeRO-3 leaves each GPU an Nth of the parameters, with the rest and a layer, twice, gathered for the work.
+
+    They stay until the end of the backward. Gathered in 16 bits it is half as much.
+    """
+    trace = zero_3(bert, 4)
+    layers = layers_of(bert)
+    assert of_kind(trace, "parameter") == pytest.approx(of_kind(bert, "parameter") / 4, abs=200)
+    gathered = layers.rest + 2 * layers.largest
+    assert communication_by_stage(trace) == {
+        "forward": gathered,
+        "loss": gathered,
+        "backward": gathered + 2 * layers.rest,
+    }
+    assert communication_by_stage(zero_3(bert, 4, 0.5))["forward"] == gathered // 2
+
+
+def communication_by_stage(trace: Trace) -> dict[str, int]:
+    """What is gathered or on its way at the end of each stage of the last step, where there is any."""
+    marks = trace.structure.marks
+    found = {}
+    for mark, after in pairwise(marks):
+        alive = alive_at(trace.structure, after.position - 1)
+        held = sum(trace.sizes[i] for i in alive if trace.structure.kinds[i] == "communication")
+        if held and mark.step == 1:
+            found[mark.stage] = held
+    return found
+
+
+def test_each_stage_takes_less_of_the_states(bert: Trace) -> None:
+    """From DDP to ZeRO-3 the model's states get smaller, activations stay as they are, and kinds sum to the peak."""
+    traces = [change(bert, 8, 1.0) for change in STRATEGIES.values()]
+    states = [sum(of_kind(trace, kind) for kind in ("parameter", "gradient", "optimizer")) for trace in traces]
+    assert states == sorted(set(states), reverse=True)
+    assert {of_kind(trace, "activation") for trace in traces} == {of_kind(bert, "activation")}
+    for one in map(found, traces):
+        assert one.kinds.total == one.peak_bytes
+        assert one.required_bytes <= one.peak_bytes
+
+
+def test_one_gpu_has_all_of_it(bert: Trace) -> None:
+    """An Nth of one GPU's is all: only what is gathered and sent is added."""
+    for change in (zero_1, zero_2, zero_3):
+        trace = change(bert, 1)
+        for kind in ("parameter", "gradient", "optimizer", "activation", "temporary"):
+            assert of_kind(trace, kind) == of_kind(bert, kind)
+
+
+def test_accumulation_and_inference(record: Record) -> None:
+    """Each micro-batch gathers and sends again; a forward alone has no gradients to send, but layers to gather."""
+    two = record(lambda: few_layers.build("distilbert"), 2, 16, micro_batches=2)
+    layers = layers_of(two)
+    assert of_kind(zero_2(two, 4), "communication") == 4 * 2 * layers.rest
+    assert of_kind(distributed(two, 4), "communication") == of_kind(two, "gradient") // 2
+    forward = record(lambda: few_layers.build("distilbert"), 2, 16, mode="inference")
+    assert distributed(forward, 4) == zero_1(forward, 4) == zero_2(forward, 4) == forward
+    assert of_kind(zero_3(forward, 4), "communication") == layers.rest + 2 * layers.largest

@@ -1,0 +1,177 @@
+"""The callback on a CUDA device: what it promises on the CPU, with the memory limited to a share of the card's."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import nets
+import pytest
+import pytorch_lightning as pl
+import torch
+from two_runs import SIZE, assert_identical, two_runs
+
+from batchfinder.lightning.callback import BatchFinder
+from batchfinder.outcome import Trial
+from batchfinder.units import GIB
+
+pytestmark = pytest.mark.gpu
+
+LIMIT_BYTES = 2 * GIB
+ROWS = 4096
+
+
+class Watch(pl.Callback):
+    """Notes the device's memory and random numbers when it is its turn on fit start."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.cuda.synchronize()
+        self.allocated_bytes = torch.cuda.memory_allocated()
+        self.reserved_bytes = torch.cuda.memory_reserved()
+        self.random = torch.cuda.get_rng_state().tolist()
+        self.fraction = torch.cuda.get_per_process_memory_fraction()
+
+
+@pytest.fixture(autouse=True)
+def empty_device() -> Iterator[None]:
+    """Each test starts with what the process cannot give back, and with the whole card."""
+    _clear()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    _clear()
+
+
+@pytest.fixture
+def limited(empty_device: None) -> None:
+    """The process may reserve 2 GiB, training as well as tries."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / total)
+
+
+def _clear() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def text(batch_size: int = 2) -> nets.Transformer:
+    """Takes some 5 MB for each sample, so that a few hundred fit into 2 GiB."""
+    return nets.Transformer(batch_size, rows=ROWS, seq_len=128, width=256)
+
+
+def fit(module: Any, callbacks: list[Any], **options: Any) -> pl.Trainer:
+    """Train on the device."""
+    trainer = nets.trainer(accelerator="gpu", callbacks=callbacks, **options)
+    trainer.fit(module)
+    return trainer
+
+
+def trials(finder: BatchFinder) -> tuple[Trial, ...]:
+    """What was tried."""
+    (outcome,) = finder.outcomes["fit"].values()
+    return outcome.trials
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("net", [nets.Transformer, nets.ConvNet])
+def test_losses_and_weights_equal_those_of_a_run_started_with_the_sizes(
+    net: type[nets.Module], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit with deterministic kernels, with accumulation, a scheduler, and the scale of 16-mixed."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
+    try:
+        found, direct = two_runs(
+            lambda size: net(size, scheduled=True),
+            target=4 * SIZE,
+            accelerator="gpu",
+            precision=precision,
+            deterministic=True,
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_identical(found, direct)
+    if precision == "16-mixed":
+        one, other = (run.trainer.precision_plugin.scaler.state_dict() for run in (found, direct))  # type: ignore[attr-defined]
+        assert one == other
+
+
+@pytest.mark.usefixtures("limited")
+def test_the_answer_trains_and_a_tenth_more_does_not() -> None:
+    """In at most 6 tries, of which one runs out of memory; the second start tries nothing."""
+    finder = BatchFinder()
+    trainer = fit(text(), [finder], max_epochs=-1, max_steps=50)
+    answer = finder.batch_size
+    assert trainer.global_step == 50
+    assert answer is not None
+    assert 20 < answer < ROWS / 1.2
+    tried = trials(finder)
+    assert len(tried) <= 6
+    assert sum(not trial.fits for trial in tried) <= 1
+    assert answer in {trial.batch_size for trial in tried if trial.fits}
+    del trainer
+    _clear()
+
+    again = BatchFinder()
+    fit(text(), [again], max_epochs=-1, max_steps=1)
+    assert again.batch_size == answer
+    assert trials(again) == ()
+    _clear()
+
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    try:
+        fit(text(math.ceil(1.1 * answer)), [], max_epochs=-1, max_steps=5)
+    except torch.OutOfMemoryError:
+        return
+    # It may still run by giving back all cached memory in each step, which counts as not fitting.
+    assert torch.cuda.memory_stats()["num_alloc_retries"] > retries
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_nothing_of_the_search_stays_on_the_device(precision: str) -> None:
+    """As much is allocated as before, no more is reserved, and random numbers and limit are what they were."""
+    before, after = Watch(), Watch()
+    fit(text(), [before, BatchFinder(cache=False), after], precision=precision, max_epochs=-1, max_steps=1)
+    assert after.allocated_bytes == before.allocated_bytes
+    assert after.reserved_bytes <= before.reserved_bytes
+    assert after.random == before.random
+    assert after.fraction == before.fraction
+
+
+def test_a_budget_limits_the_tries_and_is_gone_afterwards() -> None:
+    """A large card answers for a small one: no try reserves more, and training has the whole card again."""
+    watch = Watch()
+    finder = BatchFinder(budget=LIMIT_BYTES, cache=False)
+    fit(text(), [finder, watch], max_epochs=-1, max_steps=1)
+    peaks = [trial.measurement.peak_reserved_bytes or 0 for trial in trials(finder) if trial.fits]
+    assert 0.8 * LIMIT_BYTES < max(peaks) <= LIMIT_BYTES
+    assert watch.fraction == 1.0
+
+
+@pytest.mark.usefixtures("limited")
+def test_running_out_of_memory_in_training_lowers_the_record() -> None:
+    """What training takes beside the step was not there in the tries; the next start uses 5 % less, and tries it."""
+
+    class Hoards(nets.Transformer):
+        hoards = True
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.hoards and self.trainer.callbacks and batch_idx == 2:
+                torch.empty(LIMIT_BYTES, dtype=torch.uint8, device=self.device)
+
+    def make() -> Hoards:
+        return Hoards(2, rows=ROWS, seq_len=128, width=256)
+
+    first = BatchFinder()
+    trainer = nets.trainer(accelerator="gpu", callbacks=[first], max_epochs=1)
+    with pytest.warns(UserWarning, match="which the next start tries"), pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(make())
+    del trainer
+    _clear()
+    Hoards.hoards = False
+    fit(make(), [second := BatchFinder()], max_epochs=-1, max_steps=1)
+    assert first.batch_size is not None
+    assert second.batch_size == int(0.95 * first.batch_size)
+    assert [trial.batch_size for trial in trials(second)] == [second.batch_size]

@@ -1,0 +1,177 @@
+"""What a person is told when the cache fails, when memory runs out in training, and when a search ends in nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import nets
+import pytest
+import torch
+from bounded import MESSAGE, Bounded
+
+from batchfinder.errors import InvalidValue, OutOfMemory
+from batchfinder.lightning.callback import BatchFinder
+from batchfinder.outcome import Verdict
+from batchfinder.probing import memory
+
+pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
+
+
+def warned(caught: pytest.WarningsRecorder) -> list[str]:
+    """What BatchFinder warned of."""
+    return [str(warning.message) for warning in caught if "BatchFinder" in str(warning.message)]
+
+
+class RunsOut(Bounded):
+    """Runs out of memory at the second batch of training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.trainer.callbacks:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+
+def test_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
+    """The search goes on without it, and that is said once, not at reading and at writing."""
+    place = tmp_path / "a file"
+    place.write_text("")
+    finder = BatchFinder(max_batch_size=8, cache=place)
+    with pytest.warns(UserWarning, match="BatchFinder") as caught:
+        nets.trainer(callbacks=[finder]).fit(Bounded())
+    assert finder.batch_size == 8
+    assert warned(caught) == [
+        f"BatchFinder goes on without its cache: {place} cannot be used: it is a file, not a directory. Pass "
+        "BatchFinder(cache=...) a place that can be written, or cache=False."
+    ]
+
+
+def test_an_answer_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that can be read and not written is told of as well: the next start would search again unexplained."""
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match="BatchFinder") as caught:
+        nets.trainer(callbacks=[BatchFinder(max_batch_size=8, cache=tmp_path / "full")]).fit(Bounded())
+    assert warned(caught) == [
+        f"BatchFinder goes on without its cache: {tmp_path / 'full'} cannot be used: No space left on device. Pass "
+        "BatchFinder(cache=...) a place that can be written, or cache=False."
+    ]
+
+
+def test_out_of_memory_in_training_without_a_cache() -> None:
+    """Nothing can be lowered; headroom is the advice."""
+    trainer = nets.trainer(callbacks=[BatchFinder(max_batch_size=8, cache=False)])
+    with pytest.warns(UserWarning, match="BatchFinder") as caught, pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(RunsOut())
+    assert warned(caught) == [
+        "BatchFinder: fit ran out of memory at batch size 8, which ran when it was tried. Leave more free with "
+        "BatchFinder(headroom=0.05)."
+    ]
+
+
+def test_out_of_memory_in_training_with_a_cache_that_has_filled_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record cannot be lowered, so the next start would use it: that is said, with the same advice."""
+
+    class FillsUp(RunsOut):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1 and self.trainer.callbacks:
+                monkeypatch.setattr(os, "replace", full)
+            super().on_train_batch_start(batch, batch_idx)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = nets.trainer(callbacks=[BatchFinder(max_batch_size=8, cache=tmp_path / "full")])
+    with pytest.warns(UserWarning, match="BatchFinder") as caught, pytest.raises(torch.OutOfMemoryError):
+        trainer.fit(FillsUp())
+    assert warned(caught) == [
+        "BatchFinder: fit ran out of memory at batch size 8, which ran when it was tried. Leave more free with "
+        f"BatchFinder(headroom=0.05). The cache at {tmp_path / 'full'} still says 8, since it cannot be written: No "
+        "space left on device."
+    ]
+
+
+def test_another_error_in_training_is_not_commented_on(recwarn: pytest.WarningsRecorder) -> None:
+    """Though it speaks of memory."""
+
+    class Buggy(Bounded):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1 and self.trainer.callbacks:
+                raise RuntimeError("the memory of an elephant")
+
+    with pytest.raises(RuntimeError, match="elephant"):
+        nets.trainer(callbacks=[BatchFinder(max_batch_size=8)]).fit(Buggy())
+    assert warned(recwarn) == []
+
+
+class Thrashing(Bounded):
+    """Makes the allocator try again above a number of samples. Only CUDA's does, so it is told of here."""
+
+    fits_well = 5
+    retries = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        Thrashing.retries += len(batch[0]) > self.fits_well
+        return super().loss(batch)
+
+
+@pytest.fixture
+def allocator_that_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's memory says how often `Thrashing` did."""
+    monkeypatch.setattr(Thrashing, "retries", 0)
+    monkeypatch.setattr(memory.HostMemory, "retries", lambda self: Thrashing.retries)
+
+
+@pytest.mark.usefixtures("allocator_that_retries")
+def test_thrashing_counts_as_not_fitting() -> None:
+    """The largest size that runs without is the answer, and each size above says why it is not."""
+    nets.trainer(callbacks=[finder := BatchFinder(max_batch_size=8, tolerance=0, cache=False)]).fit(Thrashing())
+    assert finder.batch_size == 5
+    failed = {t.measurement.verdict: t.measurement.message for t in finder.outcomes["fit"][None].trials if not t.fits}
+    assert failed == {Verdict.THRASHING: "it ran, but only by giving back all cached memory 2 times"}
+
+
+@pytest.mark.usefixtures("allocator_that_retries")
+def test_thrashing_with_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search ends with what happened and what to do."""
+    monkeypatch.setattr(Thrashing, "fits_well", 0)
+    with pytest.raises(OutOfMemory) as caught:
+        nets.trainer(callbacks=[BatchFinder(max_batch_size=8, cache=False)]).fit(Thrashing())
+    assert str(caught.value) == (
+        "batch size 1 does not fit: it ran, but only by giving back all cached memory 2 times. Try a smaller model, a "
+        "lower precision, activation checkpointing or an optimizer with less state."
+    )
+
+
+def test_one_sample_that_did_not_fit_before() -> None:
+    """The second start knows it from the cache; with a length, shorter sequences are advised."""
+
+    class Never(nets.Transformer):
+        def loss(self, batch: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+    advice = (
+        "Try a smaller model or sequences shorter than 16, a lower precision, activation checkpointing or an optimizer "
+        "with less state."
+    )
+    for _ in range(2):
+        with pytest.raises(OutOfMemory) as caught:
+            nets.trainer(callbacks=[BatchFinder(seq_lens=[16])]).fit(Never())
+        assert str(caught.value) == f"batch size 1 does not fit: {MESSAGE} {advice}"
+
+
+def test_a_system_that_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget is asked for."""
+    monkeypatch.setattr(memory, "meminfo", lambda field: None)
+    monkeypatch.setattr(memory, "soft_limit", lambda name: None)
+    monkeypatch.setattr(memory, "cgroup", lambda: (None, 0))
+    with pytest.raises(InvalidValue) as caught:
+        nets.trainer(callbacks=[BatchFinder(cache=False)]).fit(Bounded())
+    assert str(caught.value) == (
+        "budget: None will not do; expected a number of bytes, since this system does not say what is free."
+    )

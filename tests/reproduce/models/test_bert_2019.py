@@ -1,0 +1,47 @@
+"""Our BERT of 2019 against pytorch-transformers 1.2.0's code, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.job import RecordingJob
+from batchfinder.tracing.recorder import Recorder
+
+OURS, THEIRS = "batchfinder.reproduce.models.bert_2019:build", "tests.builders.bert_2019:build"
+HEADS = ("classification", "pretraining")
+
+
+@pytest.fixture(scope="module")
+def recorders() -> Iterator[dict[str, Recorder]]:
+    """A process for ours and one for theirs, which changes torch's own functions."""
+    started = {builder: Recorder(spec(builder, HEADS[0])) for builder in (OURS, THEIRS)}
+    yield started
+    for recorder in started.values():
+        recorder.close()
+
+
+def spec(builder: str, head: str) -> WorkloadSpec:
+    """A base model."""
+    return WorkloadSpec(builder, {"head": head, "size": "base"})
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("mode", ["forward", "inference"])
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 512), (7, 128)])
+def test_the_same_blocks(recorders: dict[str, Recorder], head: str, mode: str, batch_size: int, seq_len: int) -> None:
+    """Every block has the same size, operator and kind, and is taken and released in the same order."""
+    futures = [
+        recorders[builder].submit(
+            RecordingJob({"mode": mode}, (3, 7), batch_size, seq_len, workload=spec(builder, head))
+        )
+        for builder in (OURS, THEIRS)
+    ]
+    ours, theirs = (future.result() for future in futures)
+    assert ours.sizes == theirs.sizes
+    assert ours.structure.order == theirs.structure.order
+    assert ours.structure.operators == theirs.structure.operators
+    assert ours.structure.kinds == theirs.structure.kinds
+    assert ours.structure.marks == theirs.structure.marks
