@@ -215,8 +215,9 @@ def test_who_is_asked_for_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
 
     at_start(Here(), ask)
     assert asked_with == [(True, 9), (True, None)]
-    with pytest.raises(InvalidValue, match="predict"):
+    with pytest.raises(InvalidValue) as caught:
         BatchFinder(predict="yes")  # type: ignore[arg-type]
+    assert str(caught.value) == "predict: 'yes' will not do; expected True, False, or None for on a GPU only."
 
 
 @pytest.mark.slow
@@ -252,11 +253,17 @@ def test_an_interrupt_ends_the_hint(elsewhere: Path) -> None:
     ("change", "reason"),
     [
         (lambda trainer: setattr(trainer.lightning_module, "automatic_optimization", False), "manual optimization"),
-        (lambda trainer: trainer.strategy.optimizers.append(trainer.optimizers[0]), "2 optimizers"),
-        (lambda trainer: vars(trainer.lightning_module).update(data=bytes(MOST_BYTES)), "more than 64.00 MiB of data"),
+        (
+            lambda trainer: trainer.strategy.optimizers.append(trainer.optimizers[0]),
+            "2 optimizers, or none that steps",
+        ),
+        (
+            lambda trainer: vars(trainer.lightning_module).update(data=bytes(MOST_BYTES)),
+            "it holds more than 64.00 MiB of data beside its tensors",
+        ),
         (
             lambda trainer: vars(trainer.lightning_module).update(sparse=torch.eye(2).to_sparse()),
-            "a tensor of type Tensor, torch.sparse_coo",
+            "a tensor of type Tensor, torch.sparse_coo, on cpu",
         ),
     ],
 )
@@ -273,7 +280,8 @@ def test_what_cannot_be_rebuilt(
 
     with caplog.at_level("INFO", logger="batchfinder"):
         at_start(Here(), changed)
-    assert reason in next(message for message in caplog.messages if "no hint" in message)
+    (message,) = [message for message in caplog.messages if "no hint" in message]
+    assert message == f"BatchFinder: no hint from the simulated step: NotPortable: {reason}"
 
 
 def test_what_is_asked_of_the_far_end(monkeypatch: pytest.MonkeyPatch) -> None:
