@@ -29,7 +29,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.finding import Finding
-from batchfinder.lightning.hint import hint, simulated_device
+from batchfinder.lightning.hint import NotPortable, _check, hint, simulated_device
 from batchfinder.lightning.probe import Setting
 from batchfinder.lightning.structure import MOST_BYTES
 from batchfinder.outcome import Shape
@@ -282,6 +282,37 @@ def test_what_cannot_be_rebuilt(
         at_start(Here(), changed)
     (message,) = [message for message in caplog.messages if "no hint" in message]
     assert message == f"BatchFinder: no hint from the simulated step: NotPortable: {reason}"
+
+
+def test_a_step_that_is_not_lightnings_own() -> None:
+    """A strategy, a precision or a transfer of the user's, or a validation in a fit: each is named."""
+    reasons = []
+
+    def reason(trainer: Any, setting: Setting) -> str:
+        with pytest.raises(NotPortable) as caught:
+            _check(trainer, setting)
+        return str(caught.value)
+
+    def changed(trainer: Any, callback: Any, batches: Any) -> None:
+        def transfer(self: Any, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return batch
+
+        parts = (trainer.strategy, trainer.precision_plugin, trainer.lightning_module)
+        for part, own in zip(parts, ({}, {}, {"transfer_batch_to_device": transfer}), strict=True):
+            was = type(part)
+            part.__class__ = type("Mine", (was,), own)
+            reasons.append(reason(trainer, Setting("fit")))
+            part.__class__ = was
+        reasons.append(reason(trainer, Setting("validate", train=(4, None))))
+        assert _check(trainer, Setting("fit"))[0] == "fp32"
+
+    at_start(Here(), changed)
+    assert reasons == [
+        "a step under Mine",
+        "a step in the precision of Mine",
+        "batches that are moved to the device in a way of their own",
+        "a validation in the middle of training",
+    ]
 
 
 def test_what_is_asked_of_the_far_end(monkeypatch: pytest.MonkeyPatch) -> None:

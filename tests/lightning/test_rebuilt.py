@@ -15,7 +15,7 @@ from torch import nn
 
 from batchfinder.lightning.hint import RECORDED, _write_parts
 from batchfinder.lightning.probe import Setting
-from batchfinder.lightning.rebuilt import Parts, RebuiltStep, build
+from batchfinder.lightning.rebuilt import Parts, RebuiltStep, _loss, build
 from batchfinder.outcome import Shape
 from batchfinder.simulator.trace import Trace
 from batchfinder.zoo.factory import understand
@@ -114,3 +114,11 @@ def test_an_optimizer_on_a_cpu_goes_tensor_by_tensor() -> None:
         assert all(mine is own for mine, own in zip(made.param_groups[0]["params"], model.parameters(), strict=True))
         seen.append((made.param_groups[0]["lr"], made.param_groups[0]["foreach"]))
     assert seen == [(0.1, True), (0.1, False), (0.1, None)]
+
+
+def test_a_step_without_a_loss() -> None:
+    """Lightning skips such a batch; what it would take is not known."""
+    for output in (None, {"loss": None}):
+        with pytest.raises(TypeError) as caught:
+            _loss(output, None)
+        assert str(caught.value) == "the step returned NoneType and no loss"
