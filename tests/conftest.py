@@ -13,8 +13,7 @@ import pytest
 
 from batchfinder.simulator.trace import Trace
 
-# Before torch is imported, here and in every process that a test starts: as many workers as there are cores are at work
-# already, and OpenMP's threads wait for each other by spinning.
+# Before torch is imported, here and in every process that a test starts: the workers keep all cores busy already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 Record = Callable[..., Trace]

@@ -12,7 +12,8 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.outcome import Shape
 from batchfinder.report.estimate_findings import Changed
 from batchfinder.report.progress import Activity
-from batchfinder.simulator.probe import ENDLESS, SimulatedProbe
+from batchfinder.simulator.allocator import UNLIMITED
+from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.tracing.simulation import Simulation
 
 # Those that keep more in their state than the ones named after them, and what else holds less.
@@ -135,7 +136,7 @@ def _changed(change: Change, request: EstimateRequest, probe: SimulatedProbe, se
     try:
         most = search_simulated(probe, shape, None).max_batch_size
         timeline = probe.timeline(batch_size, shape)
-        there = timeline if timeline.fits else probe.timeline(batch_size, shape, ENDLESS)
+        there = timeline if timeline.fits else probe.timeline(batch_size, shape, UNLIMITED)
     except BatchFinderError as error:
         # Some models refuse an option, or fail with it: that is what there is to say of this change.
         return Changed(str(change), batch_size, error=str(error).strip().splitlines()[-1])
@@ -156,6 +157,6 @@ def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int |
     micro = -(-effective // times)
     change = Change({"batch_size": micro, "accumulation": times})
     timeline = probe.timeline(micro, Shape(seq_len))
-    there = timeline if timeline.fits else probe.timeline(micro, Shape(seq_len), ENDLESS)
+    there = timeline if timeline.fits else probe.timeline(micro, Shape(seq_len), UNLIMITED)
     peak = there.max_reserved_bytes + request.card.device.context_bytes
     return [Changed(str(change), micro, peak, timeline.fits, most, effective_batch_size=micro * times)]

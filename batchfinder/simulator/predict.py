@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from batchfinder.outcome import Shape
-from batchfinder.simulator.probe import ENDLESS, SimulatedProbe
+from batchfinder.simulator.allocator import UNLIMITED
+from batchfinder.simulator.probe import SimulatedProbe
 
 # A batch of one needs a recording of its own, so neither size is 1.
 _SMALL, _LARGE = 2, 32
@@ -19,7 +20,7 @@ def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
     Returns:
         A size of at least 2.
     """
-    low, high = (probe.timeline(size, shape, ENDLESS).max_allocated_bytes for size in (_SMALL, _LARGE))
+    low, high = (probe.timeline(size, shape, UNLIMITED).max_allocated_bytes for size in (_SMALL, _LARGE))
     per_sample = (high - low) / (_LARGE - _SMALL)
     if per_sample <= 0:
         return _LARGE

@@ -6,16 +6,13 @@ import time
 from collections.abc import Iterable
 
 from batchfinder.outcome import Measurement, Shape, Verdict
-from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.memory import DeviceMemory
 from batchfinder.simulator.replay import replay
 from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.simulator.source import TraceSource
 from batchfinder.simulator.timeline import Timeline
 from batchfinder.simulator.trace import Trace
-
-ENDLESS = DeviceMemory(1 << 60, 1 << 60)
-"""A card that is never full, to see what a step would take."""
 
 
 class SimulatedProbe:
@@ -70,7 +67,7 @@ class SimulatedProbe:
 
     def needed_bytes(self, batch_size: int, shape: Shape) -> int:
         """The most the allocator would reserve for a size on a card without end."""
-        return self.timeline(batch_size, shape, ENDLESS).max_reserved_bytes
+        return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
 
     def exact_timeline(self, batch_size: int, shape: Shape) -> Timeline:
         """The whole replay of one size that is recorded itself: for a single size this is the shorter way."""

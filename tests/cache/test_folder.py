@@ -256,7 +256,7 @@ def test_a_directory_is_made_where_the_file_system_needs_one():
     class Strict(MemoryFileSystem):
         protocol = "strict"
         store: dict = {}
-        pseudo_dirs = ["", "/home"]
+        pseudo_dirs = ["", "/shelf"]
 
         @classmethod
         def _strip_protocol(cls, path):
@@ -274,7 +274,7 @@ def test_a_directory_is_made_where_the_file_system_needs_one():
             super().pipe_file(path, value)
 
     register_implementation("strict", Strict, clobber=True)
-    place = Folder("strict://home/cache")
+    place = Folder("strict://shelf/cache")
     place.write(NAME, b"data")
     assert place.read(NAME) == b"data"
     with pytest.raises(CacheFailed) as caught:
