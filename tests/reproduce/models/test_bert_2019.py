@@ -23,19 +23,22 @@ def recorders() -> Iterator[dict[str, Recorder]]:
         recorder.close()
 
 
-def spec(builder: str, head: str) -> WorkloadSpec:
-    """A base model."""
-    return WorkloadSpec(builder, {"head": head, "size": "base"})
+def spec(builder: str, head: str, size: str = "base") -> WorkloadSpec:
+    """A model of the notebook's."""
+    return WorkloadSpec(builder, {"head": head, "size": size})
 
 
+@pytest.mark.parametrize("size", ["base", "large"])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("mode", ["forward", "inference"])
 @pytest.mark.parametrize(("batch_size", "seq_len"), [(1, 512), (7, 128)])
-def test_the_same_blocks(recorders: dict[str, Recorder], head: str, mode: str, batch_size: int, seq_len: int) -> None:
+def test_the_same_blocks(
+    recorders: dict[str, Recorder], size: str, head: str, mode: str, batch_size: int, seq_len: int
+) -> None:
     """Every block has the same size, operator and kind, and is taken and released in the same order."""
     futures = [
         recorders[builder].submit(
-            RecordingJob({"mode": mode}, (3, 7), batch_size, seq_len, workload=spec(builder, head))
+            RecordingJob({"mode": mode}, (3, 7), batch_size, seq_len, workload=spec(builder, head, size))
         )
         for builder in (OURS, THEIRS)
     ]
