@@ -4,13 +4,19 @@
     ├── InvalidValue                an option or argument has a value that cannot be meant
     ├── UnknownName                 no such GPU, instance or model; the nearest ones are named
     ├── OutOfMemory                 a size did not fit, for those who asked to have it raised
+    │   └── SampleDoesNotFit        training met a sample that does not fit on its own
     ├── RecordingFailed             a training step could not be recorded on the pretend GPU
     │   └── RecordingDied           the recording's process ended without an answer
     ├── ProbeDied                   the process that took real steps ended twice, and not for want of memory
     ├── UserCodeFailed              code of the user's raised; its own traceback is kept
     │   └── ContextDied             and it left the card's context dead behind it, twice
+    ├── NotSplittable               a batch, or a loss, cannot be taken apart into micro-batches
+    ├── HalfUpdated                 memory ran out within an optimizer step, and what it changed cannot be put back
+    ├── SamplesTooLong              samples are longer than any length that a batch size is known for
     ├── MissingExtra                something was asked for that needs a package which is not installed
     ├── CardNeeded                  a GPU was asked for and there is none here, or too little of it is free
+    ├── RankFailed                  another of the processes that train together raised something
+    ├── RankLost                    another of the processes that train together has ended or hangs
     └── CacheFailed                 the cache cannot be read or written where it was asked to be
 
 The command line prints the text of any of these and exits with 1. Anything else that escapes is a bug of ours.
@@ -72,6 +78,29 @@ class OutOfMemory(BatchFinderError, MemoryError):
         self.detail = detail
         at = "" if batch_size is None else f"batch size {batch_size} "
         super().__init__(f"{at}does not fit: {detail}")
+
+
+class SampleDoesNotFit(OutOfMemory):
+    """Training met a sample that does not fit on its own, so that no micro-batch is small enough.
+
+    Attributes:
+        index: its place in its batch, from 0.
+        batch_idx: the batch's number in the epoch, from 0.
+        seq_len: its padded length in tokens; None where nobody can tell.
+    """
+
+    def __init__(self, index: int, batch_idx: int, seq_len: int | None, detail: str) -> None:
+        super().__init__(1, detail)
+        self.index = index
+        self.batch_idx = batch_idx
+        self.seq_len = seq_len
+        length = "" if seq_len is None else f", {seq_len} tokens long,"
+        shorter = "" if seq_len is None else "Leave out or cut samples as long as this one, or try "
+        self.args = (
+            f"sample {index} of batch {batch_idx}{length} ran out of memory on its own, and again with memory released:"
+            f" {detail.rstrip('.')}. {shorter or 'Try '}a smaller model, a lower precision, activation checkpointing or"
+            " an optimizer with less state.",
+        )
 
 
 class RecordingFailed(BatchFinderError):
@@ -142,6 +171,62 @@ class ContextDied(UserCodeFailed):
         )
 
 
+class NotSplittable(BatchFinderError, ValueError):
+    """A batch, or a loss, cannot be taken apart into micro-batches.
+
+    Attributes:
+        reason: what stands in the way, in words.
+    """
+
+    def __init__(self, reason: str, move: str = "") -> None:
+        self.reason = reason
+        move = move or (
+            "Return a batch from collate_fn whose tensors have the samples along their first dimension, or split it"
+            " yourself."
+        )
+        super().__init__(f"the batch cannot be split: {reason}. {move}")
+
+
+class HalfUpdated(BatchFinderError):
+    """Memory ran out within an optimizer step, and what it had changed by then cannot be put back.
+
+    Attributes:
+        optimizer: the optimizer's class.
+        detail: the device's own message.
+    """
+
+    def __init__(self, optimizer: str, detail: str) -> None:
+        self.optimizer = optimizer
+        self.detail = detail
+        super().__init__(
+            f"{optimizer} ran out of memory within a step, and there was no room for the copy that would take the"
+            f" changes back: some parameters may be updated and others not. Start again from the last checkpoint, with"
+            f" a smaller micro-batch or a larger headroom. The device said: {detail}"
+        )
+
+
+class SamplesTooLong(BatchFinderError, ValueError):
+    """Samples are longer than any length that a batch size is known for.
+
+    Attributes:
+        count: how many of them are.
+        total: how many samples there are.
+        longest: the length of the longest.
+        limit: the longest that a batch can hold.
+    """
+
+    def __init__(self, count: int, total: int, longest: int, limit: int, what: str, remedy: str) -> None:
+        self.count = count
+        self.total = total
+        self.longest = longest
+        self.limit = limit
+        super().__init__(
+            f"{count} of {total} samples are longer than {limit}, {what}; the longest has {longest}. "
+            f"Truncate them or {remedy}; or leave them out with overlong='drop', or train each by itself with "
+            "overlong='own', which may run out of memory."
+        )
+
+
 class MissingExtra(BatchFinderError):
     """Something was asked for that needs a package which is not installed.
 
@@ -173,6 +258,49 @@ class CardNeeded(BatchFinderError):
         self.needed_bytes = needed_bytes
         self.detail = detail
         super().__init__(f"{detail}. Run it on such a machine, or leave --measured out: the simulation needs no GPU.")
+
+
+class RankFailed(BatchFinderError):
+    """Another of the processes that train together raised something, so that this one cannot go on either.
+
+    Attributes:
+        rank: the process that raised.
+        size: how many train together.
+        what: what it did, in words.
+        raised: what it raised, in words.
+    """
+
+    def __init__(self, rank: int, size: int, what: str, raised: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.what = what
+        self.raised = raised
+        super().__init__(
+            f"rank {rank} of {size} raised this when it {what}, so that all ranks end: {raised}\n"
+            f"Rank {rank} prints its own traceback."
+        )
+
+
+class RankLost(BatchFinderError):
+    """Another of the processes that train together has ended, or did not answer within the time limit.
+
+    Attributes:
+        rank: the process that waited.
+        size: how many train together.
+        seconds: the time limit.
+        detail: the words of the library that waited.
+    """
+
+    def __init__(self, rank: int, size: int, seconds: float, detail: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.seconds = seconds
+        self.detail = detail
+        super().__init__(
+            f"rank {rank} of {size} waited for another rank, which has ended or did not answer within {seconds:g} s: "
+            f"{detail}\nThe output of the other ranks says what happened there. If one of them was only slow, allow "
+            "more time: DDPStrategy(timeout=...) in a Lightning trainer."
+        )
 
 
 class CacheFailed(BatchFinderError):

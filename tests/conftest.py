@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchfinder.simulator.trace import Trace
+from tests.prefork import Prefork
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, which some of them are about.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported, here and in every process that a test starts: the workers keep all cores busy already.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,6 +64,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def nothing_old_is_collected() -> Iterator[None]:
+    """Each try collects garbage; looking through what the process has imported takes longer than a small training.
+
+    Not for what looks for objects by `gc.get_objects`, which leaves out those that are old.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def prefork() -> Iterator[Prefork]:
+    """The process that recording processes are forks of; started when it is first needed."""
+    with Prefork() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def forked_recorders(prefork: Prefork) -> Iterator[None]:
+    """Recording processes are forks in this module: `pytestmark = pytest.mark.usefixtures("forked_recorders")`."""
+    with prefork.patched():
+        yield
 
 
 @pytest.fixture(scope="session")

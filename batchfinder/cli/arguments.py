@@ -15,6 +15,7 @@ MODES = ("train", "forward", "inference")
 PRECISIONS = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
 OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
 ATTENTIONS = ("eager", "sdpa", "flash")
+TABLE_FORMATS = ("json", "lhotse")
 
 _MODEL = "NAME|PATH|MODULE:FACTORY"
 
@@ -109,6 +110,14 @@ def reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("the output")
     _json_argument(out)
     out.add_argument("--markdown", metavar="FILE", help="write the tables as Markdown, too")
+
+
+def table_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `table`."""
+    parser.add_argument("file", metavar="FILE", help="what `batchfinder sweep --json` printed; - for stdin")
+    parser.add_argument("--format", default="json", metavar="NAME", help=f"{', '.join(TABLE_FORMATS)} (default: json)")
+    parser.add_argument("--model", metavar="NAME", help="which, where the file has several")
+    parser.add_argument("--gpu", metavar="NAME", help="which, where the file has several")
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:

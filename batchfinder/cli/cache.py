@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 from batchfinder.cache import DamagedRecord, Record, Store, read_export, write_export
 from batchfinder.cache.record import encode
+from batchfinder.cli.input_file import read_file
 from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.report.cache_sheet import list_sheet, record_sheets
 
@@ -70,7 +70,7 @@ def _import(store: Store, arguments: argparse.Namespace) -> None:
     store.check_writable()
     try:
         # All of them are read before the first is kept: a damaged file changes nothing.
-        records = list(read_export(_read(arguments.file)))
+        records = list(read_export(read_file("FILE", arguments.file)))
     except DamagedRecord as damage:
         raise InvalidValue("FILE", arguments.file, f"a file written by `cache export`; {damage.reason}") from damage
     here = {record.key.digest: record.created for record in store.records()}
@@ -79,16 +79,6 @@ def _import(store: Store, arguments: argparse.Namespace) -> None:
         store.put_record(record)
     left = len(records) - len(newer)
     print(f"{_count(len(newer))} taken into {store.url}" + (f"; {left} were known as well or better" if left else ""))
-
-
-def _read(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise InvalidValue("FILE", file, f"a file that can be read ({reason})") from error
 
 
 def _one(store: Store, digits: str) -> Record:

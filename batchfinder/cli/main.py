@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from batchfinder.cli.arguments import estimate_arguments, profile_arguments, reproduce_arguments, sweep_arguments
+from batchfinder.cli.arguments import (
+    estimate_arguments,
+    profile_arguments,
+    reproduce_arguments,
+    sweep_arguments,
+    table_arguments,
+)
 from batchfinder.cli.cache_arguments import cache_arguments
 from batchfinder.cli.failing import run_verb
 
@@ -14,6 +20,7 @@ VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "estimate": ("print what the memory of one size is for, and what would make it fit", estimate_arguments),
     "profile": ("print the memory of one training step, stage by stage", profile_arguments),
     "reproduce": ("print published tables beside the same figures, found here", reproduce_arguments),
+    "table": ("print a sweep's batch size for each length, for samplers", table_arguments),
     "cache": ("list, show, clear, export or import the answers that are known", cache_arguments),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from batchfinder.errors import InvalidValue
@@ -54,7 +55,27 @@ class Budget:
         Returns:
             At most 1.0: a budget larger than the card limits nothing.
         """
-        return min(1.0, self.limit_bytes / total_bytes)
+        return memory_fraction(self.limit_bytes, total_bytes)
 
     def __str__(self) -> str:
         return f"{format_bytes(self.limit_bytes)} budget"
+
+
+def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
+    """The fraction for `torch.cuda.set_per_process_memory_fraction` that comes to a limit to the byte.
+
+    The allocator multiplies the fraction by the card's memory and drops what is no whole byte
+    (`DeviceCachingAllocator::setMemoryFraction`). The quotient of the two, rounded down as floating-point numbers often
+    are, comes to a byte less, and a segment that just fits is refused.
+
+    Args:
+        limit_bytes: bytes the allocator may reserve in all.
+        total_bytes: the real device's total memory, as `torch.cuda.get_device_properties` has it.
+
+    Returns:
+        At most 1.0, and not below 0.0.
+    """
+    if limit_bytes >= total_bytes:
+        return 1.0
+    fraction = max(0.0, limit_bytes / total_bytes)
+    return math.nextafter(fraction, 1.0) if int(fraction * total_bytes) < limit_bytes else fraction

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from batchfinder.lightning.loaders import samples_per_epoch
 from batchfinder.lightning.longest import MadeBatches, SampleBatches
-from batchfinder.lightning.stretch import Sequence, find_sequence
-from batchfinder.lightning.tree import tensors
 from batchfinder.lightning.twins import is_a
+from batchfinder.splitting.stretch import Sequence, find_sequence
+from batchfinder.splitting.tree import tensors
 
 MakeBatch = Callable[[int, int | None], Any]
 
@@ -86,6 +86,17 @@ class ProbeBatches:
         if self._takes_turns:
             return made[0]
         return tree_unflatten(made, self._combined._spec)
+
+    def mixed(self, batch_size: int) -> Any:
+        """Make a batch of samples as they come, of whatever lengths; of the longest where batches come ready-made.
+
+        Args:
+            batch_size: its samples, from each loader.
+        """
+        if self.make_batch is not None:
+            return self.make_batch(batch_size, None)
+        made = [self._makers[index].mixed(batch_size) for index in self._used]
+        return made[0] if self._takes_turns else tree_unflatten(made, self._combined._spec)
 
     def longest_seq_len(self) -> int | None:
         """The sequence length of a batch of the longest samples; None for data without one, and for `make_batch`."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.callbacks import Callback
 
@@ -18,29 +16,29 @@ from batchfinder.lightning.accumulate import apply_accumulation
 from batchfinder.lightning.batches import ProbeBatches
 from batchfinder.lightning.checks import check, check_arguments
 from batchfinder.lightning.evaluation_start import EvaluationStart
-from batchfinder.lightning.feedback import Applied, apply_batch_size, check_loaders, has_size
-from batchfinder.lightning.finding import Finding, Found
-from batchfinder.lightning.last_window import LastWindow
+from batchfinder.lightning.feedback import Applied, apply_batch_size
+from batchfinder.lightning.finding import Found
+from batchfinder.lightning.last_window import LastWindow, WeighsWindows
 from batchfinder.lightning.optimizer_setup import OptimizerSetup
-from batchfinder.lightning.participants import ahead_of_tuners, participants
-from batchfinder.lightning.probe import Setting
-from batchfinder.lightning.progress import Progress
+from batchfinder.lightning.participants import ahead_of_tuners
 from batchfinder.lightning.ran_out import ran_out
-from batchfinder.lightning.summary import summary_line
-from batchfinder.lightning.trainer_state import capture_data
-from batchfinder.outcome import Outcome, Shape
-from batchfinder.probing.known import Limits
-from batchfinder.probing.memory import memory_of
+from batchfinder.lightning.ranks import ranks_of
+from batchfinder.lightning.serving import Lengths, Train, batches_of, find_sizes, setting_for
+from batchfinder.lightning.split_fit import IN_ORDER, SplitFit, check_split, check_split_arguments
+from batchfinder.outcome import Outcome
+from batchfinder.probing.agreeing import Ranks
 from batchfinder.search.protocol import check_tolerance
+from batchfinder.splitting.weights import Weight
 from batchfinder.units import parse_bytes
 
 
-class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
+class BatchFinder(WeighsWindows):
     """Finds the largest batch size that trains, sets it, and leaves no other trace.
 
     Sizes are tried with real steps of the trainer's own loops: this module, its hooks, optimizers, precision and
     strategy. Then everything is put back, down to the random numbers: training is bit for bit what it would be had it
-    been started with the sizes found. A second start looks the answer up and tries nothing.
+    been started with the sizes found. A second start looks the answer up and tries nothing. Under DDP all ranks search
+    together, and get the size that fits on each of them.
 
     While sizes are tried, loggers are dummies, nothing is validated or saved, and only those callbacks take part that
     hold tensors or modules (an average of the weights, say), that freeze layers, or that `probe_callbacks` names. Hooks
@@ -64,9 +62,17 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
             some seconds and some hundred MiB of the host's memory. None for on a GPU only, where it saves more tries
             than it costs. A step that cannot be recorded (manual optimization, a module that holds what cannot be
             copied to another process) is searched without; the answer is the same, and the log says why at INFO.
+        split_batches: let the loader give all samples of an optimizer step, and take each batch apart into
+            micro-batches of its lengths' own sizes; see docs/variable.md. Samples are sorted by length where an
+            attention mask shows it; `in_order` keeps them as they come. Without a target the loader keeps its size.
+        weight: what the loss is a mean over, where batches are split: `samples`, `tokens` (labels that are not -100),
+            `next_tokens` (the same for a causal model), `sum`, or a function of a micro-batch that says how much it
+            counts.
+        recover: where batches are split, run a batch that runs out of memory again, from its start, in smaller
+            micro-batches if need be.
 
     Attributes:
-        batch_size: the size training was given; None before.
+        batch_size: the size training was given; None before, and where the loader keeps one that nobody can see.
         plan: how the target is made up; None without one, or before.
         outcomes: what was found, by stage and length.
 
@@ -93,9 +99,13 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         batch_size_attribute: str = "batch_size",
         probe_callbacks: Iterable[Callback | type[Callback]] = (),
         predict: bool | None = None,
+        split_batches: bool | str = False,
+        weight: Weight = "samples",
+        recover: bool = True,
     ) -> None:
         super().__init__()
         check_arguments(target_batch_size, seq_lens, also, headroom, max_batch_size)
+        check_split_arguments(split_batches, weight, recover)
         check_tolerance(tolerance)
         self.target_batch_size = target_batch_size
         self.seq_lens = None if seq_lens is None else tuple(sorted(seq_lens, reverse=True))
@@ -113,14 +123,24 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         self.batch_size: int | None = None
         self.plan: AccumulationPlan | None = None
         self.outcomes: dict[str, dict[int | None, Outcome]] = {}
-        self._cache = cache
+        self.cache = cache
+        self.split_batches = split_batches
+        self.weight = weight
+        self.recover = recover
         self._in_use: dict[str, Found] = {}
         self._applied: dict[str, Applied] = {}
         self._accumulated = Applied()
         self._optimizer_setup = OptimizerSetup()
         self._evaluation_start = EvaluationStart()
-        self._last_window = LastWindow()
-        self._training: ProbeBatches | None = None
+        self._train: Train | None = None
+        self._ranks = Ranks()
+        self._split: SplitFit | None = None
+
+    @property
+    def micro_batch_sizes(self) -> dict[int | None, int]:
+        """Where batches are split, the largest micro-batch of each length as it is now; empty before, and elsewhere."""
+        table = None if self._split is None else self._split.table
+        return {} if table is None else table.sizes
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Undo an earlier run's sizes, and watch for what asks for the loaders before this run's are known."""
@@ -128,7 +148,7 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         for earlier in ("fit", "validate") if stage == "fit" else (str(trainer.state.fn.value),):
             self._applied.pop(earlier, Applied()).undo()
         if stage == "fit":
-            self.batch_size, self.plan, self._last_window = None, None, LastWindow()
+            self.batch_size, self.plan, self._last_window, self._split = None, None, LastWindow(), None
         if trainer.fast_dev_run:
             return
         if stage == "fit":
@@ -143,11 +163,17 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
             rank_zero_info("BatchFinder: skipped, since `fast_dev_run` is enabled.")
             return
         check(trainer, self.target_batch_size)
+        if self.split_batches:
+            check_split(trainer)
+            in_order = self.split_batches == IN_ORDER
+            self._split = SplitFit(self.target_batch_size, self.seq_lens, self.weight, self.recover, in_order)
+        self._ranks = ranks_of(trainer)
         training, validation = self._batches(trainer, pl_module, "fit", trainer.fit_loop), None
         if "validate" in self.also and trainer.enable_validation:
             validation = self._batches(trainer, pl_module, "validate", trainer.fit_loop.epoch_loop.val_loop)
-        found = self._serve(trainer, pl_module, "fit", training)
-        self.batch_size, self.plan = found.batch_size, found.plan
+        founds = self._serve(trainer, pl_module, "fit", training)
+        if self._split is None:
+            self.batch_size, self.plan = self._in_use["fit"].batch_size, self._in_use["fit"].plan
         if self.plan is not None:
             replaced = trainer.accumulate_grad_batches != 1
             self._accumulated = apply_accumulation(trainer, self.plan)
@@ -157,27 +183,10 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
             self._last_window = LastWindow(self.plan)
         if validation is not None:
             self._serve(trainer, pl_module, "validate", validation)
-        self._training = None  # the data it holds would take room beside the loader's
+        self._train = None  # the data it holds would take room beside the loader's
         self._optimizer_setup.repeat_if_asked(trainer)
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Warn if an epoch is too short for the plan."""
-        self._last_window.on_train_start(trainer, pl_module)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count samples, for the weight of an epoch's last window."""
-        if self.plan is not None:
-            self._last_window.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
-        """Weigh a micro-batch that is smaller than its window's first."""
-        if self.plan is not None:
-            self._last_window.on_before_backward(trainer, pl_module, loss)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Weigh a window that is shorter than the plan's."""
-        if self.plan is not None:
-            self._last_window.on_before_optimizer_step(trainer, pl_module, optimizer)
+        if self._split is not None:
+            self._split.begin(trainer, self, training, founds, self._ranks)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Find and set the size of `trainer.validate`."""
@@ -193,100 +202,58 @@ class BatchFinder(Callback):  # type: ignore[misc, unused-ignore]
         self._serve_alone(trainer, pl_module, "predict", trainer.predict_loop)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the user's own accumulation back, from which the next fit starts."""
+        """Put the user's own accumulation and loop back, from which the next fit starts."""
+        self._ranks.close()
         self._accumulated.undo()
+        if self._split is not None:
+            self._split.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lower the record when training runs out of memory at the size that was found."""
+        self._ranks.close()
         self._optimizer_setup.unwatch(trainer)
         self._accumulated.undo()
-        self._training = None
+        self._train = None
         stage = "validate" if trainer.validating or trainer.sanity_checking else str(trainer.state.fn.value)
-        if stage in self._in_use:
-            ran_out(self._in_use[stage], stage, exception, trainer.strategy.root_device.type)
+        found = self._in_use.get(stage)
+        if self._split is not None:
+            found = self._split.in_use() if stage == "fit" else found
+            self._split.end()
+        if found is not None:
+            ran_out(found, stage, exception, trainer.strategy.root_device.type)
+
+    def _batches(self, trainer: Any, pl_module: Any, stage: str, loop: Any) -> ProbeBatches:
+        resized = stage != "fit" or not self.split_batches or self.target_batch_size is not None
+        return batches_of(self, trainer, stage, loop, self._ranks, resized)
 
     def _serve_alone(self, trainer: Any, pl_module: Any, stage: str, loop: Any) -> None:
         """Serve a stage that runs without a fit, whose loaders have been asked for already."""
         if stage not in self.also or trainer.fast_dev_run:
             return
         check(trainer, None)
+        self._ranks = ranks_of(trainer)
         self._serve(trainer, pl_module, stage, self._batches(trainer, pl_module, stage, loop))
         self._evaluation_start.again(loop)
 
-    def _serve(self, trainer: Any, pl_module: Any, stage: str, batches: ProbeBatches) -> Found:
-        """Find each length's size, and set that of the longest."""
-        started = time.perf_counter()
-        memory = memory_of(trainer.strategy.root_device, self.budget)
-        free = memory.free_bytes()
-        reserve = self.headroom if isinstance(self.headroom, int) else int(self.headroom * free)
-        with Progress(trainer) as progress:
-            untouched = capture_data(trainer, self)
-            try:
-                limits = Limits(self._cap(stage, batches), self.tolerance, reserve, self.headroom)
-                setting = self._setting(trainer, stage, batches)
-                store = self._store()
-                finding = Finding(
-                    trainer,
-                    self,
-                    setting,
-                    batches,
-                    participants(trainer, self, self.probe_callbacks),
-                    memory,
-                    limits,
-                    store,
-                    progress.tried,
-                    self.predict,
-                )
-                shapes = [Shape(seq_len) for seq_len in self.seq_lens or (batches.longest_seq_len(),)]
-                keys = [None if store is None else finding.key(shape) for shape in shapes]
-            finally:
-                untouched.restore()
-            try:
-                founds = [finding.find(shape, key) for shape, key in zip(shapes, keys, strict=True)]
-            finally:
-                finding.close()
-        overhead = (time.perf_counter() - started - sum(found.seconds for found in founds)) / len(founds)
-        for found in founds:
-            rank_zero_info(summary_line(stage, found.outcome, found.plan, free, reserve, found.seconds + overhead))
+    def _serve(self, trainer: Any, pl_module: Any, stage: str, batches: ProbeBatches) -> list[Found]:
+        """Find each length's size, and set that of the longest; where batches are split, their own."""
+        split = self._split if trainer.state.fn == "fit" else None
+        splits = split is not None and stage == "fit"
+        lengths: Lengths = lambda longest: self.seq_lens or (longest,)  # noqa: E731
+        if split is not None and splits:
+            setting, lengths = split.setting(split.samples(trainer, batches)), split.lengths
+            self.batch_size = cap = setting.split_batch_size
+        else:
+            target = self.target_batch_size if stage == "fit" else None
+            cap = None if target is None else -(-target // trainer.world_size)
+            setting = setting_for(trainer, stage, target, self._train, split is not None)
+        also = [] if split is None else [split.rehearsal(self.batch_size)]
+        founds = find_sizes(self, trainer, setting, batches, self._ranks, cap, lengths, also)
         self.outcomes[stage] = {found.outcome.shape.seq_len: found.outcome for found in founds}
-        smallest = min(founds, key=lambda found: found.batch_size)
-        self._in_use[stage] = smallest
-        self._applied[stage] = apply_batch_size(
-            trainer, pl_module, stage, smallest.batch_size, self.batch_size_attribute
-        )
-        return smallest
-
-    def _batches(self, trainer: Any, pl_module: Any, stage: str, loop: Any) -> ProbeBatches:
-        """Where a stage's batches come from; loaders that cannot be given a size are refused before any is tried."""
-        untouched = capture_data(trainer, self)
-        try:
-            batches = ProbeBatches(trainer, pl_module, loop._data_source, self.make_batch)
-            if batches.loaders is not None:
-                trusted = has_size(pl_module, self.batch_size_attribute)
-                check_loaders(loop._data_source, batches.loaders, stage, trusted)
-        finally:
-            untouched.restore()
-        return batches
-
-    def _setting(self, trainer: Any, stage: str, batches: ProbeBatches) -> Setting:
-        accumulation = trainer.accumulate_grad_batches
-        if trainer.state.fn != "fit":
-            return Setting(stage, alone=True)
+        self._in_use[stage] = smallest = min(founds, key=lambda found: found.batch_size)
         if stage == "fit":
-            self._training = batches
-            return Setting(stage, self.target_batch_size, accumulation)
-        found, training = self._in_use["fit"], self._training
-        train = None if training is None else (found.batch_size, found.outcome.shape, training)
-        return Setting(stage, None, accumulation, train)
-
-    def _cap(self, stage: str, batches: ProbeBatches) -> int | None:
-        target = self.target_batch_size if stage == "fit" else None
-        caps = [cap for cap in (self.max_batch_size, target, batches.dataset_size()) if cap is not None]
-        return min(caps, default=None)
-
-    def _store(self) -> Store | None:
-        if self._cache is False:
-            return None
-        if isinstance(self._cache, Store):
-            return self._cache
-        return Store(None if self._cache is True else self._cache)
+            self._train = smallest.batch_size, smallest.outcome.shape, batches
+        size = cap if splits else smallest.batch_size
+        if size is not None and not (splits and self.target_batch_size is None):
+            self._applied[stage] = apply_batch_size(trainer, pl_module, stage, size, self.batch_size_attribute)
+        return founds

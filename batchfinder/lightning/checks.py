@@ -33,11 +33,11 @@ def check(trainer: Any, target_batch_size: int | None) -> None:
             "processes, which could not be put back after a try. Find the size on one device of the same kind with "
             "Trainer(devices=1), then set it by hand and remove the callback."
         )
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not is_a(strategy, "DDPStrategy"):
         raise MisconfigurationException(
-            f"BatchFinder serves one device for now, and this trainer has {trainer.world_size}: when one process runs "
-            "out of memory, the others wait for it for ever. Run it once with Trainer(devices=1), then set the size "
-            "that it reports by hand and remove the callback."
+            f"BatchFinder serves several devices under DDP alone, and this trainer has {trainer.world_size} under "
+            f"{type(strategy).__name__}. Pass Trainer(strategy='ddp'), or run it once with Trainer(devices=1), then "
+            "set the size that it reports by hand and remove the callback."
         )
     if trainer.strategy.root_device.type not in ("cpu", "cuda"):
         raise MisconfigurationException(

@@ -183,7 +183,7 @@ def _check(trainer: Any, setting: Setting) -> tuple[str, torch.dtype]:
         NotPortable: the step is one that cannot be rebuilt.
     """
     module, plugin = trainer.lightning_module, trainer.precision_plugin
-    if not is_a(trainer.strategy, "SingleDeviceStrategy") or not is_lightnings_own(trainer.strategy):
+    if not is_a(trainer.strategy, "SingleDeviceStrategy", "DDPStrategy") or not is_lightnings_own(trainer.strategy):
         raise NotPortable(f"a step under {type(trainer.strategy).__name__}")
     if not is_lightnings_own(plugin) or trainer.precision not in _PRECISIONS:
         raise NotPortable(f"a step in the precision of {type(plugin).__name__}")

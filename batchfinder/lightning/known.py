@@ -46,6 +46,7 @@ def make_key(
         "sample": describe_batch(sample),
         "stage": [setting.stage, setting.alone],
         "target": setting.target_batch_size,
+        "split": setting.split_batch_size,
         "train": None if train is None else [train[0], train[1].seq_len],
         "headroom": limits.headroom,
         "strategy": type(trainer.strategy).__name__,

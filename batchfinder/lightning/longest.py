@@ -13,8 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from batchfinder.lightning.samples import read_batches, read_samples
-from batchfinder.lightning.stretch import with_batch_size
-from batchfinder.lightning.tree import Path, leaves, map_leaves, tensors
+from batchfinder.splitting.stretch import with_batch_size
+from batchfinder.splitting.tree import Path, leaves, map_leaves, tensors
 
 DISTINCT = 32
 SCANNED = 2048
@@ -44,6 +44,15 @@ class SampleBatches:
             longest: whether to look beyond the first 32 for longer ones.
         """
         return self._collate(self._samples(longest), batch_size)
+
+    def mixed(self, batch_size: int) -> Any:
+        """Collate samples spread over the first 32 that are looked at.
+
+        Args:
+            batch_size: how many samples.
+        """
+        kept = self._few.kept
+        return self._collate(kept[:: max(1, len(kept) // batch_size)], batch_size)
 
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
         """A batch of the longest samples, and one of as many copies of the shortest.
@@ -96,6 +105,14 @@ class MadeBatches:
             longest: there is only one way.
         """
         return with_batch_size(self._made[-1], batch_size)
+
+    def mixed(self, batch_size: int) -> Any:
+        """The same as `batch`.
+
+        Args:
+            batch_size: how many samples.
+        """
+        return self.batch(batch_size)
 
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
         """The batch with the largest samples, and the one with the smallest, cut to as many of them.

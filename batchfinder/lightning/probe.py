@@ -35,10 +35,14 @@ class Setting:
 
     Attributes:
         stage: `fit`, `validate`, `test` or `predict`.
-        target_batch_size: samples per optimizer step; below it a size is tried with accumulation. None for no target.
+        target_batch_size: samples per optimizer step, on all devices together; a size that is less than a device's
+            part of it is tried with accumulation. None for no target.
         accumulation: what the trainer accumulates where there is no target.
         train: the size and shape that a fit trains with while it validates, and its batches.
         alone: whether the stage runs without a fit.
+        num_devices: devices that train side by side.
+        split_batch_size: samples of a batch on one device, where batches are split; a size that is less is tried with
+            accumulation. None where batches are not split, or nobody can tell.
     """
 
     stage: str
@@ -46,10 +50,15 @@ class Setting:
     accumulation: int = 1
     train: tuple[int, Shape, Batches] | None = None
     alone: bool = False
+    num_devices: int = 1
+    split_batch_size: int | None = None
 
     def micro_batches(self, batch_size: int) -> int:
         """How many micro-batches of this size to try in one optimizer step: two stand for any number."""
-        accumulates = self.accumulation > 1 if self.target_batch_size is None else batch_size < self.target_batch_size
+        if self.split_batch_size is not None:
+            return 2 if batch_size < self.split_batch_size else 1
+        target = self.target_batch_size
+        accumulates = self.accumulation > 1 if target is None else batch_size * self.num_devices < target
         return 2 if accumulates else 1
 
 
@@ -130,7 +139,8 @@ class LightningProbe:
     def _rehearse(self, batch_size: int, shape: Shape) -> None:
         setting = self._setting
         tried = self._feed(self._batches, batch_size, shape)
-        with self._memory.limited(self._reserve_bytes, self._held_bytes):
+        limited = self._memory.limited(self._reserve_bytes, self._held_bytes)
+        with self._rehearsal.without_the_others(), limited:
             if setting.alone:
                 self._rehearsal.evaluate(*tried)
             elif setting.train is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+import warnings
 
 from batchfinder.errors import BatchFinderError, CacheFailed
 from batchfinder.lightning.finding import Found
@@ -25,16 +25,20 @@ def ran_out(found: Found, stage: str, exception: BaseException, device: str) -> 
     if classify(exception, device=device) not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
         return
     happened = f"BatchFinder: {stage} ran out of memory at batch size {found.batch_size}, which ran when it was tried."
+    # A warning of this process, since it may be another rank than the first that ran out.
+    warnings.warn(f"{happened} {_lowered(found, str(exception))}", stacklevel=2)
+
+
+def _lowered(found: Found, message: str) -> str:
+    """Lower the record; returns what a person should know of it."""
     advice = "Leave more free with BatchFinder(headroom=0.05)."
     if found.slot is None:
-        rank_zero_warn(f"{happened} {advice}")
-        return
+        return advice
     try:
-        lowered = lower(found.slot, found.batch_size, str(exception))
+        lowered = lower(found.slot, found.batch_size, message)
     except CacheFailed as error:
-        rank_zero_warn(
-            f"{happened} {advice} The cache at {error.url} still says {found.batch_size}, since it cannot be written: "
+        return (
+            f"{advice} The cache at {error.url} still says {found.batch_size}, since it cannot be written: "
             f"{error.reason.rstrip('.')}."
         )
-        return
-    rank_zero_warn(f"{happened} The cache now says {lowered}, which the next start tries before it uses it.")
+    return f"The cache now says {lowered}, which the next start tries before it uses it."

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from batchfinder.lightning.structure import read
-from batchfinder.lightning.tree import map_leaves, tensors
 from batchfinder.lightning.twins import is_a
+from batchfinder.splitting.tree import map_leaves, tensors
 from batchfinder.step.workload import Workload
 from batchfinder.tracing import pretend
 

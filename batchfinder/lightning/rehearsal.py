@@ -8,11 +8,12 @@ memory that a batch size changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 
+from batchfinder.lightning.ranks import without_the_others
 from batchfinder.lightning.twins import twin
 
 OPTIMIZER_STEPS = 2
@@ -36,6 +37,10 @@ class Rehearsal:
         self._callbacks = callbacks
         self._starting = starting
 
+    def without_the_others(self) -> AbstractContextManager[None]:
+        """A context for what follows, in which no step waits for another process of the trainer."""
+        return without_the_others(self._trainer)
+
     def train(self, make_batch: Callable[[], Any], length: int, micro_batches: int) -> None:
         """Take two optimizer steps.
 
@@ -48,6 +53,7 @@ class Rehearsal:
         self._quieten()
         trainer.limit_val_batches = 0  # a validation of its own would ask for the user's loaders
         trainer.accumulate_grad_batches = micro_batches if trainer.lightning_module.automatic_optimization else 1
+        self._never_skip()
         loop = self._new_fit_loop()
         least = OPTIMIZER_STEPS * micro_batches
         loop._data_source = _source(loop, Feed(make_batch, least, length, self._has_stepped(loop)))
@@ -105,6 +111,17 @@ class Rehearsal:
         trainer.check_val_every_n_epoch = 1
         trainer.reload_dataloaders_every_n_epochs = 0
         trainer.overfit_batches = 0
+
+    def _never_skip(self) -> None:
+        """Let no optimizer step be skipped because the scaled gradients overflow, as they often do in the first steps.
+
+        A skipped step leaves Adam's state unmade, and the peak would lack it. The scale takes no part in the memory.
+        """
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+            scaler._init_scale = 1.0
+            if scaler._scale is not None:
+                scaler._scale.fill_(1.0)
 
     def _new_fit_loop(self) -> Any:
         """A fit loop at its beginning in place of the user's, which is not touched."""

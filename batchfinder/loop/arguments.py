@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue
+from batchfinder.probing.known import Limits
+from batchfinder.probing.memory import Memory
 from batchfinder.search.protocol import check_tolerance
 from batchfinder.units import parse_bytes
 
@@ -97,6 +101,40 @@ def headroom_of(headroom: float | int | str) -> float | int:
     if not isinstance(value, int | float) or not value >= 0 or (isinstance(value, float) and value >= 1):
         raise InvalidValue("headroom", headroom, expected)
     return value
+
+
+def limits_of(
+    memory: Memory,
+    headroom: float | int,
+    tolerance: float,
+    max_batch_size: int | None,
+    target_batch_size: int | None,
+) -> Limits:
+    """What bounds a search.
+
+    Args:
+        memory: the device's memory.
+        headroom: from `headroom_of`.
+        tolerance: share of the answer that may be left on the table.
+        max_batch_size: the largest size of use.
+        target_batch_size: samples per optimizer step, which no micro-batch exceeds.
+    """
+    reserve = headroom if isinstance(headroom, int) else int(headroom * memory.free_bytes())
+    caps = [cap for cap in (max_batch_size, target_batch_size) if cap is not None]
+    return Limits(min(caps, default=None), tolerance, reserve, headroom)
+
+
+def store_of(cache: str | os.PathLike[str] | Store | bool | None) -> Store | None:
+    """The store that was asked for; None for none.
+
+    Args:
+        cache: a place or a store; None or True for the default place, False for none.
+    """
+    if cache is False:
+        return None
+    if isinstance(cache, Store):
+        return cache
+    return Store(None if cache is True else cache)
 
 
 def device_of(device: torch.device | str | None, state: Sequence[Any]) -> torch.device:

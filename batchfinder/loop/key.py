@@ -40,9 +40,9 @@ def make_key(setting: Setting, shape: Shape, sample: Any, memory: Memory, limits
         "target": setting.target_batch_size,
         "headroom": limits.headroom,
         "training": [[name for name, part in module.named_modules() if part.training] for module in modules],
-        "groups": [[_group(group) for group in optimizer.param_groups] for optimizer in optimizers],
+        "groups": [group_switches(optimizer) for optimizer in optimizers],
         "compiled": [any(part._compiled_call_impl is not None for part in module.modules()) for module in modules],
-        "settings": _settings(device),
+        "settings": process_settings(device),
     }
     return CacheKey(
         model=fingerprint(Workload(nn.ModuleList(modules), setting.make_batch, loss)),
@@ -69,14 +69,21 @@ def make_key(setting: Setting, shape: Shape, sample: Any, memory: Memory, limits
     )
 
 
-def _group(group: dict[str, Any]) -> Json:
-    """How many parameters a group has, and its switches; learning rates change nothing."""
-    switches = {name: value for name, value in group.items() if value is None or isinstance(value, bool)}
-    return [len(group["params"]), switches]
+def group_switches(optimizer: Optimizer) -> Json:
+    """How many parameters each group of an optimizer has, and its switches; learning rates change nothing.
+
+    Args:
+        optimizer: any of torch's kind.
+    """
+    return [_group(group) for group in optimizer.param_groups]
 
 
-def _settings(device: torch.device) -> dict[str, Json]:
-    """What the process has set for every step."""
+def process_settings(device: torch.device) -> dict[str, Json]:
+    """What the process has set for every step.
+
+    Args:
+        device: where steps run.
+    """
     kind = device.type
     found: dict[str, Json] = {
         "autocast": [torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))],
@@ -95,3 +102,8 @@ def _settings(device: torch.device) -> dict[str, Json]:
         "attention": [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()],
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     }
+
+
+def _group(group: dict[str, Any]) -> Json:
+    switches = {name: value for name, value in group.items() if value is None or isinstance(value, bool)}
+    return [len(group["params"]), switches]

@@ -77,7 +77,7 @@ class LoopProbe:
             raise
         except Exception as error:
             at = "" if shape.seq_len is None else f" at seq_len {shape.seq_len}"
-            error.add_note(f"Raised while tune_batch_size tried batch size {batch_size}{at}.")
+            error.add_note(f"Raised while {self._setting.asked_by} tried batch size {batch_size}{at}.")
             if "MicroBatches" in str(error):
                 error.add_note(
                     "With target_batch_size, train_step is given an iterable of the micro-batches of one optimizer "

@@ -26,6 +26,9 @@ class Setting:
         target_batch_size: samples per optimizer step; None without a target.
         min_batch_size: the smallest size of use.
         multiple_of: the granularity of sizes.
+        asked_by: the function that the user called, for messages.
+        left_alone: what can be reached and is not to be put back: bulk data.
+        made_before: says whether a model or an optimizer was there before the tries; None for any that is used.
     """
 
     train_step: Callable[[Any], object]
@@ -35,6 +38,9 @@ class Setting:
     target_batch_size: int | None
     min_batch_size: int
     multiple_of: int
+    asked_by: str = "tune_batch_size"
+    left_alone: tuple[Any, ...] = ()
+    made_before: Callable[[object], bool] | None = None
 
     @property
     def smallest(self) -> int:
@@ -43,8 +49,9 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What people call it: the classes of its modules."""
-        return ", ".join(type(each).__name__ for each in self.state if isinstance(each, torch.nn.Module))
+        """What people call it: the classes of its modules, or else the function."""
+        modules = ", ".join(type(each).__name__ for each in self.state if isinstance(each, torch.nn.Module))
+        return modules or str(getattr(self.train_step, "__name__", ""))
 
     def micro_batches(self, batch_size: int) -> int:
         """How many micro-batches of this size to try in one optimizer step.

@@ -37,6 +37,7 @@ class TunedBatchSize:
     seconds: float
     _slot: OutcomeSlot | None = field(repr=False)
     _device: str = field(repr=False)
+    _asked_by: str = field(default="tune_batch_size", repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -82,7 +83,7 @@ class TunedBatchSize:
         """Lower the record; what to say of it."""
         ran_out = f"training ran out of memory at batch size {self.batch_size}, which ran when it was tried."
         if self._slot is None:
-            return f"{ran_out} Leave more free with tune_batch_size(headroom=0.05)."
+            return f"{ran_out} Leave more free with {self._asked_by}(headroom=0.05)."
         try:
             lowered = lower(self._slot, self.batch_size, message)
         except CacheFailed as error:

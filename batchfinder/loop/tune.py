@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from batchfinder.cache import CacheKey, Store
-from batchfinder.loop.arguments import check_alone, check_sizes, device_of, headroom_of
+from batchfinder.loop.arguments import check_alone, check_sizes, device_of, headroom_of, limits_of, store_of
 from batchfinder.loop.key import make_key
-from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.setting import Setting
-from batchfinder.loop.sizes import TunedBatchSize, TunedBatchSizes
-from batchfinder.loop.watch import Watch
+from batchfinder.loop.sizes import TunedBatchSizes
+from batchfinder.loop.tuning import Tuning
 from batchfinder.outcome import Shape, Trial
-from batchfinder.probe import Probe
-from batchfinder.probing.answering import Answering
-from batchfinder.probing.clearing import clear
-from batchfinder.probing.known import Limits
-from batchfinder.probing.memory import Memory, memory_of
-from batchfinder.probing.state import TrainingState
+from batchfinder.probing.memory import memory_of
 from batchfinder.units import parse_bytes
 
 
@@ -90,91 +81,10 @@ def tune_batch_size(
     where = device_of(device, named)
     setting = Setting(train_step, make_batch, named, where, target_batch_size, min_batch_size, multiple_of)
     memory = memory_of(where, None if budget is None else parse_bytes(str(budget), option="budget"))
-    free = memory.free_bytes()
-    reserve = share if isinstance(share, int) else int(share * free)
-    caps = [cap for cap in (max_batch_size, target_batch_size) if cap is not None]
-    limits = Limits(min(caps, default=None), tolerance, reserve, share)
-    tuning = _Tuning(setting, memory, limits)
-    answering = Answering(memory, limits, tuning.prober, target_batch_size, min_batch_size, multiple_of, on_trial)
+    limits = limits_of(memory, share, tolerance, max_batch_size, target_batch_size)
     shapes = [Shape(seq_len) for seq_len in (sorted(set(seq_lens), reverse=True) if seq_lens else [None])]
-    store = _store(cache)
-    started = time.perf_counter()
-    keys = [] if store is None else tuning.keys(shapes)
-    slots = [None] * len(shapes) if store is None else [store.slot(key, setting.name) for key in keys]
-    each = (time.perf_counter() - started) / len(shapes)
-    sizes: dict[int | None, TunedBatchSize] = {}
-    try:
-        for shape, slot in zip(shapes, slots, strict=True):
-            found = answering.find(shape, slot)
-            seconds = found.seconds + each
-            sizes[shape.seq_len] = TunedBatchSize(
-                found.outcome, found.plan, free, reserve, seconds, found.slot, where.type
-            )
-    finally:
-        tuning.close()
-    return TunedBatchSizes(sizes)
 
+    def key(shape: Shape, sample: Any) -> CacheKey:
+        return make_key(setting, shape, sample, memory, limits)
 
-class _Tuning:
-    """What one call holds: the probe with its copy of the training state, once there is something to try."""
-
-    def __init__(self, setting: Setting, memory: Memory, limits: Limits) -> None:
-        self._setting = setting
-        self._memory = memory
-        self._limits = limits
-        self._probe: LoopProbe | None = None
-        self._held_bytes = 0
-        self._froze = False
-
-    def keys(self, shapes: list[Shape]) -> list[CacheKey]:
-        """Where the answers are kept. A batch of each shape is made, and the random numbers are put back."""
-        # No tensors: a step has not run, and a copy of them would take longer than the look-up.
-        untouched = self._capture(left_alone=[torch.Tensor, Optimizer])
-        try:
-            samples = (self._setting.make_batch(self._setting.smallest, shape.seq_len) for shape in shapes)
-            return [
-                make_key(self._setting, shape, sample, self._memory, self._limits)
-                for shape, sample in zip(shapes, samples, strict=True)
-            ]
-        finally:
-            untouched.restore()
-
-    def prober(self, shape: Shape) -> tuple[Probe, int]:
-        """The probe, made when it is first needed: it copies the training state."""
-        if self._probe is None:
-            clear(self._setting.device)
-            if gc.get_freeze_count() == 0:
-                # A collection after each try then looks at what the tries made, and at nothing else.
-                gc.freeze()
-                self._froze = True
-            before = self._memory.held_bytes()
-            state = self._capture()
-            self._held_bytes = min(state.nbytes, max(0, self._memory.held_bytes() - before))
-            named = self._setting.state
-            optimizers = [item for item in named if isinstance(item, Optimizer)]
-            watch = Watch(state, [type(item).__name__ for item in named], optimizers)
-            reserve = self._limits.reserve_bytes
-            self._probe = LoopProbe(self._setting, state, watch, self._memory, reserve, self._held_bytes)
-            self._probe.warm_up(shape)
-        return self._probe, self._held_bytes
-
-    def close(self) -> None:
-        """Let go of the copy of the training state, and of all memory that is not in use."""
-        if self._froze:
-            gc.unfreeze()
-        if self._probe is not None:
-            self._probe = None
-            clear(self._setting.device)
-
-    def _capture(self, left_alone: Sequence[Any] = ()) -> TrainingState:
-        functions = (self._setting.train_step, self._setting.make_batch)
-        owners = [owner for owner in (getattr(one, "__self__", None) for one in functions) if owner is not None]
-        return TrainingState.capture(*self._setting.state, *owners, *functions, left_alone=left_alone)
-
-
-def _store(cache: str | os.PathLike[str] | Store | bool | None) -> Store | None:
-    if cache is False:
-        return None
-    if isinstance(cache, Store):
-        return cache
-    return Store(None if cache is True else cache)
+    return Tuning(setting, memory, limits).find(shapes, store_of(cache), key, on_trial)

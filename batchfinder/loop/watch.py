@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,12 +28,21 @@ class Watch:
         state: what will be put back.
         names: classes of what the user has named, for a message.
         optimizers: the optimizers that the user has named.
+        made_before: says whether a model or an optimizer was there before the tries; one that a try has made goes with
+            it. None where all are taken to have been there.
     """
 
-    def __init__(self, state: TrainingState, names: list[str], optimizers: list[Optimizer]) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        names: list[str],
+        optimizers: list[Optimizer],
+        made_before: Callable[[object], bool] | None = None,
+    ) -> None:
         self._state = state
         self._names = names
         self._optimizers = optimizers
+        self._made_before = made_before
         self._idle: set[int] = set()
         self._calls = 0
         self._stepped: dict[int, int] = {}
@@ -70,6 +79,8 @@ class Watch:
             self._idle |= {id(one) for one in self._optimizers if not self._stepped.get(id(one))}
             return False
         expected = {id(one) for one in self._optimizers} - self._idle | self._stepped.keys()
+        if not expected and self._made_before is not None:
+            return True  # those that the try makes are not known before they step
         return self._calls < LEAST_CALLS or any(self._stepped.get(one, 0) < LEAST_CALLS for one in expected)
 
     @property
@@ -78,7 +89,7 @@ class Watch:
         return [type(one).__name__ for one in self._optimizers if id(one) in self._idle]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._state.reaches(optimizer):
+        if not self._is_safe(optimizer):
             raise self._unnamed(optimizer, "steps")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -86,13 +97,24 @@ class Watch:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         # A loss made inside the step holds nothing, and a frozen teacher is not changed.
-        if self._state.reaches(module):
+        if self._is_safe(module):
             return
         learns = any(parameter.requires_grad for parameter in module.parameters())
         if learns or (module.training and any(True for _ in module.buffers())):
             raise self._unnamed(module, "runs")
 
+    def _is_safe(self, item: object) -> bool:
+        """Whether nothing is left of what a step does to a model or an optimizer."""
+        return self._state.reaches(item) or (self._made_before is not None and not self._made_before(item))
+
     def _unnamed(self, item: object, does: str) -> InvalidValue:
+        if self._made_before is not None:
+            return InvalidValue(
+                "what the function trains",
+                type(item).__name__,
+                "an argument of the function, something that it makes itself, or a variable of an enclosing function, "
+                "so that it can be put back after a try; names of the module cannot be reached",
+            )
         return InvalidValue(
             "state",
             self._names,

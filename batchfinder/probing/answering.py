@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +35,11 @@ class Answer:
     slot: OutcomeSlot | None
     seconds: float
 
+    @property
+    def batch_size(self) -> int:
+        """The size to train with: the plan's micro-batch, or the largest."""
+        return self.outcome.max_batch_size if self.plan is None else self.plan.micro_batch_size
+
 
 class Answering:
     """Finds answers on one device.
@@ -49,6 +53,9 @@ class Answering:
         min_batch_size: the smallest size of use.
         multiple_of: sizes to try are multiples of this, which the target must be as well.
         on_trial: called after each probe.
+        hint: asked before a search for a guess of the answer, given the shape and what a peak may come to, in bytes.
+        num_devices: devices that train side by side, which make up the target together.
+        warn: told once that answers are not kept, and why; None for a warning of Python's.
     """
 
     def __init__(
@@ -60,6 +67,9 @@ class Answering:
         min_batch_size: int = 1,
         multiple_of: int = 1,
         on_trial: Callable[[Trial], object] | None = None,
+        hint: Callable[[Shape, int], int | None] | None = None,
+        num_devices: int = 1,
+        warn: Callable[[CacheFailed], object] | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -68,6 +78,10 @@ class Answering:
         self._multiple_of = multiple_of
         self._smallest = Bounds(min_batch_size, limits.cap, multiple_of).first
         self._on_trial = on_trial
+        self._hint = hint
+        self._num_devices = num_devices
+        self._warn = _warn if warn is None else warn
+        self._warned = False
         self._free_bytes = max(0, memory.free_bytes() - limits.reserve_bytes)
 
     def find(self, shape: Shape, slot: OutcomeSlot | None) -> Answer:
@@ -82,7 +96,7 @@ class Answering:
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
         started = time.perf_counter()
-        known = _known(slot)
+        known = self._known(slot)
         trials: list[Trial] = []
         outcome = known
         if known is None or not holds(known, self._free_bytes):
@@ -100,12 +114,29 @@ class Answering:
         shown = replace(outcome, trials=tuple(trials), source="cache" if cached else outcome.source)
         return Answer(shown, plan, slot, time.perf_counter() - started)
 
+    def _known(self, slot: OutcomeSlot | None) -> Outcome | None:
+        if slot is None:
+            return None
+        try:
+            return slot.get()
+        except CacheFailed as error:
+            self._goes_on_without(error)
+            return None
+
     def _keep(self, slot: OutcomeSlot | None, outcome: Outcome, trials: list[Trial]) -> None:
         if slot is None:
             return
         kept = {trial.batch_size: trial for trial in (*outcome.trials, *trials)}
-        with suppress(CacheFailed):
+        try:
             slot.put(replace(outcome, trials=tuple(kept.values()), free_bytes=self._free_bytes))
+        except CacheFailed as error:
+            self._goes_on_without(error)
+
+    def _goes_on_without(self, error: CacheFailed) -> None:
+        """Say so once: a cache that cannot be read cannot be written either."""
+        if not self._warned:
+            self._warn(error)
+        self._warned = True
 
     def _certified(self, known: Outcome, trials: list[Trial]) -> Outcome | None:
         """A known answer that was tried again; None when it does not run any more."""
@@ -131,7 +162,7 @@ class Answering:
         probe, held = self._prober(shape)
         usable = self._room(held)
         failed = min((trial.batch_size for trial in trials if not trial.fits), default=None)
-        predicted = None if failed is None else int(0.95 * failed)
+        predicted = self._predicted(shape, usable) if failed is None else int(0.95 * failed)
         search: Search[Any] = Secant(limit_bytes=usable, tolerance=limits.tolerance, predicted=predicted)
         if self._memory.warms_up:
             search = CoarsePeaks(search, usable // RESOLUTION, lambda: usable - self._room(held))
@@ -141,6 +172,9 @@ class Answering:
         search = self._judged(search)
         found = find_max_batch_size(probe, shape, search=search, on_trial=lambda trial: self._note(trial, trials))
         return self._settled(found, trials, held)
+
+    def _predicted(self, shape: Shape, usable_bytes: int) -> int | None:
+        return None if self._hint is None else self._hint(shape, usable_bytes)
 
     def _settled(self, found: Outcome, trials: list[Trial], held_bytes: int) -> Outcome:
         """Try the answer again where tries after it have left less room than it took; lower it if it fails.
@@ -176,7 +210,7 @@ class Answering:
             return None
         limit, step = outcome.max_batch_size, self._multiple_of
         while limit >= self._smallest:
-            plan = plan_accumulation(self._target // step, limit // step)
+            plan = plan_accumulation(self._target // step, limit // step, self._num_devices)
             plan = replace(plan, target_batch_size=self._target, micro_batch_size=plan.micro_batch_size * step)
             if plan.micro_batch_size < self._smallest:
                 expected = f"a multiple of any size from {self._smallest} to {limit}, which fit"
@@ -201,11 +235,5 @@ class Answering:
         )
 
 
-def _known(slot: OutcomeSlot | None) -> Outcome | None:
-    if slot is None:
-        return None
-    try:
-        return slot.get()
-    except CacheFailed as error:
-        warnings.warn(f"batchfinder goes on without its cache: {error}", stacklevel=2)
-        return None
+def _warn(error: CacheFailed) -> None:
+    warnings.warn(f"batchfinder goes on without its cache: {error}", stacklevel=2)

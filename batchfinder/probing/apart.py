@@ -15,7 +15,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -111,23 +111,29 @@ def at_home(function: Callable[[], T]) -> T:
 
 def _serve(calls: _Calls, thread: threading.Thread) -> None:
     """Make the calls that the thread asks for, until it has ended."""
-    while thread.is_alive():
-        try:
-            call = calls.get(timeout=_POLL_SECONDS)
-            if call is None:
-                thread.join()
-            else:
-                call()
-        except Empty:
-            pass
+    while True:
+        try:  # around the loop: an interrupt that is flagged in a wait is raised after it, where the loop jumps back
+            while thread.is_alive():
+                with suppress(Empty):
+                    call = calls.get(timeout=_POLL_SECONDS)
+                    if call is None:
+                        thread.join()
+                    else:
+                        call()
+            return
         except KeyboardInterrupt:
-            _interrupt(thread)
+            if not _interrupt(thread):
+                raise
 
 
-def _interrupt(thread: threading.Thread) -> None:
-    """Raise in a thread, between two of its bytecodes, what the interpreter raises in the main thread alone."""
+def _interrupt(thread: threading.Thread) -> bool:
+    """Raise in a thread, between two of its bytecodes, what the interpreter raises in the main thread alone.
+
+    Returns:
+        Whether there was such a thread still.
+    """
     number, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+    return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error))
 
 
 def _wait_for_its_stack(thread: threading.Thread) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from batchfinder.devices.budget import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probing.clearing import Failure, attempt, clear
@@ -63,18 +64,19 @@ class CudaCard:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = numbered(device)
+        self._total = torch.cuda.get_device_properties(self.device).total_memory
 
     def limit(self, limit_bytes: int) -> float:
         """Set the process's share, `torch.cuda.set_per_process_memory_fraction`; at most the whole card."""
         before = float(torch.cuda.get_per_process_memory_fraction(self.device))
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), self.device)
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, self._total), self.device)
         return before
 
     def restore(self, fraction: float) -> None:
-        """Set the share of before."""
-        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        """Set the share of before, to the byte."""
+        share = memory_fraction(round(fraction * self._total), self._total)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def synchronize(self) -> None:
         """`torch.cuda.synchronize`."""
@@ -192,6 +194,15 @@ class CudaProbe:
         return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
 
 
+def numbered(device: torch.device) -> torch.device:
+    """The device with its number. Without one, `torch.cuda` refuses to set anything on it.
+
+    Args:
+        device: a CUDA device; without a number it is the current one.
+    """
+    return torch.device(device.type, torch.cuda.current_device()) if device.index is None else device
+
+
 def card_facts(device: torch.device) -> dict[str, Any]:
     """What there is to know about a device, as JSON values: the fields of a `CardFacts`.
 
@@ -200,6 +211,7 @@ def card_facts(device: torch.device) -> dict[str, Any]:
     Args:
         device: which.
     """
+    device = numbered(device)
     torch.cuda.set_device(device)
     free_bytes, _ = torch.cuda.mem_get_info(device)
     properties = torch.cuda.get_device_properties(device)

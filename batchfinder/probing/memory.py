@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from batchfinder.devices.budget import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.probing.proc import cgroup, meminfo, soft_limit, status
 from batchfinder.units import MIB
@@ -103,7 +104,7 @@ class CudaMemory:
         return float(torch.cuda.get_per_process_memory_fraction(self._device))
 
     def _fraction_bytes(self) -> int:
-        return int(self._fraction() * self.total_bytes)
+        return round(self._fraction() * self.total_bytes)
 
     def free_bytes(self) -> int:
         """What the allocator could reserve in all: what it has, and what nobody has."""
@@ -121,13 +122,16 @@ class CudaMemory:
     @contextmanager
     def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
         """Limit the allocator by its memory fraction."""
-        limit = self.room_bytes(held_bytes) - reserve_bytes
-        before = self._fraction()
-        torch.cuda.set_per_process_memory_fraction(max(0.0, min(before, limit / self.total_bytes)), self._device)
+        before = self._fraction_bytes()
+        self._set_fraction(min(before, self.room_bytes(held_bytes) - reserve_bytes))
         try:
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(before, self._device)
+            self._set_fraction(before)
+
+    def _set_fraction(self, limit_bytes: int) -> None:
+        fraction = memory_fraction(limit_bytes, self.total_bytes)
+        torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
     def leaves_behind(self, left_bytes: int) -> None:
         """The allocator's own blocks are given back after each try."""

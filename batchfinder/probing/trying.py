@@ -10,6 +10,7 @@ import torch
 from batchfinder.outcome import Measurement, Verdict
 from batchfinder.probing.apart import apart
 from batchfinder.probing.clearing import Failure, attempt, clear
+from batchfinder.probing.listening import listening
 from batchfinder.probing.memory import Memory
 from batchfinder.probing.state import TrainingState
 
@@ -32,10 +33,11 @@ def tried(steps: Callable[[], object], state: TrainingState, memory: Memory, dev
     memory.reset_peak()
     retries, started = memory.retries(), time.perf_counter()
     try:
-        if device.type == "cpu" and memory.enforced:
-            seen = apart(lambda: attempt(steps, device.type))
-        else:
-            seen = attempt(steps, device.type)
+        with listening(memory) as readings:
+            if device.type == "cpu" and memory.enforced:
+                seen = apart(lambda: attempt(steps, device.type))
+            else:
+                seen = attempt(steps, device.type)
         seconds = time.perf_counter() - started
         allocated, reserved = memory.peaks()
     finally:
@@ -49,4 +51,5 @@ def tried(steps: Callable[[], object], state: TrainingState, memory: Memory, dev
         times = "once" if retries == 1 else f"{retries} times"
         message = f"it ran, but only by giving back all cached memory {times}"
         return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
-    return Measurement(Verdict.FITS, allocated, reserved, seconds)
+    resting, forward = readings.resting_bytes, readings.forward_bytes
+    return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)

@@ -125,7 +125,9 @@ class _Model:
                 setup.spec(model), setup.how(micro_batches), card.compute_capability, lengths
             )
 
-        self._sources = {name: record(setup, seq_lens) for name, setup in SETUPS.items()}
+        # All lengths at once, as lengths between two recorded ones need no recording of their own.
+        lengths = {name: (*seq_lens, *changed) if name == LIKE_FOR_LIKE else seq_lens for name in SETUPS}
+        self._sources = {name: record(setup, lengths[name]) for name, setup in SETUPS.items()}
         # With accumulation the gradients of one micro-batch are there while the next one runs.
         self._accumulating = {name: record(SETUPS[name], seq_lens, micro_batches=2) for name in PLANNED}
         self._changed = {name: record(setup, tuple(changed)) for name, setup in CHANGES.items() if changed}

@@ -63,16 +63,9 @@ class Child:
         self._asked_at = 0
         requests, self._requests = os.pipe()
         answers, answers_write = os.pipe()
-        with (self._folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(requests), str(answers_write), *arguments],
-                pass_fds=(requests, answers_write),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,
-            )
+        self._process = start(
+            module, (requests, answers_write), arguments, self._folder / "log", {**os.environ, **(environment or {})}
+        )
         os.close(requests)
         os.close(answers_write)
         self._answers = os.fdopen(answers, "rb")
@@ -135,6 +128,30 @@ class Child:
         with contextlib.suppress(OSError):
             return (self._folder / "log").stat().st_size
         return 0
+
+
+def start(
+    module: str, descriptors: tuple[int, int], arguments: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a child, in a session of its own.
+
+    Args:
+        module: what it runs.
+        descriptors: the ends of the pipes of requests and answers that are the child's; first on its command line.
+        arguments: further words on its command line.
+        log: where all that is printed goes.
+        environment: its variables.
+    """
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, descriptors), *arguments],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
+        )
 
 
 def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thread:

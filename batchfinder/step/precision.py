@@ -34,8 +34,12 @@ class Precision:
         return self.weights if self.weights is not None and tensor.is_floating_point() else tensor.dtype
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """A new GradScaler where the precision uses one."""
-        return torch.amp.GradScaler(device.type) if self.scaled else None
+        """A new GradScaler where the precision uses one, at a scale that does not overflow.
+
+        At the usual 65536 the first steps often do, and are skipped: Adam's state would be missing at the peak. The
+        scale itself changes nothing about the memory.
+        """
+        return torch.amp.GradScaler(device.type, init_scale=1.0) if self.scaled else None
 
 
 PRECISIONS = {

@@ -8,10 +8,13 @@ docs/simulator.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from batchfinder.tracing.pretend import DEVICE_TYPE
 
 aten = torch.ops.aten
 
@@ -42,6 +45,20 @@ Scratch = Callable[..., list[int]]
 # Operators that have no fake kernel, or one that leaves out memory, with what makes their outputs instead. Filled up by
 # `recurrent.register`.
 REPLACED: dict[Any, Callable[..., Any]] = {}
+
+
+def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator does nothing but write to lists of tensors on the pretend GPU, as an optimizer's step does.
+
+    Such a kernel takes no memory and its tensors have no values, so there is nothing to be done. To compute what it
+    would do to hundreds of shapes is a fifth of a recording's time.
+    """
+    return _writes_lists(func) and all(tensor.device.type == DEVICE_TYPE for tensor in args[0])
+
+
+@functools.cache
+def _writes_lists(func: Any) -> bool:
+    return func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:

@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from concurrent.futures import Future, InvalidStateError
@@ -21,11 +19,15 @@ from typing import Any, TypeVar
 
 from batchfinder import errors
 from batchfinder.simulator.trace import Trace
+from batchfinder.step import child
 from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.job import RecordingJob, WorkloadFacts
 
 _LAST_WORDS = 800
 _T = TypeVar("_T")
+# A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
+# on each GPU but the first, and take memory there.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
 _NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
 
@@ -54,19 +56,13 @@ class Recorder:
         self._next = 0
         requests_read, self._requests = os.pipe()
         answers, answers_write = os.pipe()
-        with (self._folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "batchfinder.tracing.server"),
-                    *(str(requests_read), str(answers_write), str(self._folder), str(workers or os.cpu_count() or 1)),
-                ],
-                pass_fds=(requests_read, answers_write),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={"TORCHINDUCTOR_CACHE_DIR": str(self._folder), **os.environ},
-            )
+        self._process = child.start(
+            "batchfinder.tracing.server",
+            (requests_read, answers_write),
+            (str(self._folder), str(workers or os.cpu_count() or 1)),
+            self._folder / "log",
+            {"TORCHINDUCTOR_CACHE_DIR": str(self._folder), **os.environ, **_NO_GPU},
+        )
         os.close(requests_read)
         os.close(answers_write)
         self._send({"open": {"builder": spec.builder, "arguments": spec.arguments, "fingerprint": spec.fingerprint}})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.simulator.trace import Mark, Structure
@@ -14,6 +15,7 @@ from batchfinder.tracing import kernels, packed, values
 from batchfinder.tracing.pretend import DEVICE_TYPE
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
 
 
 class Recording(TorchDispatchMode):
@@ -90,6 +92,9 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Autograd asks for tensors' devices more often than for anything else.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         name = self._names.get(func)
         if name is None:
@@ -101,6 +106,8 @@ class Recording(TorchDispatchMode):
             known = packed.known_element(args[0])
             if known is not None:
                 return known
+        if kernels.only_writes(func, args):
+            return None
         if func in kernels.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
             self._take_workspace(name)
         largest = values.largest_output(func, args)

@@ -1,22 +1,14 @@
-"""A writer or a reader of a busy cache, run as a child process by test_traffic.py.
-
-python traffic.py write URL WRITER COUNT    writes; prints one byte after each write
-python traffic.py read URL STOP             reads until the file STOP is there; prints reads, hits and what was wrong
-"""
+"""A writer and a reader of a busy cache; test_traffic.py forks many of each."""
 
 from __future__ import annotations
 
 import os
 import random
-import sys
 import warnings
-
-sys.path.insert(0, os.path.dirname(__file__))
-
-from conftest import FIELDS
 
 from batchfinder.cache import CacheKey, Store
 from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+from tests.cache.conftest import FIELDS
 
 KEYS = [CacheKey(**{**FIELDS, "seq_len": length}) for length in (64, 128, 256, 320, 384, 512)]
 
@@ -31,7 +23,7 @@ def outcome(seq_len: int, writer: int, turn: int) -> Outcome:
 
 
 def write(url: str, writer: int, count: int) -> None:
-    """Write `count` outcomes under keys chosen at random."""
+    """Write `count` outcomes under keys chosen at random; prints one byte after each."""
     store, chance = Store(url), random.Random(writer)
     for turn in range(count):
         key = chance.choice(KEYS)
@@ -40,7 +32,10 @@ def write(url: str, writer: int, count: int) -> None:
 
 
 def read(url: str, stop: str) -> None:
-    """Read every key over and over, with any warning as an error, and compare every part of what is found."""
+    """Read until the file `stop` is there, with any warning as an error, and compare every part of what is found.
+
+    Prints reads, hits and what was wrong.
+    """
     warnings.simplefilter("error")
     store, wrong, reads, hits = Store(url), [], 0, 0
     while not os.path.exists(stop) and not wrong:
@@ -61,11 +56,4 @@ def read(url: str, stop: str) -> None:
                 list(store.records())
             except Exception as error:
                 wrong.append(repr(error))
-    print(reads, hits, wrong)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-    else:
-        read(*sys.argv[2:])
+    os.write(1, f"{reads} {hits} {wrong}\n".encode())

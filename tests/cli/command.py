@@ -1,7 +1,9 @@
-"""The command line as a process, in this folder, which has code of a user's in `mine.py`."""
+"""The command line, in this process or in one of its own, in this folder, which has code of a user's in `mine.py`."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,6 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from batchfinder.cli.main import main
+from tests.prefork import Prefork
 
 HERE = Path(__file__).parent
 COMMAND = (sys.executable, "-m", "batchfinder")
@@ -52,14 +59,32 @@ def environment(cache: Path, **more: str) -> dict[str, str]:
     return {**own, "BATCHFINDER_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "TERM": "xterm-256color", **_ALONE, **more}
 
 
-def run_command(*arguments: str, cache: Path, **more: str) -> Done:
+def run_here(prefork: Prefork, *arguments: str, cache: Path, folder: Path = HERE, **more: str) -> Done:
+    """Run the command line in this process, in a folder and with the variables of a process of its own.
+
+    What it starts to take real steps is started as ever; what it starts to record is forked.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    own = environment(cache, **more)
+    with pytest.MonkeyPatch.context() as patch, prefork.patched():
+        for name in set(os.environ) - set(own):
+            patch.delenv(name)
+        for name, value in own.items():
+            patch.setenv(name, value)
+        patch.chdir(folder)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(arguments)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def run_command(*arguments: str, cache: Path, folder: Path = HERE, **more: str) -> Done:
     """Run `python -m batchfinder` to its end."""
     done = subprocess.run(
         [*COMMAND, *arguments],
-        cwd=HERE,
+        cwd=folder,
         env=environment(cache, **more),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     return Done(done.returncode, done.stdout, done.stderr)

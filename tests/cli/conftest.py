@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Done, Run, run_command
+from tests.cli.command import Done, Run, run_command, run_here
+from tests.prefork import Prefork
 
 SMALL = (
     *("sweep", "--model", "mine:tiny", "--seq-len", "16", "--seq-len", "32", "--gpu", "t4"),
@@ -21,11 +22,11 @@ def _no_card_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(prefork: Prefork, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`run(*arguments, cache=..., **environment)` runs the command, with an empty cache where none is given."""
 
     def run_to_the_end(*arguments: str, cache: Path | None = None, **more: str) -> Done:
-        return run_command(*arguments, cache=cache or tmp_path_factory.mktemp("cache"), **more)
+        return run_here(prefork, *arguments, cache=cache or tmp_path_factory.mktemp("cache"), **more)
 
     return run_to_the_end
 
@@ -37,9 +38,9 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_json(run: Run, small_folder: Path) -> Done:
-    """The small sweep, as JSON, with an empty cache."""
-    return run(*SMALL, "--json", "--csv", str(small_folder / "sweep.csv"), cache=small_folder / "cache")
+def small_json(small_folder: Path) -> Done:
+    """The small sweep, as JSON, with an empty cache, and as a process of its own."""
+    return run_command(*SMALL, "--json", "--csv", str(small_folder / "sweep.csv"), cache=small_folder / "cache")
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,8 @@ pytestmark = [
 
 SECONDS = 300.0
 ENDS_WITHIN_SECONDS = 60.0
+BUILDING, RECORDING = 1, 2
+"""How many processes there are: the recording process, and a fork of it."""
 
 
 def processes(temporary: Path) -> list[str]:
@@ -37,11 +39,14 @@ def interrupted(
     folder: Path,
     arguments: tuple[str, ...],
     line: str,
-    after: float,
+    working: int,
     whole_group: bool,
     number: signal.Signals = signal.SIGINT,
 ) -> Done:
-    """Start a sweep, wait for a line of its progress, and send it a signal; nothing of it may be left."""
+    """Start a sweep, wait for a line of its progress and for so many processes, and send it a signal.
+
+    Nothing of it may be left.
+    """
     temporary = folder / "tmp"
     temporary.mkdir()
     process = subprocess.Popen(
@@ -59,8 +64,11 @@ def interrupted(
         said = process.stderr.readline()
         assert said, told
         told += said
-    time.sleep(after)
-    assert processes(temporary)
+    deadline = time.monotonic() + SECONDS
+    while len(processes(temporary)) < working and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(processes(temporary)) >= working
+    time.sleep(0.3)
     assert list(temporary.glob("batchfinder-*"))
     (os.killpg if whole_group else os.kill)(process.pid, number)
     out, err = process.communicate(timeout=SECONDS)
@@ -76,14 +84,16 @@ def interrupted(
 @pytest.mark.parametrize("whole_group", [True, False], ids=["the whole group", "the process alone"])
 def test_while_building(tmp_path: Path, whole_group: bool) -> None:
     """While the model is built: 130, one line, nothing on stdout, no child and no folder left."""
-    done = interrupted(tmp_path, ("--model", "mine:slow_to_build"), "building", 0.5, whole_group)
+    done = interrupted(tmp_path, ("--model", "mine:slow_to_build"), "building", BUILDING, whole_group)
     assert done == Done(130, "", "building mine:slow_to_build\nbatchfinder: interrupted\n")
 
 
 def test_while_recording(tmp_path: Path, run: Run) -> None:
     """While a later model is recorded: what was found is printed and kept, and the next run goes on from there."""
     arguments = ("--budget", "1GiB", "--model", "mine:shapeless", "--json")
-    done = interrupted(tmp_path, (*arguments, "--model", "mine:slow_to_record", "--seq-len", "16"), "[1/2]", 0.3, True)
+    done = interrupted(
+        tmp_path, (*arguments, "--model", "mine:slow_to_record", "--seq-len", "16"), "[1/2]", RECORDING, True
+    )
     assert done.code == 130
     (row,) = json.loads(done.out)["rows"]
     assert row["model"] == "mine:shapeless"
@@ -94,19 +104,21 @@ def test_while_recording(tmp_path: Path, run: Run) -> None:
     assert again[0]["max_batch_size"] == row["max_batch_size"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("model", "after"), [("slow_to_build", 0.5), ("slow_to_record", 4.0)])
-def test_asked_to_end(tmp_path: Path, model: str, after: float, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("model", "working", "number"),
+    [("slow_to_build", BUILDING, signal.SIGTERM), ("slow_to_record", RECORDING, signal.SIGHUP)],
+)
+def test_asked_to_end(tmp_path: Path, model: str, working: int, number: signal.Signals) -> None:
     """SIGTERM and SIGHUP: the code a shell would give, one line, and no child and no folder left."""
-    done = interrupted(tmp_path, ("--model", f"mine:{model}", "--seq-len", "16"), "building", after, False, number)
+    done = interrupted(tmp_path, ("--model", f"mine:{model}", "--seq-len", "16"), "building", working, False, number)
     assert done.code == 128 + number
     assert done.out == ""
     assert done.err.endswith(f"batchfinder: ended by {number.name}\n")
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize(("model", "after"), [("slow_to_build", 0.5), ("slow_to_record", 4.0)])
-def test_killed(tmp_path: Path, model: str, after: float) -> None:
+@pytest.mark.parametrize(("model", "working"), [("slow_to_build", BUILDING), ("slow_to_record", RECORDING)])
+def test_killed(tmp_path: Path, model: str, working: int) -> None:
     """SIGKILL: what it started ends at once, and takes the folder away."""
     arguments = ("--model", f"mine:{model}", "--seq-len", "16")
-    assert interrupted(tmp_path, arguments, "building", after, False, signal.SIGKILL).code == -signal.SIGKILL
+    assert interrupted(tmp_path, arguments, "building", working, False, signal.SIGKILL).code == -signal.SIGKILL

@@ -1,23 +1,28 @@
-"""`reproduce all` and `reproduce bert-2019`: each command runs once, as a whole process."""
+"""`reproduce all` and `reproduce bert-2019`: each command runs once."""
 
 from __future__ import annotations
 
 import io
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from batchfinder.cli import reproduce as command
 from batchfinder.devices import present_gpus
 from batchfinder.published import titan_x
 from batchfinder.published.bert_2019 import bert_2019
 from batchfinder.reproduce import REPRODUCTIONS
+from batchfinder.reproduce.recordings import Recordings
 from batchfinder.reproduce.titan_x import CARD
 from batchfinder.reproduce.titan_x_sheets import notes, sheets
-from tests.cli.command import COMMAND, HERE, Done, Run, environment
+from batchfinder.simulator.source import TraceSource
+from tests.cli.command import Done, Run, run_command
 
 SETUPS = ("fp32_eager", "fp32_sdpa", "bf16_mixed_sdpa", "bf16_mixed_sdpa_checkpointing")
 # Model, length, published, the largest batch in each setup, and the micro-batch of the two plans.
@@ -140,17 +145,24 @@ ladder pretraining large 512                     4     4              4
 """
 
 
-def run_reproduce(*arguments: str, folder: Path) -> Done:
-    """The command to its end, however busy the machine is."""
-    done = subprocess.run(
-        [*COMMAND, "reproduce", *arguments],
-        cwd=HERE,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+class Kept:
+    """Recordings that outlive a command: the next one finds those that it shares with it."""
+
+    def __init__(self, recordings: Recordings) -> None:
+        self._recordings = recordings
+        self.sources: dict[str, TraceSource] = {}
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stay."""
+
+    def source(self, *asked: Any) -> TraceSource:
+        """As `Recordings` has it."""
+        if repr(asked) not in self.sources:
+            self.sources[repr(asked)] = self._recordings.source(*asked)
+        return self.sources[repr(asked)]
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +172,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def everything(folder: Path) -> dict[str, Any]:
+def kept(forked_recorders: None) -> Iterator[Kept]:
+    """What the commands of this module have recorded; what two of them ask for is recorded once."""
+    with Recordings() as recordings, pytest.MonkeyPatch.context() as patch:
+        keeping = Kept(recordings)
+        patch.setattr(command, "Recordings", lambda: keeping)
+        yield keeping
+
+
+@pytest.fixture(scope="module")
+def reproduce(run: Run, kept: Kept) -> Run:
+    """`reproduce(*arguments)` runs the command."""
+    return partial(run, "reproduce")
+
+
+@pytest.fixture(scope="module")
+def everything(reproduce: Run, folder: Path) -> dict[str, Any]:
     """`reproduce all --json --markdown all.md`, by table."""
-    found: Any = run_reproduce("all", "--json", "--markdown", str(folder / "all.md"), folder=folder).json
+    found: Any = reproduce("all", "--json", "--markdown", str(folder / "all.md")).json
     return {table["name"]: table for table in found}
 
 
@@ -181,9 +208,9 @@ def bert_json(everything: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bert(folder: Path) -> Done:
+def bert(reproduce: Run, everything: dict[str, Any], folder: Path) -> Done:
     """`reproduce bert-2019`."""
-    return run_reproduce("bert-2019", "--markdown", str(folder / "bert_2019.md"), folder=folder)
+    return reproduce("bert-2019", "--markdown", str(folder / "bert_2019.md"))
 
 
 @pytest.mark.slow
@@ -204,6 +231,15 @@ def test_the_page_on_accuracy_is_what_the_command_prints(everything: dict[str, A
     head, tables = page.split("are quoted as they stand.\n\n")
     assert head.startswith("# Accuracy\n")
     assert tables == (folder / "all.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_lengths_between_two_recorded_ones_are_not_recorded(everything: dict[str, Any], kept: Kept) -> None:
+    """Each way to train a BERT of the zoo is recorded twice, for all lengths that are asked for."""
+    zoo = [source for asked, source in kept.sources.items() if "titan_x:build" in asked or "zoo:build_" in asked]
+    assert len(zoo) == 2 * (4 + 2) + 3
+    assert [source.recordings for source in zoo] == [2] * len(zoo)
 
 
 @pytest.mark.slow
@@ -397,7 +433,7 @@ def test_measured_without_a_gpu(run: Run) -> None:
 @pytest.mark.timeout(3600)
 def test_measured_on_a_gpu(folder: Path) -> None:
     """On a GPU the ladders run for real under the K80's memory, within a rung of the simulated ones."""
-    printed = run_reproduce("bert-2019", "--measured", "--json", folder=folder).json
+    printed = run_command("reproduce", "bert-2019", "--measured", "--json", cache=folder).json
     for row in printed["rows"][17:]:
         assert row["ours"] / 2 <= row["measured"] <= 2 * row["ours"]
     for row in printed["rows"][:17]:

@@ -31,6 +31,7 @@ from tests.cli.command import COMMAND, HERE, Done, Run, environment
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("forked_recorders"),
     pytest.mark.skipif(sys.platform != "linux", reason="a CPU's memory is limited by RLIMIT_AS"),
 ]
 

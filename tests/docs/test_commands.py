@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import environment
+from tests.cli.command import run_command, run_here
+from tests.prefork import Prefork
 
 pytestmark = pytest.mark.slow
 
@@ -18,11 +17,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TESTED_WHOLE = ("batchfinder reproduce all",)
 """Commands whose whole output has a test of its own, in tests/cli/test_reproduce.py."""
+FIRST = "batchfinder sweep"
+"""What a newcomer runs."""
 
 _SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # What the commands speak of as if it were the reader's.
 CONFIG = '{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'
+SWEEP = '{"schema": 1, "rows": [{"model": "bert-base", "gpu": "Titan X Pascal", "seq_len": 64, "max_batch_size": 269}]}'
 MODULE = """
 import torch
 from batchfinder import Workload
@@ -34,7 +36,8 @@ def factory():
 
 def _commands() -> list[str]:
     lines = [line for page in PAGES for block in _SHELL.findall(page.read_text()) for line in block.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line.startswith("batchfinder ")))
+    # What a shell would write to a file is printed here, and the file is the reader's.
+    return list(dict.fromkeys(line.partition(" > ")[0] for line in lines if line.startswith("batchfinder ")))
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     (folder / "path/to").mkdir(parents=True)
     (folder / "path/to/config.json").write_text(CONFIG)
+    (folder / "sweep.json").write_text(SWEEP)
     (folder / "my_package").mkdir()
     (folder / "my_package/my_module.py").write_text(MODULE)
     return folder
@@ -51,20 +55,17 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_are_commands() -> None:
     """The pages are found, and each verb stands on one of them."""
     verbs = {command.split()[1] for command in _commands()}
-    assert verbs == {"sweep", "profile", "estimate", "reproduce", "cache"}
+    assert verbs == {"sweep", "profile", "estimate", "reproduce", "table", "cache"}
 
 
 @pytest.mark.parametrize("command", [command for command in _commands() if command not in TESTED_WHOLE])
-def test_it_runs(command: str, here: Path) -> None:
-    """It ends well, prints something, and complains of nothing."""
-    done = subprocess.run(
-        [sys.executable, "-m", "batchfinder", *shlex.split(command)[1:]],
-        cwd=here,
-        env=environment(here / "cache"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert "warning" not in done.stderr
+def test_it_runs(command: str, here: Path, prefork: Prefork) -> None:
+    """It ends well, prints something, and complains of nothing; the first of all does so as a process of its own."""
+    arguments = shlex.split(command)[1:]
+    if command == FIRST:
+        done = run_command(*arguments, cache=here / "cache", folder=here)
+    else:
+        done = run_here(prefork, *arguments, cache=here / "cache", folder=here)
+    assert done.code == 0, done.err
+    assert done.out
+    assert "warning" not in done.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 from collections.abc import Iterator
@@ -33,9 +32,6 @@ def one_quiet_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def nothing_old_is_collected() -> Iterator[None]:
-    """Each search collects garbage; looking through what the process imported takes longer than the training."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections(nothing_old_is_collected: None) -> None:
+    """In all modules of this folder."""

@@ -1,46 +1,58 @@
-"""Fits in processes of their own, under a real limit: what the tests of the callback start.
-
-    python fits.py '{"net": "Transformer", "limit_mib": 300, "finder": {...}, "batch_size": 2, "steps": 50}'
-
-prints one line of JSON with what happened.
-"""
+"""Fits in processes of their own, under a real limit: what the callback's tests start, through `tests/forks.py`."""
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import subprocess
-import sys
-import time
-from pathlib import Path
+import threading
 from typing import Any
 
-MALLOC = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "PYTHONMALLOC": "malloc",  # Python's own allocator maps 1 MiB at a time
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer page faults: twice as fast
-}
-ROOT = Path(__file__).parents[2]
+from tests.forks import lift_limit, limit_growth
 
 
-def run_fit(**request: Any) -> dict[str, Any]:
-    """Fit in a child process; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, __file__, json.dumps(request)],
-        env={**os.environ, **MALLOC, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, f"exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return json.loads(lines[-1])
+def prepare() -> None:
+    """Import what a fit does, in one fit without a step: its optimizer's imports take seconds."""
+    import nets
+    import torch
+
+    import batchfinder.lightning.callback
+    import batchfinder.probing.signs  # noqa: F401
+
+    torch.set_num_threads(1)
+    # A search leaves the stack of one thread behind, 8 MiB by default: a tenth of the limits that tests can afford.
+    threading.stack_size(1 << 20)
+    module = nets.Transformer()
+    nets.trainer(limit_train_batches=0).fit(module)
+    torch.optim.AdamW(module.parameters()).step()
 
 
-def _fit(request: dict[str, Any]) -> dict[str, Any]:
+def respond(request: dict[str, Any]) -> dict[str, Any]:
+    """`fit` with a request's entries."""
+    return fit(**request)
+
+
+def fit(
+    net: str,
+    options: dict[str, Any] | None = None,
+    finder: dict[str, Any] | None = None,
+    batch_size: int = 2,
+    steps: int = 50,
+    limit_mib: int | None = None,
+    more: float | None = None,
+) -> dict[str, Any]:
+    """Fit under a limit, in a process that ends afterwards.
+
+    Args:
+        net: one of `nets`.
+        options: its arguments beside the batch size.
+        finder: the callback's arguments; None for a fit without it.
+        batch_size: the loader's, before the callback changes it.
+        steps: how many to take.
+        limit_mib: by how much the process may grow; None for as much as there is.
+        more: share of the size found by which to go beyond it afterwards, in a second fit in this process.
+
+    Returns:
+        What happened, as JSON values.
+    """
     import nets
     import pytorch_lightning as pl
     import torch
@@ -51,54 +63,36 @@ def _fit(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
     pl.seed_everything(1)
-    module = getattr(nets, request["net"])(batch_size=request.get("batch_size", 2), **request.get("options", {}))
-    finder = BatchFinder(**request["finder"]) if request.get("finder") is not None else None
-    trainer = nets.trainer(
-        callbacks=[finder] if finder else [],
-        max_epochs=-1,
-        max_steps=request.get("steps", 50),
-        **request.get("trainer", {}),
-    )
-    if request.get("limit_mib"):
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit_bytes = request.get("limit_bytes") or size + (request["limit_mib"] << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
-    limit = resource.getrlimit(resource.RLIMIT_AS)
-    seconds, core_seconds = [0.0], [0.0]
-    if finder is not None:
-        start = finder.on_fit_start
+    module = getattr(nets, net)(batch_size=batch_size, **(options or {}))
+    callback = None if finder is None else BatchFinder(**finder)
+    trainer = nets.trainer(callbacks=[] if callback is None else [callback], max_epochs=-1, max_steps=steps)
+    limit = None if limit_mib is None else limit_growth(limit_mib)
 
-        def timed(*args: Any) -> None:
-            began, worked = time.perf_counter(), time.process_time()
-            start(*args)
-            seconds[0], core_seconds[0] = time.perf_counter() - began, time.process_time() - worked
+    def fitted(trainer: Any, module: Any) -> dict[str, Any]:
+        error, verdict = None, None
+        try:
+            trainer.fit(module)
+        except Exception as raised:
+            verdict = classify(raised, device="cpu")
+            error = f"{type(raised).__name__}: {str(raised)[:300]}"
+        return {"error": error, "verdict": None if verdict is None else verdict.name, "steps": trainer.global_step}
 
-        finder.on_fit_start = timed
-    error, verdict = None, None
-    try:
-        trainer.fit(module)
-    except Exception as raised:
-        verdict = classify(raised, device="cpu")
-        error = f"{type(raised).__name__}: {str(raised)[:300]}"
-    unchanged = resource.getrlimit(resource.RLIMIT_AS) == limit
-    resource.setrlimit(resource.RLIMIT_AS, (limit[1], limit[1]))
-    outcomes = {} if finder is None else finder.outcomes.get("fit", {})
+    seen = fitted(trainer, module)
+    unchanged = limit is None or resource.getrlimit(resource.RLIMIT_AS)[0] == limit
+    beyond = None
+    if more is not None and callback is not None:
+        larger = int((1 + more) * callback.batch_size) + 1
+        module = getattr(nets, net)(batch_size=larger, **(options or {}))
+        beyond = fitted(nets.trainer(max_epochs=-1, max_steps=2), module)
+    lift_limit()
+    outcomes = {} if callback is None else callback.outcomes.get("fit", {})
     return {
-        "error": error,
-        "verdict": None if verdict is None else verdict.name,
-        "steps": trainer.global_step,
-        "batch_size": None if finder is None else finder.batch_size,
+        **seen,
+        "beyond": beyond,
+        "batch_size": None if callback is None else callback.batch_size,
         "trials": [
             [t.batch_size, t.fits, t.measurement.peak_reserved_bytes] for o in outcomes.values() for t in o.trials
         ],
-        "found": {str(length): outcome.max_batch_size for length, outcome in outcomes.items()},
         "sources": [outcome.source for outcome in outcomes.values()],
-        "seconds": seconds[0],
-        "core_seconds": core_seconds[0],
         "limit_unchanged": unchanged,
-        "limit_bytes": limit[0],
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(_fit(json.loads(sys.argv[1]))))

@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader
 from batchfinder.errors import OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 
 class Sees(pl.Callback):
     """Notes the batches of a run. Not the module does: what it and its globals hold is part of the cache's key."""

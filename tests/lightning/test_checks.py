@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.strategies import FSDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy
 
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.callback import BatchFinder
@@ -45,8 +45,8 @@ CASES = {
     "several devices": (
         trainer(world_size=4),
         None,
-        "BatchFinder serves one device for now, and this trainer has 4: when one process runs out of memory, the "
-        "others wait for it for ever. Run it once with Trainer(devices=1), then set the size that it reports by hand "
+        "BatchFinder serves several devices under DDP alone, and this trainer has 4 under SimpleNamespace. Pass "
+        "Trainer(strategy='ddp'), or run it once with Trainer(devices=1), then set the size that it reports by hand "
         "and remove the callback.",
     ),
     "another accelerator": (
@@ -87,8 +87,9 @@ def test_what_is_refused(case: str) -> None:
 
 
 def test_what_is_served() -> None:
-    """One device with anything else; a schedule or manual optimization without a target."""
+    """One device with anything else, several under DDP; a schedule or manual optimization without a target."""
     check(trainer(), 64)
+    check(trainer(world_size=4, strategy=DDPStrategy(parallel_devices=[torch.device("cpu")])), 64)
     check(trainer(callbacks=[pl.callbacks.GradientAccumulationScheduler({0: 2})]), None)
     check(trainer(lightning_module=SimpleNamespace(automatic_optimization=False)), None)
 

@@ -15,8 +15,6 @@ from two_runs import Run, two_runs
 from batchfinder.lightning.callback import BatchFinder
 from tests.lightning.tiny import Rows, Stream, Tiny, trainer
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 Feed = Callable[[int], dict[str, Any]]
 
 

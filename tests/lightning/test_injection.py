@@ -56,7 +56,7 @@ class Searches(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         def search(mode: FailingOperator) -> Found:
             batches = ProbeBatches(trainer, pl_module, trainer.fit_loop._data_source)
-            limits = Limits(4, 0.0, 0, 0.0)
+            limits = Limits(3, 0.0, 0, 0.0)
             search = Finding(
                 trainer, self, Setting("fit", None, 2), batches, ([], []), HostMemory(None), limits, None, str
             )
@@ -97,9 +97,9 @@ def under_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(check: Callable[[pl.Trainer, Callable[[FailingOperator], Found]], None]) -> None:
-    """Call `check` at the start of a fit whose net fits three samples."""
+    """Call `check` at the start of a fit whose net fits two samples."""
     pl.seed_everything(1)
-    nets.trainer(callbacks=[Searches(check)], limit_train_batches=0).fit(Staged(most=3))
+    nets.trainer(callbacks=[Searches(check)], limit_train_batches=0).fit(Staged(most=2))
 
 
 def test_200_injections_leave_the_state_and_the_answer() -> None:
@@ -109,12 +109,12 @@ def test_200_injections_leave_the_state_and_the_answer() -> None:
     def check(trainer: pl.Trainer, search: Callable[[FailingOperator], Found]) -> None:
         before = state_of(trainer)
         whole = FailingOperator(None)
-        assert search(whole).batch_size == 3
+        assert search(whole).batch_size == 2
         assert state_of(trainer) == before
         draw = random.Random(2)
         for _ in range(200):
             mode = FailingOperator(draw.randint(1, whole.count), torch.OutOfMemoryError(MESSAGE))
-            assert search(mode).batch_size == 3
+            assert search(mode).batch_size == 2
             assert state_of(trainer) == before
             stages[mode.failed_in] += 1
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from batchfinder.lightning.last_window import LastWindow
+from tests.forks import forks
 from tests.lightning.tiny import Rows, Stream, trainer
 
 
@@ -238,55 +235,24 @@ def test_manual_optimization_is_left_alone():
     assert torch.equal(net.net[0].weight.grad, torch.ones_like(net.net[0].weight))
 
 
-def test_two_processes(tmp_path):
-    """With DDP each gradient is that of the mean over both processes' samples of the window."""
-    script = tmp_path / "run.py"
-    # The processes meet in a file. By default it is a port that the parent finds free and lets go, seconds before the
-    # first child listens there: until then any other program on the machine may get it.
-    script.write_text(
-        "import sys, torch, pytorch_lightning as pl\n"
-        "from torch.utils.data import DataLoader\n"
-        "from tests.lightning.test_last_window import Net, Weighing\n"
-        "from tests.lightning.tiny import Rows\n"
-        "class Meeting(pl.strategies.DDPStrategy):\n"
-        "    def setup_distributed(self):\n"
-        "        self.set_world_ranks()\n"
-        "        torch.distributed.init_process_group(\n"
-        "            'gloo', init_method=f'file://{sys.argv[2]}', rank=self.global_rank, world_size=self.world_size\n"
-        "        )\n"
-        "        super().setup_distributed()\n"
-        "class Saved(Net):\n"
-        "    def on_train_end(self):\n"
-        "        if self.trainer.is_global_zero:\n"
-        "            torch.save(self.steps, sys.argv[1])\n"
-        "if __name__ == '__main__':\n"
-        "    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)\n"
-        "    pl.Trainer(accelerator='cpu', devices=2, strategy=Meeting(start_method='spawn'), max_epochs=1,\n"
-        "               accumulate_grad_batches=4, enable_model_summary=False, callbacks=[Weighing()], **quiet\n"
-        "    ).fit(Saved(), DataLoader(Rows(44), batch_size=4))\n"
-    )
-    command = [sys.executable, str(script), str(tmp_path / "steps.pt"), str(tmp_path / "meeting")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=_environment())
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    steps = torch.load(tmp_path / "steps.pt", weights_only=False)
+def test_two_processes():
+    """With DDP each gradient is that of the mean over both processes' samples of the window, and both have it."""
+    with forks("tests.lightning.window_ranks") as started:
+        ranks = started.run()
     # the sampler deals rows out in the order of a permutation; both halves together are what the mean is over
     order = torch.randperm(44, generator=torch.Generator().manual_seed(0)).tolist()
     rows = torch.stack([Rows(44)[index] for index in order])
     halves = [rows[0::2], rows[1::2]]
-    assert len(steps) == 2
-    for step, (start, stop) in enumerate([(0, 16), (16, 22)]):
-        gradients, window, weights = steps[step]
-        assert torch.equal(torch.cat(window), halves[0][start:stop])
-        again = Net()
-        again.net.load_state_dict(weights)
-        again.loss(torch.cat([half[start:stop] for half in halves])).backward()
-        for have, parameter in zip(gradients, again.parameters(), strict=True):
-            assert float((have - parameter.grad).norm() / parameter.grad.norm()) < 1e-12
+    for steps, half in zip(ranks, halves, strict=True):
+        assert len(steps) == 2
+        for (gradients, window, weights), (start, stop) in zip(steps, [(0, 16), (16, 22)], strict=True):
+            assert torch.equal(_exact(window), half[start:stop])
+            again = Net()
+            again.net.load_state_dict({name: _exact(weight) for name, weight in weights.items()})
+            again.loss(torch.cat([half[start:stop] for half in halves])).backward()
+            for have, parameter in zip(gradients, again.parameters(), strict=True):
+                assert float((_exact(have) - parameter.grad).norm() / parameter.grad.norm()) < 1e-12
 
 
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    # What a fit in this process may have set, and would make of the children's parent a child.
-    set_by_fits = {"PL_GLOBAL_SEED", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
-    kept = {name: value for name, value in os.environ.items() if name not in set_by_fits}
-    return {**kept, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+def _exact(values: list[Any]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

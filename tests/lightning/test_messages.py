@@ -16,8 +16,6 @@ from batchfinder.lightning.callback import BatchFinder
 from batchfinder.outcome import Verdict
 from batchfinder.probing import memory
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 
 def warned(caught: pytest.WarningsRecorder) -> list[str]:
     """What BatchFinder warned of."""

@@ -14,9 +14,6 @@ from torch.utils.data import DataLoader
 
 from batchfinder.lightning.callback import BatchFinder
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
-
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # what hides the terminal's cursor, and what brings it back
 
 

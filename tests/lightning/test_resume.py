@@ -10,8 +10,6 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 from two_runs import assert_identical, two_runs
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])
 @pytest.mark.parametrize("in_the_middle", [False, True], ids=["after an epoch", "within an epoch"])

@@ -13,8 +13,6 @@ from pytorch_lightning import callbacks
 from torch.utils.data import DataLoader
 from two_runs import assert_identical, same, two_runs
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 
 class Net(nets.ConvNet):
     """Six batches of eight in an epoch."""

@@ -1,49 +1,49 @@
-"""A plain loop in a process of its own, under a real RLIMIT_AS: what the tests of real limits start.
-
-    python -m tests.loop.limited '{"limit_mib": 60, "tune": {...}, "batch_size": null}'
-
-prints one line of JSON with what happened.
-"""
+"""Plain loops in processes of their own, under a real RLIMIT_AS: what the tests start through `tests/forks.py`."""
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import subprocess
-import sys
-from pathlib import Path
+import threading
 from typing import Any
 
-MALLOC = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_TOP_PAD_": "4096",
-    "PYTHONMALLOC": "malloc",
-    "PYTHONHASHSEED": "0",
-}
-ROOT = Path(__file__).parents[2]
+from tests.forks import lift_limit, limit_growth
+
 STEPS = 3
 
 
-def run(**request: Any) -> dict[str, Any]:
-    """Train in a child process; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.loop.limited", json.dumps(request)],
-        cwd=ROOT,
-        env={**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, f"exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    answer: dict[str, Any] = json.loads(lines[-1])
-    return answer
+def prepare() -> None:
+    """Import what a loop does; its optimizer's imports take seconds."""
+    import torch
+
+    import batchfinder
+    import batchfinder.probing.signs
+    from tests.loop import loops
+
+    torch.set_num_threads(1)
+    threading.stack_size(1 << 20)  # a search leaves the stack of one thread behind
+    model = loops.Transformer()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW(model.parameters()).step()
+    assert callable(batchfinder.tune_batch_size)
 
 
-def _train(request: dict[str, Any]) -> dict[str, Any]:
+def respond(request: dict[str, Any]) -> dict[str, Any]:
+    """`train` with a request's entries."""
+    return train(**request)
+
+
+def train(limit_mib: int, tune: dict[str, Any], more: float | None = None) -> dict[str, Any]:
+    """Tune and train under a limit, in a process that ends afterwards.
+
+    Args:
+        limit_mib: by how much the process may grow.
+        tune: further arguments of `tune_batch_size`.
+        more: share of the size found by which to go beyond it afterwards.
+
+    Returns:
+        What happened, as JSON values.
+    """
     import torch
     from torch import nn
 
@@ -53,7 +53,7 @@ def _train(request: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = Transformer(width=32)
+    model = Transformer(width=16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def train_step(batch: Any) -> None:
@@ -63,36 +63,30 @@ def _train(request: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
 
     def make_batch(batch_size: int, seq_len: int | None) -> Any:
-        return tokens(batch_size, 64)
+        return tokens(batch_size, 128)
 
-    # What a training takes once: the engine's threads, the first optimizer's imports.
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
-    (torch.ones(4, requires_grad=True) * 2).sum().backward()
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = request.get("limit_bytes") or pages * resource.getpagesize() + (request["limit_mib"] << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    found = tune_batch_size(train_step, make_batch, [model, optimizer], **request["tune"]).smallest
-    answer: dict[str, Any] = {
-        "largest": found.outcome.max_batch_size,
+    def trained(batch_size: int) -> dict[str, Any]:
+        steps, verdict = 0, None
+        try:
+            for _ in range(STEPS):
+                train_step(make_batch(batch_size, None))
+                steps += 1
+        except RuntimeError as error:
+            classified = classify(error, device="cpu")
+            verdict = str(error) if classified is None else classified.name
+        return {"steps": steps, "verdict": verdict}
+
+    (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
+    limit = limit_growth(limit_mib)
+    found = tune_batch_size(train_step, make_batch, [model, optimizer], **tune).smallest
+    size = found.outcome.max_batch_size
+    answer = {
+        "largest": size,
         "source": found.outcome.source,
         "trials": [[trial.batch_size, trial.fits] for trial in found.outcome.trials],
-        "text": str(found),
-        "limit_bytes": limit,
         "limit_unchanged": resource.getrlimit(resource.RLIMIT_AS)[0] == limit,
-        "steps": 0,
-        "verdict": None,
+        "at": trained(size),
+        "beyond": None if more is None else trained(int((1 + more) * size) + 1),
     }
-    batch_size = request.get("batch_size") or found.outcome.max_batch_size
-    try:
-        for _ in range(STEPS):
-            train_step(make_batch(batch_size, None))
-            answer["steps"] += 1
-    except RuntimeError as error:
-        verdict = classify(error, device="cpu")
-        answer |= {"verdict": None if verdict is None else verdict.name, "error": str(error)[:300]}
-    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    lift_limit()
     return answer
-
-
-if __name__ == "__main__":
-    print(json.dumps(_train(json.loads(sys.argv[1]))))

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder import tune_batch_size
-from batchfinder.loop import tune
+from batchfinder.loop import tuning
 from batchfinder.probing import trying
 from tests.loop import loops
 from tests.probing.state_digest import Digester, differences
@@ -85,7 +85,7 @@ def searching(request: pytest.FixtureRequest) -> Searching:
 @pytest.fixture(autouse=True)
 def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full garbage collection after each of these tries would take most of the time."""
-    for module in (tune, trying):
+    for module in (tuning, trying):
         monkeypatch.setattr(module, "clear", lambda device: None)
 
 

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks, forks
 from tests.loop import limited
 
+LIMIT_MIB = 128
 
-@pytest.mark.slow
-def test_the_answer_runs_and_a_tenth_more_does_not(tmp_path: Path) -> None:
-    """The process that searched trains at its answer; at the next start, which knows it, a tenth more fails."""
-    tune = {"tolerance": 0.03, "cache": str(tmp_path)}
-    first = limited.run(limit_mib=192, tune=tune)
-    assert (first["source"], first["verdict"], first["steps"]) == ("measured", None, limited.STEPS)
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def loops() -> Iterator[Forks]:
+    """Loops in forks of one process."""
+    with forks("tests.loop.limited") as started:
+        yield started
+
+
+def test_the_answer_runs_and_a_tenth_more_does_not(loops: Forks, tmp_path: Path) -> None:
+    """The process that searched trains at its answer, and a tenth more fails there; the next start tries nothing."""
+    tune = {"tolerance": 0.02, "cache": str(tmp_path)}
+    first = loops.run(limit_mib=LIMIT_MIB, tune=tune, more=0.1)
+    assert (first["source"], first["at"]) == ("measured", {"steps": limited.STEPS, "verdict": None}), first
+    assert first["beyond"] == {"steps": 0, "verdict": "OUT_OF_MEMORY"}, first
     assert first["limit_unchanged"]
     assert any(not fits for _, fits in first["trials"])
 
-    more = int(1.1 * first["largest"]) + 1
-    second = limited.run(limit_bytes=first["limit_bytes"], tune=tune, batch_size=more)
-    # It looks the answer up and, where this process began with 2 MiB less, tries it first.
-    assert second["trials"][:1] in ([], [[first["largest"], True]], [[first["largest"], False]])
-    assert second["largest"] >= 0.9 * first["largest"]
-    assert (second["verdict"], second["steps"] < limited.STEPS) == ("OUT_OF_MEMORY", True)
+    second = loops.run(limit_mib=LIMIT_MIB, tune=tune)
+    assert (second["source"], second["trials"], second["largest"]) == ("cache", [], first["largest"]), (first, second)
+    assert second["at"] == {"steps": limited.STEPS, "verdict": None}, (first, second)

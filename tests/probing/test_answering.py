@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchfinder.accumulation import AccumulationPlan
-from batchfinder.errors import OutOfMemory
+from batchfinder.errors import CacheFailed, OutOfMemory
 from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Verdict
 from batchfinder.probing.answering import Answering
 from batchfinder.probing.known import Limits, lower
@@ -155,3 +157,73 @@ def test_nothing_fits_now_and_at_the_next_start() -> None:
             "activation checkpointing or an optimizer with less state."
         )
         assert len(curve.sizes) == tries
+
+
+def test_a_hint_saves_tries_and_failures() -> None:
+    """With a hint that is up to a quarter low, 6 tries and 1 failure do, on a process as it is.
+
+    Over 500 curves whose peaks differ by up to half a percent of the memory from one look to the next, and of which
+    each try keeps a tenth of a percent for good, 97 % of searches stay within that and none needs more than one more of
+    each. Where noise and losses are ten times that, as under a limit of some 50 MiB, a third of them need more.
+    """
+    draw, total = random.Random(1), 64_000_000
+    seen: Counter[tuple[bool, bool]] = Counter()
+    for _ in range(500):
+        answer, fixed = draw.randint(10, 1000), int(total * draw.uniform(0.0, 0.3))
+        each, noise = (total - fixed) // answer, random.Random(draw.random())
+        card = Card(leaks=total // 1000, free=total)
+        curve = Curve(card, lambda size, f=fixed, e=each, n=noise: f + e * size + n.randrange(total // 200))
+        hinted = int(answer * draw.uniform(0.75, 1.0))
+        limits = Limits(None, 0.05, 0, 0)
+        search = Answering(card, limits, lambda _, c=curve: (c, 0), hint=lambda shape, usable, h=hinted: h)
+        found = search.find(Shape(), None).outcome
+        failed = sum(not trial.fits for trial in found.trials)
+        assert 0.9 * answer <= found.max_batch_size <= answer
+        assert (len(found.trials) <= 7, failed <= 2) == (True, True)
+        seen[len(found.trials) <= 6, failed == 1] += 1
+    assert seen[True, True] >= 0.97 * 500
+
+
+def test_a_search_starts_from_a_hint() -> None:
+    """It is asked what a peak may come to; where a known answer has failed, that says more."""
+    slot, card, asked = Slot(), Card(), []
+
+    def hint(shape: Shape, room_bytes: int) -> int:
+        asked.append((shape.seq_len, room_bytes))
+        return 120
+
+    curve = Curve(card, lambda size: 100 + 7 * size, reserve=20)
+    found = answering(card, curve, reserve=20, hint=hint).find(Shape(8), slot)
+    assert (asked, curve.sizes[0], found.outcome.max_batch_size) == ([(8, 980)], 102, 125)
+    card.free = 900
+    curve.sizes.clear()
+    assert answering(card, curve, reserve=20, hint=hint).find(Shape(8), slot).outcome.max_batch_size == 111
+    assert (len(asked), curve.sizes[0]) == (1, 125)
+
+
+def test_a_target_is_made_up_by_all_devices() -> None:
+    """Each takes its part."""
+    card = Card()
+    curve = Curve(card, lambda size: 100 + 7 * size)
+    found = answering(card, curve, cap=180, target_batch_size=720, num_devices=4).find(Shape(), None)
+    assert (found.plan, found.batch_size) == (AccumulationPlan(720, 90, 2, 4), 90)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_cache_that_fails_is_told_of_once(reads: bool) -> None:
+    """At reading, or at writing where it could be read; each length is still answered."""
+
+    class Failing(Slot):
+        def get(self) -> Outcome | None:
+            return super().get() if reads else self.put(None)
+
+        def put(self, outcome: Outcome | None) -> None:
+            raise CacheFailed("s3://bucket", "no credentials")
+
+    card, told = Card(), []
+    several = answering(card, Curve(card, lambda size: 100 + 7 * size), warn=told.append)
+    for seq_len in (8, 4):
+        assert several.find(Shape(seq_len), Failing()).outcome.max_batch_size == 128
+    assert [error.url for error in told] == ["s3://bucket"]
+    with pytest.warns(UserWarning, match="batchfinder goes on without its cache: the cache at s3://bucket cannot be"):
+        answering(card, Curve(card, lambda size: 100 + 7 * size)).find(Shape(), Failing())

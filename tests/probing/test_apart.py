@@ -7,6 +7,7 @@ import contextvars
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -189,13 +190,16 @@ def test_a_function_can_be_called_at_home() -> None:
     assert at_home(threading.get_ident) == here
 
 
+@pytest.mark.parametrize("wait", [0.0, 0.05], ids=["at once", "in a wait"])
+@pytest.mark.parametrize("how", [_thread.interrupt_main, lambda: os.kill(os.getpid(), signal.SIGINT)])
 @pytest.mark.parametrize("at", ["steps", "home"])
-def test_an_interrupt_ends_the_steps(at: str) -> None:
-    """They see it as they would in the main thread, and it is raised here after them."""
+def test_an_interrupt_ends_the_steps(at: str, how: Callable[[], None], wait: float) -> None:
+    """They see it as they would in the main thread, and it is raised here after them, whenever it comes."""
     ended = []
 
     def busy() -> None:
-        _thread.interrupt_main()
+        time.sleep(wait)
+        how()
         while True:
             time.sleep(0.001)
 

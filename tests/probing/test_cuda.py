@@ -165,7 +165,6 @@ def test_a_limit_must_be_positive():
     assert str(caught.value) == "limit_bytes: -1 will not do; expected a positive number of bytes."
 
 
-@pytest.mark.gpu
 def test_what_stages_say_is_in_the_measurement():
     """Steps that tell the probe's readings of their stages get what stays and what the forward took measured."""
     stages = ((0, "batch", 0), (0, "backward", 0), (1, "batch", 0))
@@ -176,6 +175,7 @@ def test_what_stages_say_is_in_the_measurement():
     assert (silent.resting_bytes, silent.forward_bytes) == (None, None)
 
 
+@pytest.mark.gpu
 @needs_a_card
 def test_a_budget_is_kept_and_taken_back():
     """Under a budget of 1 GiB the answer's peak is within it, the next size fails, and the card is whole afterwards."""

@@ -47,7 +47,7 @@ def test_a_try_tells_the_memory_what_it_left() -> None:
     # More than glibc's heap ever serves itself: 32 MiB, whatever this process has freed before.
     assert tried(lambda: kept.append(torch.empty(64 * MIB, dtype=torch.uint8)), state, memory, CPU).fits
     left = whole - room(memory)
-    assert 64 * MIB <= left < 80 * MIB
+    assert 56 * MIB < left < 80 * MIB  # the heap may shrink, and a thread leave its stack
 
 
 def test_steps_that_fail_under_the_limit_leave_this_thread_as_it_was() -> None:

@@ -15,6 +15,8 @@ from batchfinder.probing.death import KILLED
 from batchfinder.probing.process import ProcessProbe
 from batchfinder.step.spec import WorkloadSpec
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 LIMIT = 200_000_000
 
 

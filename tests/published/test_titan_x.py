@@ -18,7 +18,7 @@ from batchfinder.simulator.timeline import Timeline
 from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep, Simulation
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_recorders")]
 
 TITAN_X = device_for(find_gpu("titan x"))
 SEQ_LENS = (64, 128, 256, 320, 384, 512)

@@ -16,7 +16,7 @@ from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import GIB, MIB
 
 VECTORS = WorkloadSpec("tests.builders.small:mlp")
-LIMIT_BYTES = 96 * MIB
+LIMIT_BYTES = 48 * MIB
 # A sample takes a kilobyte for itself and some more for its activations.
 SURELY, SURELY_NOT = 1 << 8, 1 << 17
 
@@ -31,7 +31,7 @@ def test_rungs() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
 def test_largest() -> None:
     """The largest batch is found within the limit, from a prediction that is off."""
-    assert SURELY < measured_largest("cpu", VECTORS, HowToStep(), LIMIT_BYTES, 1, predicted=3000) < SURELY_NOT
+    assert SURELY < measured_largest("cpu", VECTORS, HowToStep(), LIMIT_BYTES, 1, predicted=1500) < SURELY_NOT
 
 
 @pytest.mark.skipif(bool(present_gpus()), reason="this machine has a GPU")

@@ -10,6 +10,8 @@ from batchfinder.reproduce import multimodal_bert as reproducer
 from batchfinder.reproduce.recordings import Recordings
 from batchfinder.simulator.probe import SimulatedProbe
 
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+
 
 def test_the_model_has_the_counts_it_was_described_with() -> None:
     """Its three parts have the published numbers of parameters within 1 %."""

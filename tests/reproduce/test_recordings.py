@@ -13,6 +13,8 @@ from batchfinder.tracing.job import RecordingJob
 from batchfinder.tracing.recorder import Recorder
 from batchfinder.tracing.simulation import HowToStep
 
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+
 FIRST, SECOND = WorkloadSpec("tests.builders.small:mlp"), WorkloadSpec("tests.builders.small:checkpointed")
 FAILING = WorkloadSpec("tests.builders.small:failing", {"where": "forward"})
 

@@ -20,6 +20,8 @@ from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import MIB
 
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+
 # Allocated, max allocated, reserved, max reserved, in MiB.
 OURS = {
     "step 0 begin": (280, 280, 287, 287),

@@ -17,39 +17,40 @@ from batchfinder.step.workload import Workload
 os.environ["HF_HUB_OFFLINE"] = "1"
 Record = Callable[..., Trace]
 TEXT = ((64, 384), (3, 128), (6, 320))
-FIXED: tuple[tuple[int | None, ...], tuple[int, int | None], tuple[int, int | None]] = ((224,), (3, 224), (6, 224))
+SHORT, LONG = ((64, 384), (3, 128)), ((64, 384), (6, 320))
+FIXED = ((224,), (3, 224))
 UNALIGNED = ((100, 250), (3, 100), (6, 132))
 
-# What is built, how it steps, and the sizes: those announced, and two to be compared.
+# What is built, how it steps, and the sizes: the lengths announced, and what is to be compared.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[Any, ...]]] = {
     "bert": ({"spec": "bert-base"}, {}, TEXT),
     "bert-unaligned": ({"spec": "bert-base"}, {"capability": (6, 1)}, UNALIGNED),
-    "bert-eager-bf16-mixed": ({"spec": "bert-base", "attention": "eager"}, {"precision": "bf16-mixed"}, TEXT),
-    "bert-accumulated": ({"spec": "bert-base"}, {"micro_batches": 2, "optimizer": "sgd-momentum", "steps": 1}, TEXT),
+    "bert-eager-bf16-mixed": ({"spec": "bert-base", "attention": "eager"}, {"precision": "bf16-mixed"}, SHORT),
+    "bert-accumulated": ({"spec": "bert-base"}, {"micro_batches": 2, "optimizer": "sgd-momentum", "steps": 1}, LONG),
     "bert-checkpointed-16-mixed": (
         {"spec": "bert-base", "gradient_checkpointing": True},
         {"precision": "16-mixed", "optimizer": "adam"},
-        TEXT,
+        SHORT,
     ),
-    "distilbert": ({"spec": "distilbert"}, {"optimizer": "adamw-fused", "precision": "bf16-true"}, TEXT),
-    "roberta": ({"spec": "roberta-base"}, {"precision": "16-mixed", "capability": (8, 0)}, TEXT),
+    "distilbert": ({"spec": "distilbert"}, {"optimizer": "adamw-fused", "precision": "bf16-true"}, LONG),
+    "roberta": ({"spec": "roberta-base"}, {"precision": "16-mixed", "capability": (8, 0)}, SHORT),
     "gpt2-flash": (
         {"spec": "gpt2", "attention": "flash"},
         {"precision": "bf16-mixed", "capability": (8, 0), "flash": True, "micro_batches": 2, "steps": 1},
-        TEXT,
+        LONG,
     ),
-    "t5": ({"spec": "t5-small"}, {"optimizer": "adafactor", "steps": 1}, TEXT),
+    "t5": ({"spec": "t5-small"}, {"optimizer": "adafactor", "steps": 1}, SHORT),
     "llama": ({"spec": "llama-3.2-1b"}, {"precision": "bf16-true", "capability": (8, 0)}, TEXT),
     "llama-hopper": (
         {"spec": "llama-3.2-1b", "gradient_checkpointing": True},
         {"precision": "bf16-mixed", "capability": (9, 0), "optimizer": "sgd-momentum"},
-        TEXT,
+        LONG,
     ),
-    "qwen-eager": ({"spec": "qwen2.5-0.5b", "attention": "eager"}, {"optimizer": "adam", "steps": 1}, TEXT),
+    "qwen-eager": ({"spec": "qwen2.5-0.5b", "attention": "eager"}, {"optimizer": "adam", "steps": 1}, SHORT),
     "vit": ({"spec": "vit-base"}, {"precision": "bf16-mixed", "capability": (8, 0)}, FIXED),
     "resnet": ({"spec": "resnet50"}, {"optimizer": "sgd-momentum", "precision": "16-mixed"}, FIXED),
-    "bert-forward": ({"spec": "bert-base", "attention": "eager"}, {"mode": "forward"}, TEXT),
-    "gpt2-inference": ({"spec": "gpt2"}, {"mode": "inference", "precision": "bf16-true"}, TEXT),
+    "bert-forward": ({"spec": "bert-base", "attention": "eager"}, {"mode": "forward"}, LONG),
+    "gpt2-inference": ({"spec": "gpt2"}, {"mode": "inference", "precision": "bf16-true"}, SHORT),
 }
 
 

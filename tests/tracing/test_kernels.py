@@ -137,3 +137,21 @@ def test_math_adds_the_mask_in_place(record: Record) -> None:
     first = trace.structure.order.index(softmax[0])
     assert [trace.sizes[i] for i in alive_at(trace.structure, first)].count(scores) == 2
     assert not blocks_of(trace, "aten.add.Tensor")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
+def test_passing_over_writes_to_lists_changes_nothing(
+    record: Record, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """An optimizer whose in-place operators on lists are passed over has the trace of one that runs them all."""
+    short = record(attention, 8, optimizer=optimizer)
+    monkeypatch.setattr(kernels, "only_writes", lambda func, args: False)
+    assert record(attention, 8, optimizer=optimizer) == short
+
+
+def test_only_in_place_operators_on_the_pretend_gpu_are_passed_over() -> None:
+    """Lists of tensors on the CPU are written to, as an optimizer reads its count of steps; lists made are made."""
+    counts = [torch.zeros(())]
+    assert not kernels.only_writes(aten._foreach_add_.Scalar, (counts, 1))
+    assert not kernels.only_writes(aten._foreach_add.Scalar, ([], 1))
+    assert not kernels.only_writes(aten.add_.Scalar, (counts[0], 1))

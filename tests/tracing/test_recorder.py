@@ -19,6 +19,8 @@ from batchfinder.tracing.job import RecordingJob
 from batchfinder.tracing.recorder import Recorder
 from batchfinder.tracing.server import describe
 
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+
 GOOD, BAD = 7, 13
 SECONDS = 300
 ENDS_WITHIN_SECONDS = 60
@@ -295,8 +297,7 @@ def test_describe_cuts_frames_of_cpp(tmp_path: Path) -> None:
         assert "f.h" not in str(told)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("builder", ["slow", "mlp"])
+@pytest.mark.parametrize(("builder", "number"), [("slow", signal.SIGKILL), ("mlp", signal.SIGTERM)])
 def test_ends_with_a_killed_parent(builder: str, number: signal.Signals) -> None:
     """However the near process ends, busy or not: server, forks and folder are gone in a moment."""
     code = f"""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,18 +142,53 @@ def test_the_users_code_matters(write_module: WriteModule, monkeypatch: pytest.M
     assert after_writing(CODE) == before
 
 
-PRINT = (
-    "from batchfinder.zoo import build_workload; from batchfinder.zoo.fingerprint import fingerprint;"
-    "print(fingerprint(build_workload('{}:factory')))"
+IMPORTS = """
+import importlib, json, os, sys
+from batchfinder.zoo import build_workload
+from batchfinder.zoo.fingerprint import fingerprint
+"""
+PRINT = IMPORTS + "print(fingerprint(build_workload(sys.argv[1] + ':factory')))"
+FORKING = (
+    IMPORTS
+    + """
+for line in sys.stdin:
+    module, folder, path = json.loads(line)
+    if not os.fork():
+        os.chdir(folder)
+        sys.path.insert(1, path)
+        importlib.invalidate_caches()
+        print(fingerprint(build_workload(module + ":factory")), flush=True)
+        os._exit(0)
+    os.wait()
+"""
 )
 
 
-def in_a_process(module: str, path: str = "", seed: int = 0) -> str:
+def in_a_process(module: str, seed: int) -> str:
     """Return the fingerprint of a module's `factory`, in a fresh process."""
-    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", PRINT.format(module)]
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", PRINT, module]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def in_a_fork() -> Iterator[Callable[..., str]]:
+    """`in_a_fork(module, path)`: the fingerprint of its `factory`, where nothing of the user's has been imported."""
+    environment = {**os.environ, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        asking, answers = process.stdin, process.stdout
+        assert asking is not None
+        assert answers is not None
+
+        def ask(module: str, path: str = "") -> str:
+            print(json.dumps([module, os.getcwd(), path]), file=asking, flush=True)
+            return answers.readline().strip()
+
+        yield ask
+        asking.close()
 
 
 HOLDING = """
@@ -282,15 +318,16 @@ def test_what_is_too_much_is_left_out(holding: Any) -> None:
     assert time.process_time() - began < 5
 
 
-def test_helper_modules_matter(write_module: WriteModule) -> None:
+def test_helper_modules_matter(write_module: WriteModule, in_a_fork: Callable[..., str]) -> None:
     """A file that the model's file imports is read, and one that this imports."""
     write_module("code_main", "import code_helper\n" + CODE)
     write_module("code_helper", "import code_deeper\n")
     found = []
     for number in (1, 1, 2):
         write_module("code_deeper", f"number = {number}\n")
-        found.append(in_a_process("code_main"))
-    assert found[0] == found[1] != found[2]
+        found.append(in_a_fork("code_main"))
+    assert found[0]
+    assert found[0] == found[1] != found[2] != ""
 
 
 LIBRARY = """
@@ -310,7 +347,9 @@ class Net(nn.Linear):
         CODE.replace("Mine(3, 3)", "__import__('fakelib').Net()"),
     ],
 )
-def test_versions_of_libraries_matter(write_module: WriteModule, tmp_path: Path, code: str) -> None:
+def test_versions_of_libraries_matter(
+    write_module: WriteModule, tmp_path: Path, in_a_fork: Callable[..., str], code: str
+) -> None:
     """A library's version stands for its code, whether the user's file imports it or the model is made of it."""
     write_module("code_main", code)
     found = []
@@ -321,8 +360,9 @@ def test_versions_of_libraries_matter(write_module: WriteModule, tmp_path: Path,
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fakelib\nVersion: {version}\n")
         (info / "top_level.txt").write_text("fakelib\n")
         (site / "fakelib.py").write_text(LIBRARY + body)
-        found.append(in_a_process("code_main", str(site)))
-    assert found[0] == found[1] != found[2]
+        found.append(in_a_fork("code_main", str(site)))
+    assert found[0]
+    assert found[0] == found[1] != found[2] != ""
 
 
 def test_nothing_of_the_users_matters_to_the_zoo(

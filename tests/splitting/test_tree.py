@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from batchfinder.lightning.tree import leaves, map_leaves, tensors
+from batchfinder.splitting.tree import leaves, map_leaves, tensors
 
 
 class Pair(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfinder.lightning.stretch import Sequence, cycle, find_sequence, with_batch_size
+from batchfinder.splitting.stretch import Sequence, cycle, find_sequence, with_batch_size
 
 
 def tokens(length: int, batch: int = 3, **more: Any) -> dict[str, Any]:

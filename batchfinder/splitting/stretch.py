@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchfinder.lightning.tree import Path, map_leaves, tensors
+from batchfinder.splitting.tree import Path, map_leaves, tensors
 
 TOKEN_NAMES = frozenset({"input_ids", "token_ids", "inputs_ids", "tokens", "ids", "src"})
 
@@ -58,6 +58,20 @@ class Sequence:
             return leaf
 
         return map_leaves(stretched, batch)
+
+    def length_of(self, batch: Any) -> int | None:
+        """The length of the sequences in a batch, in tokens, padding included; None if it holds none of them.
+
+        Args:
+            batch: a batch of the same make as the ones that were observed.
+        """
+        found = dict(tensors(batch))
+        lengths = [
+            found[path].size(dim) - more
+            for (path, dim), more in self.dims.items()
+            if path in found and dim < found[path].ndim
+        ]
+        return max(lengths, default=None)
 
 
 def find_sequence(long: Any, short: Any, guess: bool = True) -> Sequence | str:

@@ -22,11 +22,11 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         value: the batch or sample.
         path: what leads to it.
     """
-    children = _children(value)
-    if children is None:
+    inside = children(value)
+    if inside is None:
         yield path, value
         return
-    for key, child in children:
+    for key, child in inside:
         yield from leaves(child, (*path, key))
 
 
@@ -47,10 +47,19 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
         value: the batch or sample.
         path: what leads to it.
     """
-    children = _children(value)
-    if children is None:
+    inside = children(value)
+    if inside is None:
         return function(path, value)
-    made = [(key, map_leaves(function, child, (*path, key))) for key, child in children]
+    return rebuild(value, [(key, map_leaves(function, child, (*path, key))) for key, child in inside])
+
+
+def rebuild(value: Any, made: list[tuple[Any, Any]]) -> Any:
+    """A container of the same make that contains other things. The container itself is copied, never changed.
+
+    Args:
+        value: the container.
+        made: what the copy is to contain, by the keys, fields or positions of the container's `children`.
+    """
     if isinstance(value, Mapping):
         try:
             new = copy.copy(value)
@@ -69,7 +78,12 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
     return new
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """What a part of a batch contains, by key, field or position; None for a leaf.
+
+    Args:
+        value: the part.
+    """
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, Mapping):

@@ -1,0 +1,1 @@
+"""The largest batch size for a Trainer of transformers."""

@@ -1,0 +1,113 @@
+"""The name under which an answer for a Trainer is kept: everything that changes it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.optim import Optimizer
+
+from batchfinder.cache import CacheKey
+from batchfinder.cache.key import Json
+from batchfinder.loop.key import group_switches, process_settings
+from batchfinder.loop.setting import Setting
+from batchfinder.outcome import Shape
+from batchfinder.probing.circumstances import allocator_settings, describe_batch, optimizer_options, versions
+from batchfinder.probing.known import Limits
+from batchfinder.probing.memory import Memory
+from batchfinder.step.workload import Workload
+from batchfinder.zoo.fingerprint import fingerprint
+
+ARGUMENTS = (
+    "activation_checkpointing_kwargs",
+    "average_tokens_across_devices",
+    "dataloader_pin_memory",
+    "full_determinism",
+    "gradient_checkpointing_kwargs",
+    "label_smoothing_factor",
+    "liger_kernel_config",
+    "neftune_noise_alpha",
+    "optim_args",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "torch_empty_cache_steps",
+    "use_cache",
+    "use_liger_kernel",
+)
+"""The training arguments that change what a step takes, beside what the prepared model and optimizer show."""
+
+
+def make_key(
+    trainer: Any, setting: Setting, shape: Shape, sample: Any, memory: Memory, limits: Limits, callbacks: list[str]
+) -> CacheKey:
+    """Name everything that changes the answer.
+
+    Args:
+        trainer: about to train, all prepared.
+        setting: what is tried.
+        shape: one sample's shape.
+        sample: a batch of the smallest size: the data's own shapes and types, which no code may tell.
+        memory: the device's memory.
+        limits: what bounds the search.
+        callbacks: classes of those that take part.
+    """
+    args, model = trainer.args, trainer.model_wrapped
+    optimizers = [item for item in setting.state if isinstance(item, Optimizer)]
+    extra: dict[str, Json] = {
+        "sample": describe_batch(sample),
+        "trainer": f"{type(trainer).__module__}.{type(trainer).__qualname__}",
+        "arguments": {name: _json(getattr(args, name, None)) for name in ARGUMENTS},
+        "target": setting.target_batch_size,
+        "headroom": limits.headroom,
+        "clip": bool(args.max_grad_norm and args.max_grad_norm > 0),
+        "training": [name for name, part in model.named_modules() if part.training],
+        "groups": [group_switches(optimizer) for optimizer in optimizers],
+        "compiled": any(part._compiled_call_impl is not None for part in model.modules()),
+        "optimizer": str(getattr(args, "optim", "")),
+        "state": [f"{type(item).__module__}.{type(item).__qualname__}" for item in setting.state],
+        "callbacks": list[Json](callbacks),
+        "settings": process_settings(setting.device),
+    }
+    # The classes stand for the methods of theirs that a step runs: where one is the user's, so are its sources.
+    loss: Any = functools.partial(_no_loss, type(trainer), type(trainer.data_collator), trainer.compute_loss_func)
+    return CacheKey(
+        model=fingerprint(Workload(model, _no_batches, loss)),
+        gpu=memory.name,
+        total_bytes=memory.total_bytes,
+        usable_bytes=memory.allowance_bytes,
+        seq_len=shape.seq_len,
+        mode="train",
+        precision=str(trainer.accelerator.mixed_precision),
+        optimizer=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
+        optimizer_options={str(index): _options(optimizer) for index, optimizer in enumerate(optimizers)},
+        attention=str(getattr(getattr(model, "config", None), "_attn_implementation", "") or ""),
+        gradient_checkpointing=bool(getattr(args, "activation_checkpointing", False))
+        or bool(getattr(args, "gradient_checkpointing", False)),
+        accumulation=1,
+        allocator=allocator_settings(setting.device),
+        max_batch_size=limits.cap,
+        floor=setting.min_batch_size,
+        multiple_of=setting.multiple_of,
+        tolerance=limits.tolerance,
+        headroom_bytes=limits.reserve_bytes if isinstance(limits.headroom, int) else 0,
+        source="measured",
+        versions=versions("transformers", "accelerate"),
+        extra=extra,
+    )
+
+
+def _options(optimizer: Optimizer) -> Json:
+    """What it was made with but for the learning rate, which is often tried in turn and takes no memory."""
+    return {name: value for name, value in optimizer_options(optimizer).items() if name != "lr"}
+
+
+def _json(value: Any) -> Json:
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+def _no_batches(batch_size: int, seq_len: int | None) -> None:
+    """Stands for the batches in a fingerprint; the key holds a sample's shape instead."""
+
+
+def _no_loss(*parts: Any) -> None:
+    """Stands for the loss in a fingerprint."""

@@ -1,0 +1,115 @@
+"""Finding and setting the largest micro-batch of a Trainer, with its effective batch as it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from batchfinder.cache import CacheKey, Store
+from batchfinder.errors import InvalidValue
+from batchfinder.huggingface.batches import MakeBatch, TrainerBatches, own_loader, set_size
+from batchfinder.huggingface.checks import check_trainer
+from batchfinder.huggingface.entered import bulk_data, where_training_begins
+from batchfinder.huggingface.key import make_key
+from batchfinder.huggingface.one_step import OneStep
+from batchfinder.loop.arguments import check_sizes, device_of, headroom_of, limits_of, store_of
+from batchfinder.loop.setting import Setting
+from batchfinder.loop.sizes import TunedBatchSize
+from batchfinder.loop.tuning import Tuning
+from batchfinder.outcome import Shape, Trial
+from batchfinder.probing.memory import memory_of
+from batchfinder.units import parse_bytes
+
+
+def tune_trainer(
+    trainer: Any,
+    *,
+    target_batch_size: int | None = None,
+    seq_len: int | None = None,
+    make_batch: MakeBatch | None = None,
+    state: Sequence[Any] = (),
+    probe_callbacks: Sequence[Any] = (),
+    headroom: float | int | str = 0.0,
+    min_batch_size: int = 1,
+    max_batch_size: int | None = None,
+    multiple_of: int = 1,
+    tolerance: float = 0.01,
+    budget: int | str | None = None,
+    cache: str | os.PathLike[str] | Store | bool | None = None,
+    on_trial: Callable[[Trial], object] | None = None,
+) -> TunedBatchSize:
+    """Find the largest micro-batch that a Trainer of transformers trains with, and set it before `trainer.train()`.
+
+    Sizes are tried with the trainer's own `training_step`, at least two optimizer steps each: its model, loss,
+    collator, optimizer, precision, checkpointing and clipping, on batches of its own samples. Then everything is put
+    back, down to the random numbers, and `per_device_train_batch_size` and `gradient_accumulation_steps` are set.
+    Training is bit for bit what it would have been with these two given to TrainingArguments by hand. The effective
+    batch stays what the arguments say. A later start of the same program looks the answer up and tries nothing.
+
+    Args:
+        trainer: a `transformers.Trainer` or one of a derived class, not in training.
+        target_batch_size: samples per optimizer step; None for `per_device_train_batch_size` times
+            `gradient_accumulation_steps`.
+        seq_len: sequence length to try with; None for the longest in the data.
+        make_batch: `make_batch(batch_size, seq_len)` returns a batch as the loader would, for data of which none can be
+            made by the collator.
+        state: what else a step changes that cannot be reached from the trainer.
+        probe_callbacks: callbacks of the trainer's, or their classes, that take part in the tries. The others sit out.
+        headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
+        min_batch_size: no smaller size is tried; 2 for a model that fails with a single sample, as BatchNorm may.
+        max_batch_size: no larger size is tried.
+        multiple_of: every size tried is a multiple of this.
+        tolerance: share of the answer that may be left on the table for fewer tries; 0 for the exact maximum.
+        budget: the most memory that may be used, in bytes or as `12GiB`; on a CPU, resident memory of the process.
+        cache: where answers are kept (a path, an fsspec URL, a `Store`); None or True for the default place, False for
+            none.
+        on_trial: called after each try with the trial, for a line of progress.
+
+    Returns:
+        What was found and set; its text is one line that says it all, and `watch()` is a context for `trainer.train()`
+        that lowers the record should training run out of memory all the same.
+
+    Raises:
+        InvalidValue: an argument cannot be meant, or the trainer cannot be served; the text says what would do.
+        MissingExtra: accelerate is not installed.
+        OutOfMemory: not even the smallest size fits; the text says what to do.
+        Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
+    """
+    check_trainer(trainer)
+    args = trainer.args
+    target = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    target = target if target_batch_size is None else target_batch_size
+    if seq_len is not None and seq_len < 1:
+        raise InvalidValue("seq_len", seq_len, "a length of at least 1, or None for the longest in the data")
+    check_sizes(None, target, min_batch_size, max_batch_size, multiple_of, tolerance)
+    share = headroom_of(headroom)
+    budget_bytes = None if budget is None else parse_bytes(str(budget), option="budget")
+    device = device_of(args.device, ())
+    store = store_of(cache)
+
+    def search(loader: Any) -> TunedBatchSize:
+        batches = TrainerBatches(loader, make_batch)
+        step = OneStep(trainer, batches, target)
+        # Accelerate wraps the optimizer; hooks see the one inside.
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        named = (trainer.model_wrapped, optimizer, trainer, *state)
+        # Batches keep the samples they have read from one try to the next.
+        alone = (batches, *bulk_data(trainer))
+        setting = Setting(
+            step, batches, named, device, target, min_batch_size, multiple_of, asked_by="tune_trainer", left_alone=alone
+        )
+        batches(setting.smallest, seq_len)
+        memory = memory_of(device, budget_bytes)
+        limits = limits_of(memory, share, tolerance, max_batch_size, target)
+        involved = [type(callback).__qualname__ for callback in trainer.callback_handler.callbacks]
+
+        def key(shape: Shape, sample: Any) -> CacheKey:
+            return make_key(trainer, setting, shape, sample, memory, limits, involved)
+
+        return Tuning(setting, memory, limits).find([Shape(seq_len)], store, key, on_trial).smallest
+
+    found = where_training_begins(trainer, own_loader, probe_callbacks, search)
+    set_size(trainer, found.batch_size)
+    args.gradient_accumulation_steps = found.accumulation
+    return found

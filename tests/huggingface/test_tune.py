@@ -1,0 +1,216 @@
+"""`tune_trainer` on trainers that run out of memory above a size: what it sets, the cache, and messages in full."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchfinder import AccumulationPlan, tune_trainer
+from batchfinder.errors import InvalidValue, OutOfMemory
+from tests.huggingface import trainers
+from tests.huggingface.trainers import MESSAGE, MOST, SEEN, Stream, fixed, make_trainer, texts
+
+SIZE = r"\d+(\.\d+)? [KMG]?i?B"
+
+
+@pytest.fixture(autouse=True)
+def as_at_first() -> Iterator[None]:
+    """Five samples fit, and nothing has been seen."""
+    MOST[0] = 5
+    SEEN.clear()
+    yield
+    MOST[0] = 5
+
+
+def sizes(trainer: Any) -> tuple[int, int, int]:
+    """What the trainer will train with."""
+    args = trainer.args
+    return args.per_device_train_batch_size, args.gradient_accumulation_steps, trainer._train_batch_size
+
+
+def test_the_effective_batch_is_the_arguments_own_or_the_target(tmp_path: Path) -> None:
+    """8 x 3 samples are made up of 4 x 6, and 20 of 5 x 4; the loader and the state have the size too."""
+    trainer = make_trainer(tmp_path)
+    found = tune_trainer(trainer, tolerance=0, cache=False)
+    assert found.plan == AccumulationPlan(24, 4, 6)
+    assert sizes(trainer) == (4, 6, 4)
+    assert trainer.get_train_dataloader().total_batch_size == 4
+    tune_trainer(trainer, target_batch_size=20, tolerance=0, cache=False)
+    assert sizes(trainer) == (5, 4, 5)
+    trainer.train()
+    assert trainer.state.train_batch_size == 5
+
+
+def test_what_fits_in_one_piece_is_not_divided(tmp_path: Path) -> None:
+    """No larger size than the effective batch is tried, and accumulation goes."""
+    MOST[0] = 1000
+    trainer = make_trainer(tmp_path)
+    found = tune_trainer(trainer, cache=False)
+    assert (found.outcome.max_batch_size, sizes(trainer)) == (24, (24, 1, 24))
+    assert max(size for size, _ in SEEN) == 24
+
+
+def test_batches_are_of_the_longest_samples_or_of_a_length(tmp_path: Path) -> None:
+    """The longest of all comes last; with seq_len= the batches are stretched, which makes another question."""
+    last = {"input_ids": [1] * 19, "labels": [1] * 19}
+    trainer = make_trainer(tmp_path, train_dataset=[*texts(), last], train_sampling_strategy="sequential")
+    tune_trainer(trainer)
+    assert {length for _, length in SEEN} == {19}
+    SEEN.clear()
+    found = tune_trainer(trainer, seq_len=20)
+    assert {length for _, length in SEEN} == {20}
+    assert found.outcome.shape.seq_len == 20
+
+
+def test_batches_may_be_made_by_a_function(tmp_path: Path) -> None:
+    """Then no sample is read."""
+
+    class Unreadable(Stream):
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError("read")
+
+    trainer = make_trainer(tmp_path, train_dataset=Unreadable(texts()))
+    text = torch.ones(1, 9, dtype=torch.int64)
+    tune_trainer(
+        trainer, make_batch=lambda size, seq_len: {name: text.repeat(size, 1) for name in ("input_ids", "labels")}
+    )
+    assert {length for _, length in SEEN} == {9}
+
+
+def test_as_text_it_is_one_line(tmp_path: Path) -> None:
+    """Size, peak, headroom, accumulation, tries, and where the answer comes from; a second start tries nothing."""
+    line = rf"batch size 5; peak {SIZE} of {SIZE}; headroom {SIZE}; accumulation 4 x 6 = 24; "
+    first = tune_trainer(make_trainer(tmp_path), headroom="5%", tolerance=0)
+    assert re.fullmatch(line + r"\d+ probes in \d+\.\d\d s\.", str(first))
+    SEEN.clear()
+    trainer = make_trainer(tmp_path, output_dir=str(tmp_path / "elsewhere"), learning_rate=0.5, seed=7, max_steps=9)
+    again = tune_trainer(trainer, headroom="5%", tolerance=0)
+    assert re.fullmatch(line + r"from the cache in \d+\.\d\d s\.", str(again))
+    assert (sizes(trainer), SEEN) == ((4, 6, 4), [])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"bf16": True},
+        {"activation_checkpointing": True},
+        {"optim": "sgd"},
+        {"max_grad_norm": 0.0},
+        {"neftune_noise_alpha": 5.0},
+        {"kind": trainers.Weighing},
+        {"train_dataset": [{"input_ids": [1] * 13, "labels": [1] * 13}]},
+        {"gradient_accumulation_steps": 4},
+        {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.sum()},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_changes_a_step_is_another_question(tmp_path: Path, changed: dict[str, Any]) -> None:
+    """The first trainer's answer is not used for the second."""
+    MOST[0] = 1000
+    tune_trainer(make_trainer(tmp_path))
+    SEEN.clear()
+    found = tune_trainer(make_trainer(tmp_path, **changed))
+    assert found.outcome.source == "measured"
+    assert SEEN
+
+
+def test_a_bug_is_raised_as_it_came_and_the_sizes_stay(tmp_path: Path) -> None:
+    """With a note that names the size; the trainer can train."""
+
+    class Wrong(trainers.LimitedTrainer):
+        def compute_loss(self, *args: Any, **rest: Any) -> Any:
+            raise ValueError("the labels are wrong")
+
+    trainer = make_trainer(tmp_path, kind=Wrong)
+    with pytest.raises(ValueError, match=r"^the labels are wrong") as caught:
+        tune_trainer(trainer)
+    assert caught.value.__notes__ == ["Raised while tune_trainer tried batch size 1."]
+    assert (sizes(trainer), trainer.is_in_train, trainer.optimizer) == ((8, 3, 8), False, None)
+    assert "get_train_dataloader" not in vars(trainer)
+
+
+def test_no_size_that_fits_is_an_error_with_advice(tmp_path: Path) -> None:
+    """It names the smallest size and the device's own words."""
+    MOST[0] = 0
+    trainer = make_trainer(tmp_path)
+    said = (
+        f"batch size 1 does not fit: {MESSAGE} Try a smaller model, a lower precision, activation checkpointing or an "
+        "optimizer with less state."
+    )
+    with pytest.raises(OutOfMemory, match=f"^{re.escape(said)}$"):
+        tune_trainer(trainer)
+    assert sizes(trainer) == (8, 3, 8)
+
+
+def test_an_out_of_memory_in_training_lowers_the_record(tmp_path: Path) -> None:
+    """In `watch` it is raised unchanged, a warning has the numbers, and the next start tries the lower size."""
+    trainer = make_trainer(tmp_path)
+    found = tune_trainer(trainer, tolerance=0)
+    MOST[0] = 3
+    said = (
+        "training ran out of memory at batch size 4, which ran when it was tried. The cache now says 3, which the next "
+        "start tries before it uses it."
+    )
+    with (
+        pytest.warns(UserWarning, match=f"^{re.escape(said)}$"),
+        pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)),
+        found.watch(),
+    ):
+        trainer.train()
+    SEEN.clear()
+    again = make_trainer(tmp_path)
+    found = tune_trainer(again, tolerance=0)
+    assert [trial.batch_size for trial in found.outcome.trials] == [3]
+    assert sizes(again) == (3, 8, 3)
+
+
+def test_without_a_cache_the_advice_names_the_function(tmp_path: Path) -> None:
+    """The way to leave more free is tune_trainer's own."""
+    trainer = make_trainer(tmp_path)
+    found = tune_trainer(trainer, tolerance=0, cache=False)
+    MOST[0] = 3
+    said = (
+        "training ran out of memory at batch size 4, which ran when it was tried. Leave more free with "
+        "tune_trainer(headroom=0.05)."
+    )
+    with (
+        pytest.warns(UserWarning, match=f"^{re.escape(said)}$"),
+        pytest.raises(torch.OutOfMemoryError),
+        found.watch(),
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target_batch_size": 0}, "target_batch_size: 0 will not do; expected a size of at least 1."),
+        (
+            {"seq_len": 0},
+            "seq_len: 0 will not do; expected a length of at least 1, or None for the longest in the data.",
+        ),
+        (
+            {"multiple_of": 16},
+            "target_batch_size: 24 will not do; expected a multiple of 16, as multiple_of asks of each size.",
+        ),
+        ({"tolerance": 1.0}, "tolerance: 1.0 will not do; expected a share from 0 (exact) to below 1, such as 0.01."),
+        (
+            {"headroom": "much%"},
+            "headroom: 'much%' will not do; expected a share from 0.0 to below 1.0 or such as '5%', or a number of "
+            "bytes or such as '1GiB'.",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    """Before anything is prepared or tried."""
+    trainer = make_trainer(tmp_path, fixed)
+    with pytest.raises(InvalidValue) as caught:
+        tune_trainer(trainer, **options)
+    assert str(caught.value) == said
+    assert (SEEN, trainer.optimizer, sizes(trainer)) == ([], None, (8, 3, 8))
