@@ -1,0 +1,195 @@
+"""The callback on a real trainer: what it takes to find a size, and whether training then is that of a plain run."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from batchfinder.devices.budget import memory_fraction
+from batchfinder.lightning.callback import BatchFinder
+from batchfinder.outcome import Outcome
+
+_VOCABULARY = 500
+_STEPS = 4
+
+
+class _Net(pl.LightningModule):
+    """What both nets share: they keep each loss."""
+
+    def __init__(self, batch_size: int, rows: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.rows = rows
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def _loader(self, inputs: torch.Tensor, classes: int) -> Any:
+        labels = torch.randint(classes, (self.rows,), generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(inputs, labels), batch_size=self.batch_size, shuffle=True)
+
+
+class Transformer(_Net):
+    """Two encoder layers with dropout, on random tokens."""
+
+    def __init__(self, batch_size: int, rows: int, seq_len: int, width: int) -> None:
+        super().__init__(batch_size, rows)
+        self.seq_len = seq_len
+        self.embed = nn.Embedding(_VOCABULARY, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.encoder(self.embed(tokens)).mean(1))
+        return out
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return self._loader(torch.randint(_VOCABULARY, (self.rows, self.seq_len), generator=generator), 10)
+
+
+class ConvNet(_Net):
+    """Convolutions with BatchNorm and dropout, on noise."""
+
+    def __init__(self, batch_size: int, rows: int, side: int, width: int) -> None:
+        super().__init__(batch_size, rows)
+        self.side = side
+        self.net = nn.Sequential(
+            *(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)),
+        )
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.net(pictures)
+        return out
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return self._loader(torch.randn(self.rows, 3, self.side, self.side, generator=generator), 10)
+
+
+NETS: dict[str, Callable[..., _Net]] = {"transformer": Transformer, "conv net": ConvNet}
+
+
+class _Stamp(pl.Callback):
+    """Notes the time when it is its turn on fit start."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.seconds = time.perf_counter()
+
+
+def compare(
+    net: str,
+    precision: str,
+    accelerator: str,
+    size: dict[str, int],
+    budget_bytes: int | None = None,
+    max_batch_size: int | None = None,
+) -> dict[str, Any]:
+    """Find a size and train; start again with what is known; train with the same size by hand.
+
+    Args:
+        net: a key of `NETS`.
+        precision: as Lightning has it.
+        accelerator: `gpu` or `cpu`.
+        size: the net's arguments.
+        budget_bytes: what the callback may use; None for all there is.
+        max_batch_size: no larger size is tried.
+
+    Returns:
+        JSON values: the size, probes, failures and seconds of either start, whether losses and weights are the same bit
+        for bit, and, under a budget on a card, whether the size trains there and one a tenth larger does not.
+    """
+    options = {"precision": precision, "accelerator": accelerator}
+    with tempfile.TemporaryDirectory(prefix="batchfinder-") as cache:
+        first, answer = _found(net, size, options, cache, budget_bytes, max_batch_size)
+        again, second = _found(net, size, options, cache, budget_bytes, max_batch_size)
+    batch_size = answer["batch_size"]
+    direct = _trained(net, batch_size, size, [], options)
+    answer["losses_equal"] = first.losses == again.losses == direct.losses and len(direct.losses) == _STEPS
+    answer["weights_equal"] = _same(first, direct) and _same(again, direct)
+    answer["second_start"] = {name: second[name] for name in ("batch_size", "probes", "seconds")}
+    if accelerator == "gpu" and budget_bytes is not None:
+        answer["answer_trains"] = _trains(net, size, options, batch_size, budget_bytes)
+        answer["a_tenth_more_trains"] = _trains(net, size, options, math.ceil(1.1 * batch_size), budget_bytes)
+    return answer
+
+
+def _found(
+    net: str, size: dict[str, int], options: dict[str, Any], cache: str, budget: int | None, cap: int | None
+) -> tuple[_Net, dict[str, Any]]:
+    finder = BatchFinder(budget=budget, max_batch_size=cap, cache=cache)
+    before, after = _Stamp(), _Stamp()
+    module = _trained(net, 2, size, [before, finder, after], options)
+    (outcome,) = finder.outcomes["fit"].values()
+    return module, {
+        "batch_size": finder.batch_size,
+        "probes": len(outcome.trials),
+        "out_of_memory": sum(not trial.fits for trial in outcome.trials),
+        "seconds": round(after.seconds - before.seconds, 2),
+        "tried": _listed(outcome),
+        "stopped_by": outcome.stop.name,
+    }
+
+
+def _listed(outcome: Outcome) -> list[list[Any]]:
+    trials = outcome.trials
+    return [
+        [trial.batch_size, trial.measurement.verdict.name, trial.measurement.peak_reserved_bytes] for trial in trials
+    ]
+
+
+def _trained(net: str, batch_size: int, size: dict[str, int], callbacks: list[Any], options: dict[str, Any]) -> _Net:
+    pl.seed_everything(1, verbose=False)
+    module = NETS[net](batch_size, **size)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        **{**quiet, "enable_model_summary": False, "devices": 1, "deterministic": True, **options},
+        max_epochs=-1,
+        max_steps=_STEPS,
+        callbacks=callbacks,
+    )
+    try:
+        trainer.fit(module)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return module.cpu()
+
+
+def _trains(net: str, size: dict[str, int], options: dict[str, Any], batch_size: int, limit_bytes: int) -> bool:
+    """Whether the whole fit runs under the limit without giving back all cached memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(memory_fraction(limit_bytes, total))
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    try:
+        _trained(net, batch_size, size, [], options)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return bool(torch.cuda.memory_stats().get("num_alloc_retries", 0) == retries)
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules hold the same bits."""
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == again and torch.equal(a, b) for (name, a), (again, b) in pairs)

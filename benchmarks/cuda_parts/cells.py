@@ -1,0 +1,183 @@
+"""What is measured: training steps of named models, and budgets under which the largest batch is looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.simulation import HowToStep
+from batchfinder.units import GIB, MIB
+
+BUILDER = "batchfinder.zoo:build_workload"
+TINY = str(Path(__file__).parent / "bert-tiny")
+_SHOWN = {TINY: "bert-tiny"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training step.
+
+    Attributes:
+        model: a name of the zoo, or the path of a config.json's folder.
+        seq_len: tokens per sample, or the side of an image in pixels.
+        batch_size: samples in the micro-batch.
+        precision: a name in `batchfinder.step.precision`.
+        optimizer: a name in `batchfinder.step.optimizers`.
+        attention: `eager`, `sdpa`, or None for a model without a choice.
+        checkpointing: whether activations are computed again in the backward.
+    """
+
+    model: str
+    seq_len: int
+    batch_size: int
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    attention: str | None = "sdpa"
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """For reports, and for `--only`."""
+        parts = [_SHOWN.get(self.model, self.model), f"{self.batch_size}x{self.seq_len}", self.precision]
+        parts += [self.optimizer, self.attention or "", "checkpointing" if self.checkpointing else ""]
+        return " ".join(part for part in parts if part)
+
+    @property
+    def stand_in(self) -> bool:
+        """Whether it is for dry runs, small enough to be stepped on a CPU."""
+        return self.model == TINY
+
+    def spec(self) -> WorkloadSpec:
+        """How a child process builds it."""
+        arguments: dict[str, Any] = {
+            "spec": self.model,
+            "attention": self.attention,
+            "gradient_checkpointing": self.checkpointing,
+        }
+        return WorkloadSpec(BUILDER, arguments)
+
+    def how(self) -> HowToStep:
+        """How the step is taken."""
+        return HowToStep(precision=self.precision, optimizer=self.optimizer)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """One step whose largest batch is looked for under several budgets.
+
+    Attributes:
+        cell: the step; its batch size does not count.
+        budgets: bytes that the allocator may reserve.
+    """
+
+    cell: Cell
+    budgets: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """For reports, and for `--only`."""
+        shown = self.cell.name.split()
+        return " ".join([shown[0], str(self.cell.seq_len), *shown[2:]])
+
+
+def _variants(model: str, seq_len: int, rows: list[tuple[Any, ...]]) -> Iterator[Cell]:
+    for row in rows:
+        yield Cell(model, seq_len, *row)
+
+
+# In order of worth, model by model: what is cut for want of time stands last.
+CELLS = (
+    *_variants(
+        "bert-base",
+        128,
+        [
+            (64, "fp32", "adamw", "sdpa"),
+            (64, "fp32", "adamw", "eager"),
+            (64, "bf16-mixed", "adamw", "sdpa"),
+            (64, "16-mixed", "adamw", "sdpa"),
+            (64, "fp32", "adamw-fused", "sdpa"),
+            (64, "fp32", "sgd", "sdpa"),
+            (128, "fp32", "adamw", "sdpa", True),
+            (128, "bf16-mixed", "adamw", "eager", True),
+        ],
+    ),
+    *_variants(
+        "gpt2-medium",
+        512,
+        [
+            (8, "fp32", "adamw", "sdpa"),
+            (8, "bf16-mixed", "adamw", "sdpa"),
+            (8, "bf16-mixed", "adamw", "eager"),
+            (8, "16-mixed", "adamw-fused", "sdpa"),
+            (8, "fp32", "sgd", "eager"),
+            (16, "bf16-mixed", "adamw", "sdpa", True),
+        ],
+    ),
+    *_variants(
+        "resnet50",
+        224,
+        [
+            (64, "fp32", "sgd-momentum", None),
+            (64, "bf16-mixed", "adamw", None),
+            (64, "16-mixed", "sgd", None),
+            (64, "fp32", "adamw-fused", None),
+        ],
+    ),
+    *_variants(
+        "llama-3.2-1b",
+        512,
+        [
+            (4, "bf16-mixed", "adamw", "sdpa"),
+            (8, "bf16-mixed", "adamw-fused", "sdpa", True),
+            (2, "fp32", "sgd", "eager"),
+            (4, "bf16-true", "adamw", "sdpa"),
+        ],
+    ),
+    *_variants(
+        "bert-large",
+        128,
+        [
+            (32, "fp32", "adamw", "sdpa"),
+            (32, "bf16-mixed", "adamw-fused", "sdpa", True),
+            (32, "16-mixed", "adamw", "eager"),
+            (32, "fp32", "sgd", "eager"),
+        ],
+    ),
+    *_variants(
+        "vit-base",
+        224,
+        [
+            (64, "fp32", "adamw", "sdpa"),
+            (64, "bf16-mixed", "adamw", "eager"),
+            (64, "16-mixed", "adamw-fused", "sdpa"),
+            (128, "bf16-mixed", "sgd", "sdpa", True),
+        ],
+    ),
+)
+
+BUDGETS = (int(11.17 * GIB), 12 * GIB, 16 * GIB, 24 * GIB)
+
+LADDERS = (
+    Ladder(Cell("gpt2-medium", 512, 1, "bf16-mixed"), BUDGETS),
+    Ladder(Cell("bert-base", 128, 1, "fp32"), BUDGETS),
+    Ladder(Cell("resnet50", 224, 1, "fp32", "sgd-momentum", None), BUDGETS),
+)
+
+TRACED = (
+    Cell("bert-base", 128, 16, "fp32", "adamw", "sdpa"),
+    Cell("resnet50", 224, 16, "fp32", "sgd-momentum", None),
+    Cell("gpt2-medium", 512, 4, "bf16-mixed", "adamw", "sdpa"),
+    Cell("bert-base", 128, 16, "16-mixed", "adamw-fused", "eager", True),
+    Cell("vit-base", 224, 16, "bf16-mixed", "adamw", "sdpa"),
+)
+
+# For a dry run: small enough for a CPU.
+STAND_IN_CELLS = (
+    Cell(TINY, 32, 8, "fp32", "sgd", "eager"),
+    Cell(TINY, 32, 8, "bf16-mixed", "adamw-fused", "eager", True),
+)
+STAND_IN_LADDERS = (Ladder(Cell(TINY, 128, 1, "fp32", "sgd", "eager"), (24 * MIB,)),)
+STAND_IN_TRACED = (Cell(TINY, 32, 4, "fp32", "sgd", "eager"),)
