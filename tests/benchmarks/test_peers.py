@@ -1,0 +1,162 @@
+"""The comparison with the peers: its adapters, its counts, its judge, and one row of the committed result again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.peer.cases import SIMULATED, simulated_works
+from benchmarks.peer.contract import Peer, all_peers
+from benchmarks.peer.isolated import Failed, isolated
+from benchmarks.peer.measure import searched
+from benchmarks.peer.meter import Meter
+from benchmarks.peer.report import claims, markdown
+from benchmarks.peer.work import Work
+
+ROOT = Path(__file__).parents[2]
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "peers-2-cores.json").read_text())
+(CASE,) = (case for case in SIMULATED if (case.model, case.size) == ("gpt2", 3))
+PEERS = {peer.name: peer for peer in all_peers()}
+# One of each package; batch-finder goes by the resident memory of the process, so it tries other sizes each time.
+AGAIN = (
+    "Lightning binsearch",
+    "accelerate, from 128",
+    "toma, from 512",
+    "torch-max-mem, from 8192",
+    "batchfinder callback",
+    "batchfinder loop",
+)
+INSTALLED = [name for name in AGAIN if PEERS[name].version]
+COMMITTED = next(case for case in RESULT["cases"] if case["name"] == "gpt2 at 1024, 6.52 GiB")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """The nets are small, the machine is shared, and every peer collects garbage after each try."""
+    before, froze = torch.get_num_threads(), gc.get_freeze_count() == 0
+    torch.set_num_threads(1)
+    import_module("benchmarks.peer.trainer")
+    gc.collect()
+    if froze:
+        gc.freeze()
+    yield
+    if froze:
+        gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def work() -> Work:
+    """A recorded step of GPT-2 on a card that has the memory of 3 samples."""
+    ((_, work),) = simulated_works((CASE,))
+    return work
+
+
+def search(peer: Peer, work: Work) -> dict[str, Any]:
+    """What a peer finds, in this process."""
+    return searched(peer.name, replace(work, meter=Meter()))
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_peer_finds_again_what_the_committed_result_says(work: Work, name: str) -> None:
+    """Each installed peer tries the sizes that are in the committed file, in that order, and returns the same."""
+    (committed,) = (row for row in COMMITTED["rows"] if row["peer"] == name)
+    if RESULT["versions"][PEERS[name].package] != PEERS[name].version:
+        pytest.skip(f"the result is of {PEERS[name].package} {RESULT['versions'][PEERS[name].package]}")
+    found = search(PEERS[name], work)
+    counted = ("returned", "tried", "probes", "steps", "out_of_memory", "sizes_failed")
+    assert {key: found[key] for key in counted} == {key: committed[key] for key in counted}
+    assert work.card is not None
+    assert work.card.fits(found["returned"]) is committed["trains"] is True
+    if PEERS[name].package == "batchfinder":
+        assert found["changed"] == []
+
+
+def test_the_card_fails_as_a_real_one(work: Work) -> None:
+    """Its largest sizes are the committed ones; the next one up raises PyTorch's own error."""
+    card = work.card
+    assert card is not None
+    largest = card.largest(CASE.size, card.fits)
+    assert (largest, card.largest(CASE.size, card.steady)) == (COMMITTED["true"]["loop"], COMMITTED["steady"])
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. .*simulated"):
+        card.forward(largest + 1)
+
+
+def stepped(meter: Meter, size: int, error: Exception | None = None) -> None:
+    """One step, and how it ended."""
+    with meter.watching("cpu"):
+        meter.begin(size)
+        if error is not None:
+            raise error
+
+
+def test_the_meter_counts_tries_and_errors() -> None:
+    """A new size and the step after an error begin a try; only errors of memory count."""
+    meter = Meter()
+    stepped(meter, 1)
+    stepped(meter, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        stepped(meter, 8, torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(ValueError, match="x"):
+        stepped(meter, 8, ValueError("x"))
+    assert (meter.counts.steps, meter.counts.tries, meter.counts.failed) == (4, [1, 8, 8], [8])
+
+
+def test_the_judge_sees_what_does_not_train() -> None:
+    """Under a limit of 1 GiB, in a process of its own, two samples train and ten million do not."""
+    script = (
+        "import torch\nfrom benchmarks.peer.judge import trains\nfrom benchmarks.peer.work import Work\n"
+        "torch.set_num_threads(1)\nwork = Work('transformer', budget_bytes=1 << 30)\n"
+        "print([trains(work, 'loop', size) for size in (2, 10_000_000, 0)])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == "[True, False, False]\n"
+
+
+def die() -> None:
+    """End as a crash does."""
+    os._exit(7)
+
+
+def test_a_measurement_that_fails_says_why() -> None:
+    """An error, a death and a hang each end one measurement, with a reason."""
+    assert isolated(max, 1, 2, seconds=60) == 2
+    with pytest.raises(Failed, match=r"^ValueError: invalid literal"):
+        isolated(int, "x", seconds=60)
+    with pytest.raises(Failed, match=r"^the process died \(7\)$"):
+        isolated(die, seconds=60)
+    with pytest.raises(Failed, match=r"^ended after 0.05 s$"):
+        isolated(time.sleep, 60, seconds=0.05)
+
+
+def test_the_pages_show_the_committed_result() -> None:
+    """The tables in the README of the benchmarks and in the documentation are what the script makes of the file."""
+    table = markdown(RESULT)
+    assert table in (ROOT / "benchmarks" / "README.md").read_text()
+    assert table in (ROOT / "docs" / "peers.md").read_text()
+
+
+def test_what_does_not_hold_is_said() -> None:
+    """A row that misses is named with its size, and one that failed counts as missed."""
+    rows = [
+        {"peer": "batchfinder loop", "returned": 90, "share": 0.9, "trains": True, "probes": 5, "sizes_failed": 1}
+        | {"out_of_memory": 2, "changed": []},
+        {"peer": "batchfinder loop, exact", "failed": "died"},
+    ]
+    said = claims([{"name": "net", "kind": "cpu", "cap": None, "true": {"loop": 100, "trainer": 100}, "rows": rows}])
+    assert said[:2] == [
+        "every answer trains: 1 of 2; not in net (largest 100): died",
+        "at least 0.99 of the largest: 0 of 2; not in net (largest 100): 90, died",
+    ]
