@@ -37,4 +37,5 @@ def capture_data(trainer: Any, finder: Any) -> TrainingState:
 
 def _apart(trainer: Any, finder: Any) -> list[Any]:
     bar = trainer.progress_bar_callback
-    return [finder, *trainer.loggers, *([] if bar is None else [bar])]
+    # The signal connector holds the process's own handlers, through which all of a program can be reached.
+    return [finder, trainer._signal_connector, *trainer.loggers, *([] if bar is None else [bar])]
