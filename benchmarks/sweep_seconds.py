@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+from batchfinder.devices import host_name
+
 SWEEP = ("-m", "batchfinder", "sweep", "--json")
 IMPORT = ("-c", "from transformers import BertForSequenceClassification")
 RESULTS = Path(__file__).parent / "results"
@@ -30,14 +32,6 @@ def seconds(arguments: tuple[str, ...], environment: dict[str, str]) -> tuple[fl
         [sys.executable, *arguments], env=environment, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     return time.perf_counter() - start, done.stdout.decode()
-
-
-def cpu_name() -> str:
-    """The processor, as the kernel names it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 def main() -> None:
@@ -57,7 +51,7 @@ def main() -> None:
         "benchmark": "sweep_seconds",
         "command": "python benchmarks/sweep_seconds.py",
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpu": None},
+        "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
         "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
         "python": platform.python_version(),
         "cells": cells,

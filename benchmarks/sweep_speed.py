@@ -31,10 +31,9 @@ from speed_parts.clock import Clock, total
 from speed_parts.growth import deeper, larger, more_cells
 from speed_parts.recorded import recorded_each
 from speed_parts.start_up import start_up
-from sweep_seconds import cpu_name
 
 from batchfinder.cli.options import card
-from batchfinder.devices import Device
+from batchfinder.devices import Device, host_name
 
 HERE = Path(__file__).resolve().parent
 TINY = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 500}
@@ -155,7 +154,7 @@ def main() -> None:
         "benchmark": "sweep_speed",
         "command": "python benchmarks/sweep_speed.py",
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "gpu": None},
+        "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
         "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
         "python": platform.python_version(),
         "start_up": start_up(2 if dry else 20),

@@ -27,6 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from batchfinder.devices import host_name
+
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("one size", "a size for each length")
 EFFECTIVE, SHORTEST, LONGEST, WORDS, WIDTH = 120, 16, 512, 250, 48
@@ -37,14 +39,6 @@ SHARP = {  # freed memory goes back at once, so that a limit means the same at e
     "PYTHONMALLOC": "malloc",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-
-
-def cpu_name() -> str:
-    """The processor, as the kernel names it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 def train(way: str, steps: int, limit_mib: int) -> dict[str, Any]:
@@ -192,7 +186,7 @@ def main() -> None:
         "command": f"python benchmarks/variable_length.py --rounds {arguments.rounds} --steps {arguments.steps} "
         f"--limit-mib {arguments.limit_mib}",
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpu": None},
+        "hardware": {"cpu": host_name(), "cores": len(os.sched_getaffinity(0)), "gpu": None},
         "versions": {name: version(name) for name in ("batchfinder", "torch", "pytorch-lightning")},
         "python": platform.python_version(),
         "lengths": [SHORTEST, LONGEST],

@@ -68,12 +68,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test sees what another found."""
+    monkeypatch.setenv("BATCHFINDER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small nets are fastest on one thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def nothing_old_is_collected() -> Iterator[None]:
     """Each try collects garbage; looking through what the process has imported takes longer than a small training.
 
     Not for what looks for objects by `gc.get_objects`, which leaves out those that are old. How many are frozen, which
-    each search asks, is counted object by object in Python 3.11: that would take as long as a collection.
+    each search asks, is counted object by object in Python 3.11: for all that is imported that takes as long as a try.
     """
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:

@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -87,6 +88,31 @@ def limit_growth(mib: int) -> int:
 def lift_limit() -> None:
     """In a fork: what comes after the training may take what it likes."""
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def ready_to_search(model: Any) -> None:
+    """In `prepare`: what else a search takes once. An optimizer's imports take seconds.
+
+    Args:
+        model: any module, which an optimizer steps.
+    """
+    import torch
+
+    import batchfinder.probing.signs  # noqa: F401
+
+    torch.set_num_threads(1)
+    threading.stack_size(1 << 20)  # a search leaves the stack of one thread behind
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def verdict_of(error: Exception) -> str:
+    """The name of what an error of the CPU's means; its own words where it means nothing."""
+    from batchfinder.probing.signs import classify
+
+    classified = classify(error, device="cpu")
+    return str(error) if classified is None else classified.name
 
 
 def _respond(module: Any, request: dict[str, Any]) -> dict[str, Any]:

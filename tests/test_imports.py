@@ -102,7 +102,16 @@ for name in {names!r}:
 # What `zoo` holds for the recording process; `reproduce.models` is all for it.
 NEED_TORCH = frozenset(
     f"batchfinder.zoo.{name}"
-    for name in ("batches", "build", "factory", "fingerprint", "initialisation", "pretrained", "training_step")
+    for name in (
+        "batches",
+        "build",
+        "description",
+        "factory",
+        "fingerprint",
+        "initialisation",
+        "pretrained",
+        "training_step",
+    )
 )
 
 

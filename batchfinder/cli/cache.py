@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from datetime import UTC, datetime
-from pathlib import Path
 
 from batchfinder.cache import DamagedRecord, Record, Store, read_export, write_export
 from batchfinder.cache.record import encode
 from batchfinder.cli.input_file import read_file
+from batchfinder.cli.output_file import write_file
 from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.report.cache_sheet import list_sheet, record_sheets
 
@@ -59,10 +59,7 @@ def _export(store: Store, arguments: argparse.Namespace) -> None:
     if arguments.file == "-":
         print(text, end="")
         return
-    try:
-        Path(arguments.file).write_text(text, encoding="ascii")
-    except OSError as error:
-        raise InvalidValue("FILE", arguments.file, f"a file that can be written ({error.strerror})") from error
+    write_file("FILE", arguments.file, text)
     print(f"{_count(len(records))} of {store.url} written to {arguments.file}")
 
 

@@ -10,7 +10,7 @@ from batchfinder.cli.estimate_request import EstimateRequest, read_request
 from batchfinder.cli.options import allocator_notes, one_seq_len
 from batchfinder.cli.output_file import write_file
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES
+from batchfinder.estimate.sharding import STRATEGIES, side_by_side
 from batchfinder.outcome import Shape
 from batchfinder.report.drawing import check_picture
 from batchfinder.report.estimate_figure import draw_estimate
@@ -68,7 +68,9 @@ def run_estimate(request: EstimateRequest) -> EstimateFindings:
     together = {}
     if card.count > 1:
         share = 0.5 if how.precision.endswith("-mixed") else 1.0
-        together = {name: estimated(change(trace, card.count, share)) for name, change in STRATEGIES.items()}
+        together = {
+            name: estimated(side_by_side(trace, stage, card.count, share)) for name, stage in STRATEGIES.items()
+        }
     return EstimateFindings(
         model=request.model,
         gpu=card.name,

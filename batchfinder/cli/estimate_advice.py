@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchfinder.cli.estimate_request import EstimateRequest
-from batchfinder.cli.sweep_simulated import search_simulated
 from batchfinder.errors import BatchFinderError
 from batchfinder.outcome import Shape
 from batchfinder.report.estimate_findings import Changed
 from batchfinder.report.progress import Activity
 from batchfinder.simulator.allocator import UNLIMITED
 from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import Simulation
 
 # Those that keep more in their state than the ones named after them, and what else holds less.
@@ -134,14 +134,12 @@ def _probe(request: EstimateRequest, simulation: Simulation, seq_len: int | None
 def _changed(change: Change, request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> Changed:
     shape, batch_size = Shape(seq_len), request.batch_size
     try:
-        most = search_simulated(probe, shape, None).max_batch_size
-        timeline = probe.timeline(batch_size, shape)
-        there = timeline if timeline.fits else probe.timeline(batch_size, shape, UNLIMITED)
+        most = search_simulated(probe, shape).max_batch_size
+        peak, fits = _taken(request, probe, batch_size, shape)
     except BatchFinderError as error:
         # Some models refuse an option, or fail with it: that is what there is to say of this change.
         return Changed(str(change), batch_size, error=str(error).strip().splitlines()[-1])
-    peak = there.max_reserved_bytes + request.card.device.context_bytes
-    return Changed(str(change), batch_size, peak, timeline.fits, most)
+    return Changed(str(change), batch_size, peak, fits, most)
 
 
 def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> list[Changed]:
@@ -149,14 +147,20 @@ def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int |
 
     Where it cannot be divided by their number it becomes a little larger.
     """
-    most = search_simulated(probe, Shape(seq_len), None).max_batch_size
+    shape = Shape(seq_len)
+    most = search_simulated(probe, shape).max_batch_size
     if not 0 < most < request.batch_size:
         return []
     effective = request.batch_size * request.accumulation
     times = -(-effective // most)
     micro = -(-effective // times)
     change = Change({"batch_size": micro, "accumulation": times})
-    timeline = probe.timeline(micro, Shape(seq_len))
-    there = timeline if timeline.fits else probe.timeline(micro, Shape(seq_len), UNLIMITED)
-    peak = there.max_reserved_bytes + request.card.device.context_bytes
-    return [Changed(str(change), micro, peak, timeline.fits, most, effective_batch_size=micro * times)]
+    peak, fits = _taken(request, probe, micro, shape)
+    return [Changed(str(change), micro, peak, fits, most, effective_batch_size=micro * times)]
+
+
+def _taken(request: EstimateRequest, probe: SimulatedProbe, batch_size: int, shape: Shape) -> tuple[int, bool]:
+    """What a size takes of the card, the context included, and whether it has that; if not, as on one without end."""
+    timeline = probe.timeline(batch_size, shape)
+    there = timeline if timeline.fits else probe.timeline(batch_size, shape, UNLIMITED)
+    return there.max_reserved_bytes + request.card.device.context_bytes, timeline.fits

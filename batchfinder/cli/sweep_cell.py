@@ -1,4 +1,4 @@
-"""One cell of a sweep: the key it is kept under, and its row."""
+"""The cells of a sweep: what is asked of one, the key it is kept under, and its row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,33 @@ from batchfinder.outcome import Outcome, Trial
 from batchfinder.published import titan_x
 from batchfinder.report.rows import SweepRow
 from batchfinder.tracing.job import WorkloadFacts
-from batchfinder.tracing.simulation import HowToStep
+from batchfinder.tracing.simulation import HowToStep, Simulation
+
+
+@dataclass(frozen=True)
+class ModelCells:
+    """The cells of one model, still to be found.
+
+    Attributes:
+        model: as it was asked for.
+        simulation: of the model.
+        seq_lens: of the cells.
+        request: the rest.
+    """
+
+    model: str
+    simulation: Simulation
+    seq_lens: tuple[int | None, ...]
+    request: SweepRequest
+
+    def name(self, seq_len: int | None, card: Card) -> str:
+        """What a cell is called in messages.
+
+        Args:
+            seq_len: tokens per sample; None for data of one fixed shape.
+            card: what it is for.
+        """
+        return f"{self.model} on {card.name}" if seq_len is None else f"{self.model} at {seq_len} on {card.name}"
 
 
 @dataclass(frozen=True)

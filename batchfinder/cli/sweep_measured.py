@@ -11,10 +11,9 @@ from typing import Any
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
-from batchfinder.cli.sweep_cell import Cell, cache_key
+from batchfinder.cli.sweep_cell import Cell, ModelCells, cache_key
 from batchfinder.cli.sweep_place import CPU, available_bytes
-from batchfinder.cli.sweep_request import SweepRequest
-from batchfinder.cli.sweep_simulated import cell_name, less, search_simulated
+from batchfinder.cli.sweep_simulated import less
 from batchfinder.errors import BatchFinderError
 from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Outcome, Shape, Stop, Trial
@@ -23,7 +22,7 @@ from batchfinder.probing.known import SLACK, holds
 from batchfinder.probing.process import ProcessProbe
 from batchfinder.search import Capped, Search, Secant
 from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.tracing.simulation import Simulation
+from batchfinder.tracing.simulated_search import search_simulated
 
 _AFTER_A_FAILURE = 0.95
 """Of a known answer that no longer runs, where to look next."""
@@ -33,21 +32,13 @@ _NEED_IS_SIMULATED = "what a single sample needs is simulated"
 _CPU_ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "LD_PRELOAD")
 
 
-def measure_cells(
-    model: str,
-    simulation: Simulation,
-    seq_lens: tuple[int | None, ...],
-    request: SweepRequest,
-    doing: Callable[[str], object],
-    found: Callable[[Cell], object],
-) -> None:
-    """Find every cell of a model on the one card of the request.
+def measure_cells(cells: ModelCells, doing: Callable[[str], object], found: Callable[[Cell], object]) -> None:
+    """Find every cell of a model on the one card of the request, the longest sequence first.
+
+    So what shorter ones leave cannot be in its way.
 
     Args:
-        model: as it was asked for.
-        simulation: of the model, for predictions.
-        seq_lens: of the cells; the longest comes first, so that what shorter ones leave cannot be in its way.
-        request: the rest.
+        cells: what to find; the simulation is for predictions.
         doing: is told what is being done.
         found: is told of each cell.
 
@@ -56,8 +47,8 @@ def measure_cells(
         ProbeDied: the child process ended, twice, and not for want of memory.
         UserCodeFailed: the user's code raised.
     """
-    with Measuring(model, simulation, seq_lens, request) as measuring:
-        for seq_len in sorted(seq_lens, key=lambda length: length or 0, reverse=True):
+    with Measuring(cells) as measuring:
+        for seq_len in sorted(cells.seq_lens, key=lambda length: length or 0, reverse=True):
             found(measuring.cell(seq_len, doing))
 
 
@@ -65,23 +56,16 @@ class Measuring:
     """The real steps of one model on one device.
 
     Args:
-        model: as it was asked for.
-        simulation: of the model.
-        seq_lens: that will be asked for.
-        request: the rest.
+        cells: that will be asked for.
     """
 
-    def __init__(
-        self, model: str, simulation: Simulation, seq_lens: tuple[int | None, ...], request: SweepRequest
-    ) -> None:
+    def __init__(self, cells: ModelCells) -> None:
+        self._cells = cells
+        self._request = request = cells.request
         (self._card,) = request.cards
-        self._model = model
-        self._simulation = simulation
-        self._seq_lens = seq_lens
-        self._request = request
         self._place = request.place
-        self._step = simulation.spec, request.how.settings()
-        self._facts = simulation.facts()
+        self._step = cells.simulation.spec, request.how.settings()
+        self._facts = cells.simulation.facts()
         self._reserve_bytes = request.reserve_bytes(self._card)
         self._probe: ProcessProbe | None = None
         self._recordable = True
@@ -104,7 +88,7 @@ class Measuring:
             doing: is told what is being done.
         """
         start = time.perf_counter()
-        name = cell_name(self._model, seq_len, self._card)
+        name = self._cells.name(seq_len, self._card)
         doing(name)
         trials: list[Trial] = []
 
@@ -113,7 +97,7 @@ class Measuring:
             doing(f"{name}: {trial.batch_size} {'runs' if trial.fits else 'does not run'}")
 
         cache = self._request.cache
-        slot = None if cache is None else cache.slot(self._key(seq_len), self._model)
+        slot = None if cache is None else cache.slot(self._key(seq_len), self._cells.model)
         known = slot.get() if slot is not None else None
         if known is not None and _outgrown(known, self._room()):
             known = None
@@ -125,7 +109,7 @@ class Measuring:
             slot.put(outcome)
         self._longer = None if outcome.stop is Stop.CAP else outcome
         seconds = time.perf_counter() - start
-        return Cell(self._model, self._facts, self._card, outcome, tuple(trials), seconds, cached)
+        return Cell(self._cells.model, self._facts, self._card, outcome, tuple(trials), seconds, cached)
 
     def _again(self, known: Outcome, tried: Callable[[Trial], object]) -> Outcome | None:
         """A known answer that was tried once more; None when it does not run any more, or was 0."""
@@ -183,7 +167,7 @@ class Measuring:
         if self._recordable:
             device = less(self._card.device, self._reserve_bytes)
             try:
-                return ask(self._simulation.probe(device, self._seq_lens, self._request.allocator))
+                return ask(self._cells.simulation.probe(device, self._cells.seq_lens, self._request.allocator))
             except BatchFinderError:
                 self._recordable = False
         return None

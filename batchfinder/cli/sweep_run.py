@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from batchfinder.cli.options import DEFAULT_IMAGE_SIDE
-from batchfinder.cli.sweep_cell import Cell, row_of
+from batchfinder.cli.sweep_cell import Cell, ModelCells, row_of
 from batchfinder.cli.sweep_measured import measure_cells
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SweepRequest
 from batchfinder.cli.sweep_simulated import simulate_cells
@@ -53,7 +53,7 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
             doing: Callable[[str], None] = partial(progress.doing, worth_a_line=False)
             try:
                 find = measure_cells if request.measured else simulate_cells
-                find(model, simulations[model], lengths[model], request, doing, found)
+                find(ModelCells(model, simulations[model], lengths[model], request), doing, found)
             except (ContextDied, ProbeDied) as error:
                 progress.failed(error)
                 complete = False

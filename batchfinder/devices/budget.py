@@ -46,17 +46,6 @@ class Budget:
         """
         return min(self.limit_bytes, usable_bytes)
 
-    def fraction_of(self, total_bytes: int) -> float:
-        """The fraction to give to `torch.cuda.set_per_process_memory_fraction`.
-
-        Args:
-            total_bytes: the real device's total memory, as `torch.cuda.get_device_properties` has it.
-
-        Returns:
-            At most 1.0: a budget larger than the card limits nothing.
-        """
-        return memory_fraction(self.limit_bytes, total_bytes)
-
     def __str__(self) -> str:
         return f"{format_bytes(self.limit_bytes)} budget"
 

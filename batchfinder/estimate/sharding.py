@@ -31,7 +31,7 @@ computes with autocast, where FSDP's mixed precision does not. Left out: what NC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from batchfinder.estimate.layers import layers_of
@@ -44,78 +44,30 @@ BUCKET_BYTES = 25 * MIB
 _UNTIL_BACKWARD_ENDS = ("forward", "loss", "zero_grad", "backward")  # some trainers zero gradients after the loss
 
 
-def distributed(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
-    """The step under DistributedDataParallel.
+STRATEGIES: Mapping[str, int] = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3, FSDP": 3}
+"""The stages of ZeRO; 0 where each GPU has a whole copy of everything."""
+
+
+def side_by_side(trace: Trace, stage: int, num_gpus: int, computed_share: float = 1.0) -> Trace:
+    """The step of one of several GPUs.
 
     Args:
         trace: the step on one GPU.
-        num_gpus: no matter: each has a whole copy.
-        computed_share: no matter.
-    """
-    start = _after_model(trace)
-    buckets = [
-        AddedBlock(size, start, None, "communication", "the reducer's bucket")
-        for size in bucket_sizes(_gradients(trace))
-    ]
-    return with_added(trace, buckets)
-
-
-def zero_1(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
-    """The step with the optimizer's state shared out: whatever its part of the step allocates is an Nth.
-
-    Args:
-        trace: the step on one GPU.
-        num_gpus: among how many.
-        computed_share: no matter.
-    """
-    return distributed(_optimizer_shared_out(trace, num_gpus), num_gpus)
-
-
-def zero_2(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
-    """The step with the gradients shared out, too.
-
-    Args:
-        trace: the step on one GPU.
+        stage: of `STRATEGIES`. From 1 on whatever the optimizer allocates is an Nth, from 2 on the gradients too, and
+            in 3 the parameters, whose layers are gathered for their work as `fully_shard` does.
         num_gpus: among how many.
         computed_share: bytes of a number as it is computed with over bytes as it is stored.
     """
+    shared = _optimizer_shared_out(trace, num_gpus) if stage >= 1 else trace
+    if stage < 2:
+        return with_added(shared, _buckets(shared))
+    shared = _kind_shared_out(shared, "gradient", num_gpus)
     layers = layers_of(trace)
-    shared = _kind_shared_out(_optimizer_shared_out(trace, num_gpus), "gradient", num_gpus)
-    unit = int(max(layers.largest, layers.rest) * computed_share)
-    return with_added(shared, _gradients_on_their_way(trace, unit))
-
-
-def zero_3(trace: Trace, num_gpus: int, computed_share: float = 1.0) -> Trace:
-    """The step with the parameters shared out, too, as `fully_shard` does; layers are gathered for their work.
-
-    Args:
-        trace: the step on one GPU.
-        num_gpus: among how many.
-        computed_share: bytes of a number as it is computed with over bytes as it is stored.
-    """
-    layers = layers_of(trace)
-    shared = _kind_shared_out(_optimizer_shared_out(trace, num_gpus), "gradient", num_gpus)
-    shared = _kind_shared_out(shared, "parameter", num_gpus)
     rest, largest = int(layers.rest * computed_share), int(layers.largest * computed_share)
-    gathered = [
-        AddedBlock(size, start, end, "communication", what)
-        for start, end in _spans(trace, "forward", _UNTIL_BACKWARD_ENDS)
-        for size, what in (
-            (rest, "gathered: what is in no layer"),
-            (largest, "gathered: the largest layer"),
-            (largest, "gathered: the largest layer, flat"),
-        )
-        if size
-    ]
-    return with_added(shared, [*gathered, *_gradients_on_their_way(trace, max(rest, largest))])
-
-
-STRATEGIES: Mapping[str, Callable[[Trace, int, float], Trace]] = {
-    "DDP": distributed,
-    "ZeRO-1": zero_1,
-    "ZeRO-2": zero_2,
-    "ZeRO-3, FSDP": zero_3,
-}
+    added = _gradients_on_their_way(trace, max(rest, largest))
+    if stage < 3:
+        return with_added(shared, added)
+    return with_added(_kind_shared_out(shared, "parameter", num_gpus), [*_gathered(trace, rest, largest), *added])
 
 
 def bucket_sizes(gradients: list[int]) -> list[int]:
@@ -132,6 +84,25 @@ def bucket_sizes(gradients: list[int]) -> list[int]:
             sizes.append(filling)
             filling = 0
     return [*sizes, filling] if filling else sizes
+
+
+def _buckets(trace: Trace) -> list[AddedBlock]:
+    start = next((mark.position for mark in trace.structure.marks if mark.step >= 0), 0)  # the model is there
+    sizes = bucket_sizes(_gradients(trace))
+    return [AddedBlock(size, start, None, "communication", "the reducer's bucket") for size in sizes]
+
+
+def _gathered(trace: Trace, rest: int, largest: int) -> list[AddedBlock]:
+    return [
+        AddedBlock(size, start, end, "communication", what)
+        for start, end in _spans(trace, "forward", _UNTIL_BACKWARD_ENDS)
+        for size, what in (
+            (rest, "gathered: what is in no layer"),
+            (largest, "gathered: the largest layer"),
+            (largest, "gathered: the largest layer, flat"),
+        )
+        if size
+    ]
 
 
 def _gradients_on_their_way(trace: Trace, unit: int) -> list[AddedBlock]:
@@ -152,11 +123,6 @@ def _gradients(trace: Trace) -> list[int]:
     ends = [mark.position for mark in structure.marks if mark.step > first]
     events = structure.order[: ends[0]] if ends else structure.order
     return [trace.sizes[i] for i in events if i >= 0 and structure.kinds[i] == "gradient"]
-
-
-def _after_model(trace: Trace) -> int:
-    """The position at which the first step begins."""
-    return next((mark.position for mark in trace.structure.marks if mark.step >= 0), 0)
 
 
 def _kind_shared_out(trace: Trace, kind: str, num_gpus: int) -> Trace:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset
-
 from batchfinder.errors import InvalidValue
-from batchfinder.lightning.longest import MadeBatches, SampleBatches
+from batchfinder.sampling.longest import batches_of
+from batchfinder.sampling.reading import UnreadableData
 from batchfinder.splitting.stretch import find_sequence
 
 MakeBatch = Callable[[int, int | None], Any]
@@ -67,9 +65,6 @@ class TrainerBatches:
 
     Attributes:
         made: samples in the batch that was made last.
-
-    Raises:
-        InvalidValue: the data can be read only once.
     """
 
     def __init__(self, loader: Any, make_batch: MakeBatch | None) -> None:
@@ -77,10 +72,7 @@ class TrainerBatches:
         self._make_batch = make_batch
         self.made = 1
         self._dataset = getattr(loader, "dataset", loader)
-        if make_batch is None and _goes_on(self._dataset):
-            raise self._unreadable()
-        sampled = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-        self._batches = SampleBatches(loader) if sampled else MadeBatches(loader)
+        self._batches = batches_of(loader)
 
     def __call__(self, batch_size: int, seq_len: int | None) -> Any:
         """Make one batch.
@@ -90,14 +82,14 @@ class TrainerBatches:
             seq_len: its sequence length; None for that of the longest samples.
 
         Raises:
-            InvalidValue: the data do not tell how to make one.
+            InvalidValue: the data do not tell how to make one, or can be read only once.
         """
         from accelerate.utils import send_to_device
 
         self.made = batch_size
         try:
             batch = self._made(batch_size, seq_len)
-        except MisconfigurationException:
+        except UnreadableData:
             raise self._unreadable() from None
         return batch if self._device is None else send_to_device(batch, self._device)
 
@@ -129,11 +121,3 @@ class TrainerBatches:
                 f"None, since nobody can tell which dimension is the sequence: {found}; {_MAKE_BATCH}",
             )
         return found.stretch(batch, seq_len)
-
-
-def _goes_on(dataset: Any) -> bool:
-    """Whether a second iterator over a stream goes on where the first one is."""
-    if not isinstance(dataset, IterableDataset):
-        return False
-    iterator = iter(dataset)
-    return iterator is not dataset and iter(dataset) is iterator

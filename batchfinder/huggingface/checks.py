@@ -27,7 +27,7 @@ def check_trainer(trainer: Any) -> None:
         raise InvalidValue("trainer", type(trainer).__name__, "a transformers.Trainer, or a class derived from it")
     if trainer.train_dataset is None:
         raise InvalidValue("train_dataset", None, "the data that trainer.train() will read, to make batches of")
-    _check_device(trainer)
+    _check_alone(trainer)
     args = trainer.args
     if args.auto_find_batch_size:
         raise InvalidValue(
@@ -41,7 +41,7 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def _check_device(trainer: Any) -> None:
+def _check_alone(trainer: Any) -> None:
     args = trainer.args
     alone = "find the size on one device, and set per_device_train_batch_size and gradient_accumulation_steps by hand"
     if args.world_size > 1:
@@ -62,5 +62,3 @@ def _check_device(trainer: Any) -> None:
     for name, enabled in sharded.items():
         if enabled:
             raise InvalidValue("the trainer's parallelism", name, f"a model that is whole on one device; {alone}")
-    if args.device.type not in ("cpu", "cuda"):
-        raise InvalidValue("device", str(args.device), "cpu, cuda or cuda:N, whose memory can be limited and measured")

@@ -12,7 +12,7 @@ from batchfinder.cache.key import Json
 from batchfinder.loop.key import group_switches, process_settings
 from batchfinder.loop.setting import Setting
 from batchfinder.outcome import Shape
-from batchfinder.probing.circumstances import allocator_settings, describe_batch, optimizer_options, versions
+from batchfinder.probing.circumstances import describe_batch, measured_in, optimizer_options, versions
 from batchfinder.probing.known import Limits
 from batchfinder.probing.memory import Memory
 from batchfinder.step.workload import Workload
@@ -37,19 +37,16 @@ ARGUMENTS = (
 """The training arguments that change what a step takes, beside what the prepared model and optimizer show."""
 
 
-def make_key(
-    trainer: Any, setting: Setting, shape: Shape, sample: Any, memory: Memory, limits: Limits, callbacks: list[str]
-) -> CacheKey:
+def make_key(trainer: Any, setting: Setting, shape: Shape, sample: Any, memory: Memory, limits: Limits) -> CacheKey:
     """Name everything that changes the answer.
 
     Args:
-        trainer: about to train, all prepared.
+        trainer: about to train, all prepared, with the callbacks that take part.
         setting: what is tried.
         shape: one sample's shape.
         sample: a batch of the smallest size: the data's own shapes and types, which no code may tell.
         memory: the device's memory.
         limits: what bounds the search.
-        callbacks: classes of those that take part.
     """
     args, model = trainer.args, trainer.model_wrapped
     optimizers = [item for item in setting.state if isinstance(item, Optimizer)]
@@ -65,32 +62,23 @@ def make_key(
         "compiled": any(part._compiled_call_impl is not None for part in model.modules()),
         "optimizer": str(getattr(args, "optim", "")),
         "state": [f"{type(item).__module__}.{type(item).__qualname__}" for item in setting.state],
-        "callbacks": list[Json](callbacks),
+        "callbacks": [type(callback).__qualname__ for callback in trainer.callback_handler.callbacks],
         "settings": process_settings(setting.device),
     }
     # The classes stand for the methods of theirs that a step runs: where one is the user's, so are its sources.
     loss: Any = functools.partial(_no_loss, type(trainer), type(trainer.data_collator), trainer.compute_loss_func)
     return CacheKey(
+        **measured_in(memory, limits, setting.device, shape, optimizers),
         model=fingerprint(Workload(model, _no_batches, loss)),
-        gpu=memory.name,
-        total_bytes=memory.total_bytes,
-        usable_bytes=memory.allowance_bytes,
-        seq_len=shape.seq_len,
         mode="train",
         precision=str(trainer.accelerator.mixed_precision),
-        optimizer=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
         optimizer_options={str(index): _options(optimizer) for index, optimizer in enumerate(optimizers)},
         attention=str(getattr(getattr(model, "config", None), "_attn_implementation", "") or ""),
         gradient_checkpointing=bool(getattr(args, "activation_checkpointing", False))
         or bool(getattr(args, "gradient_checkpointing", False)),
         accumulation=1,
-        allocator=allocator_settings(setting.device),
-        max_batch_size=limits.cap,
         floor=setting.min_batch_size,
         multiple_of=setting.multiple_of,
-        tolerance=limits.tolerance,
-        headroom_bytes=limits.reserve_bytes if isinstance(limits.headroom, int) else 0,
-        source="measured",
         versions=versions("transformers", "accelerate"),
         extra=extra,
     )

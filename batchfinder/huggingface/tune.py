@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batchfinder.cache import CacheKey, Store
+from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue
 from batchfinder.huggingface.batches import MakeBatch, TrainerBatches, own_loader, set_size
 from batchfinder.huggingface.checks import check_trainer
 from batchfinder.huggingface.entered import bulk_data, where_training_begins
 from batchfinder.huggingface.key import make_key
 from batchfinder.huggingface.one_step import OneStep
-from batchfinder.loop.arguments import check_sizes, device_of, headroom_of, limits_of, store_of
+from batchfinder.loop.arguments import budget_of, check_sizes, device_of, headroom_of, limits_of, store_of
 from batchfinder.loop.setting import Setting
 from batchfinder.loop.sizes import TunedBatchSize
 from batchfinder.loop.tuning import Tuning
 from batchfinder.outcome import Shape, Trial
 from batchfinder.probing.memory import memory_of
-from batchfinder.units import parse_bytes
 
 
 def tune_trainer(
@@ -84,7 +84,7 @@ def tune_trainer(
         raise InvalidValue("seq_len", seq_len, "a length of at least 1, or None for the longest in the data")
     check_sizes(None, target, min_batch_size, max_batch_size, multiple_of, tolerance)
     share = headroom_of(headroom)
-    budget_bytes = None if budget is None else parse_bytes(str(budget), option="budget")
+    budget_bytes = budget_of(budget)
     device = device_of(args.device, ())
     store = store_of(cache)
 
@@ -102,12 +102,8 @@ def tune_trainer(
         batches(setting.smallest, seq_len)
         memory = memory_of(device, budget_bytes)
         limits = limits_of(memory, share, tolerance, max_batch_size, target)
-        involved = [type(callback).__qualname__ for callback in trainer.callback_handler.callbacks]
-
-        def key(shape: Shape, sample: Any) -> CacheKey:
-            return make_key(trainer, setting, shape, sample, memory, limits, involved)
-
-        return Tuning(setting, memory, limits).find([Shape(seq_len)], store, key, on_trial).smallest
+        tuning = Tuning(setting, memory, limits, functools.partial(make_key, trainer))
+        return tuning.find([Shape(seq_len)], store, on_trial).smallest
 
     found = where_training_begins(trainer, own_loader, probe_callbacks, search)
     set_size(trainer, found.batch_size)

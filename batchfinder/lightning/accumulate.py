@@ -29,11 +29,7 @@ def apply_accumulation(trainer: Trainer, plan: AccumulationPlan) -> Applied:
     if plan.num_devices != trainer.world_size:
         raise InvalidValue("plan.num_devices", plan.num_devices, f"the trainer's {trainer.world_size}")
     _check_nobody_else_accumulates(trainer, plan)
-    if not plan.exact:
-        rank_zero_warn(
-            f"The target batch size of {plan.target_batch_size} is not a multiple of the {plan.num_devices} devices, so"
-            f" that each optimizer step sees {plan}. Choose a multiple of {plan.num_devices} to have it exactly."
-        )
+    warn_if_inexact_target(plan)
     if not trainer.lightning_module.automatic_optimization:
         return Applied()
     before = trainer.accumulate_grad_batches
@@ -45,6 +41,19 @@ def apply_accumulation(trainer: Trainer, plan: AccumulationPlan) -> Applied:
 
     was = "" if before in (1, plan.accumulation) else f" (it was {before})"
     return Applied([f"accumulate_grad_batches = {plan.accumulation}{was}: {plan}"], [undo])
+
+
+def warn_if_inexact_target(plan: AccumulationPlan) -> None:
+    """Warn if the devices cannot make up the target.
+
+    Args:
+        plan: what makes it up.
+    """
+    if not plan.exact:
+        rank_zero_warn(
+            f"The target batch size of {plan.target_batch_size} is not a multiple of the {plan.num_devices} devices, so"
+            f" that each optimizer step sees {plan}. Choose a multiple of {plan.num_devices} to have it exactly."
+        )
 
 
 def check_epoch_fills_a_step(trainer: Trainer, plan: AccumulationPlan) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -11,17 +12,26 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import DataLoader
 
 from batchfinder.lightning.loaders import samples_per_epoch
-from batchfinder.lightning.longest import MadeBatches, SampleBatches
 from batchfinder.lightning.twins import is_a
+from batchfinder.sampling.longest import MadeBatches, SampleBatches, batches_of
+from batchfinder.sampling.reading import UnreadableData
 from batchfinder.splitting.stretch import Sequence, find_sequence
 from batchfinder.splitting.tree import tensors
 
 MakeBatch = Callable[[int, int | None], Any]
 
 _MAKE_BATCH = "Pass BatchFinder make_batch=, a function that makes a batch of (batch_size, seq_len)."
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Refuse data that cannot be read as Lightning refuses what it is given."""
+    try:
+        yield
+    except UnreadableData as error:
+        raise MisconfigurationException(f"{error} {_MAKE_BATCH}") from None
 
 
 class ProbeBatches:
@@ -70,6 +80,7 @@ class ProbeBatches:
             f" pass loaders to the trainer. {_MAKE_BATCH}"
         )
 
+    @_refused()
     def batch(self, batch_size: int, seq_len: int | None = None) -> Any:
         """Make one batch.
 
@@ -87,6 +98,7 @@ class ProbeBatches:
             return made[0]
         return tree_unflatten(made, self._combined._spec)
 
+    @_refused()
     def mixed(self, batch_size: int) -> Any:
         """Make a batch of samples as they come, of whatever lengths; of the longest where batches come ready-made.
 
@@ -98,6 +110,7 @@ class ProbeBatches:
         made = [self._makers[index].mixed(batch_size) for index in self._used]
         return made[0] if self._takes_turns else tree_unflatten(made, self._combined._spec)
 
+    @_refused()
     def longest_seq_len(self) -> int | None:
         """The sequence length of a batch of the longest samples; None for data without one, and for `make_batch`."""
         if self.make_batch is not None:
@@ -135,12 +148,7 @@ class ProbeBatches:
 
     @cached_property
     def _makers(self) -> list[SampleBatches | MadeBatches]:
-        return [
-            SampleBatches(loader)
-            if isinstance(loader, DataLoader) and loader.batch_sampler is not None
-            else MadeBatches(loader)
-            for loader in self._combined.flattened
-        ]
+        return [batches_of(loader) for loader in self._combined.flattened]
 
     @cached_property
     def _used(self) -> list[int]:

@@ -9,16 +9,13 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.callbacks import Callback
 
-from batchfinder.accumulation import AccumulationPlan
 from batchfinder.cache import Store
-from batchfinder.errors import InvalidValue
-from batchfinder.lightning.accumulate import apply_accumulation
+from batchfinder.lightning.accumulating import Accumulating
 from batchfinder.lightning.batches import ProbeBatches
 from batchfinder.lightning.checks import check, check_arguments
 from batchfinder.lightning.evaluation_start import EvaluationStart
 from batchfinder.lightning.feedback import Applied, apply_batch_size
 from batchfinder.lightning.finding import Found
-from batchfinder.lightning.last_window import LastWindow, WeighsWindows
 from batchfinder.lightning.optimizer_setup import OptimizerSetup
 from batchfinder.lightning.participants import ahead_of_tuners
 from batchfinder.lightning.ran_out import ran_out
@@ -32,7 +29,7 @@ from batchfinder.splitting.weights import Weight
 from batchfinder.units import parse_bytes
 
 
-class BatchFinder(WeighsWindows):
+class BatchFinder(Accumulating):
     """Finds the largest batch size that trains, sets it, and leaves no other trace.
 
     Sizes are tried with real steps of the trainer's own loops: this module, its hooks, optimizers, precision and
@@ -104,7 +101,7 @@ class BatchFinder(WeighsWindows):
         recover: bool = True,
     ) -> None:
         super().__init__()
-        check_arguments(target_batch_size, seq_lens, also, headroom, max_batch_size)
+        check_arguments(target_batch_size, seq_lens, also, headroom, max_batch_size, predict)
         check_split_arguments(split_batches, weight, recover)
         check_tolerance(tolerance)
         self.target_batch_size = target_batch_size
@@ -117,11 +114,8 @@ class BatchFinder(WeighsWindows):
         self.budget = parse_bytes(str(budget), option="budget") if budget is not None else None
         self.batch_size_attribute = batch_size_attribute
         self.probe_callbacks = tuple(probe_callbacks)
-        if not (predict is None or isinstance(predict, bool)):
-            raise InvalidValue("predict", predict, "True, False, or None for on a GPU only")
         self.predict = predict
         self.batch_size: int | None = None
-        self.plan: AccumulationPlan | None = None
         self.outcomes: dict[str, dict[int | None, Outcome]] = {}
         self.cache = cache
         self.split_batches = split_batches
@@ -129,7 +123,6 @@ class BatchFinder(WeighsWindows):
         self.recover = recover
         self._in_use: dict[str, Found] = {}
         self._applied: dict[str, Applied] = {}
-        self._accumulated = Applied()
         self._optimizer_setup = OptimizerSetup()
         self._evaluation_start = EvaluationStart()
         self._train: Train | None = None
@@ -148,7 +141,8 @@ class BatchFinder(WeighsWindows):
         for earlier in ("fit", "validate") if stage == "fit" else (str(trainer.state.fn.value),):
             self._applied.pop(earlier, Applied()).undo()
         if stage == "fit":
-            self.batch_size, self.plan, self._last_window, self._split = None, None, LastWindow(), None
+            self.batch_size, self._split = None, None
+            self._accumulate(trainer, None)
         if trainer.fast_dev_run:
             return
         if stage == "fit":
@@ -168,19 +162,14 @@ class BatchFinder(WeighsWindows):
             in_order = self.split_batches == IN_ORDER
             self._split = SplitFit(self.target_batch_size, self.seq_lens, self.weight, self.recover, in_order)
         self._ranks = ranks_of(trainer)
-        training, validation = self._batches(trainer, pl_module, "fit", trainer.fit_loop), None
+        training, validation = self._batches(trainer, "fit", trainer.fit_loop), None
         if "validate" in self.also and trainer.enable_validation:
-            validation = self._batches(trainer, pl_module, "validate", trainer.fit_loop.epoch_loop.val_loop)
+            validation = self._batches(trainer, "validate", trainer.fit_loop.epoch_loop.val_loop)
         founds = self._serve(trainer, pl_module, "fit", training)
         if self._split is None:
-            self.batch_size, self.plan = self._in_use["fit"].batch_size, self._in_use["fit"].plan
-        if self.plan is not None:
-            replaced = trainer.accumulate_grad_batches != 1
-            self._accumulated = apply_accumulation(trainer, self.plan)
-            if replaced:  # else the summary has said all of it
-                for line in self._accumulated:
-                    rank_zero_info(f"BatchFinder: {line}.")
-            self._last_window = LastWindow(self.plan)
+            found = self._in_use["fit"]
+            self.batch_size = found.batch_size
+            self._accumulate(trainer, found.plan)
         if validation is not None:
             self._serve(trainer, pl_module, "validate", validation)
         self._train = None  # the data it holds would take room beside the loader's
@@ -222,7 +211,7 @@ class BatchFinder(WeighsWindows):
         if found is not None:
             ran_out(found, stage, exception, trainer.strategy.root_device.type)
 
-    def _batches(self, trainer: Any, pl_module: Any, stage: str, loop: Any) -> ProbeBatches:
+    def _batches(self, trainer: Any, stage: str, loop: Any) -> ProbeBatches:
         resized = stage != "fit" or not self.split_batches or self.target_batch_size is not None
         return batches_of(self, trainer, stage, loop, self._ranks, resized)
 
@@ -232,7 +221,7 @@ class BatchFinder(WeighsWindows):
             return
         check(trainer, None)
         self._ranks = ranks_of(trainer)
-        self._serve(trainer, pl_module, stage, self._batches(trainer, pl_module, stage, loop))
+        self._serve(trainer, pl_module, stage, self._batches(trainer, stage, loop))
         self._evaluation_start.again(loop)
 
     def _serve(self, trainer: Any, pl_module: Any, stage: str, batches: ProbeBatches) -> list[Found]:

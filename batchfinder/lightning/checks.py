@@ -70,7 +70,12 @@ def check(trainer: Any, target_batch_size: int | None) -> None:
 
 
 def check_arguments(
-    target: int | None, seq_lens: Sequence[int] | None, also: Iterable[str], headroom: float | int, cap: int | None
+    target: int | None,
+    seq_lens: Sequence[int] | None,
+    also: Iterable[str],
+    headroom: float | int,
+    cap: int | None,
+    predict: Any,
 ) -> None:
     """Refuse arguments of the callback that cannot be meant.
 
@@ -80,6 +85,7 @@ def check_arguments(
         also: stages besides training.
         headroom: a share, or bytes.
         cap: the largest size to try.
+        predict: True, False or None.
 
     Raises:
         InvalidValue: names the argument and what it may be.
@@ -95,6 +101,8 @@ def check_arguments(
         raise InvalidValue("also", wrong[0], f"any of {', '.join(STAGES)}")
     if headroom < 0 or (isinstance(headroom, float) and headroom >= 1):
         raise InvalidValue("headroom", headroom, "a share from 0.0 to below 1.0, or a number of bytes")
+    if not (predict is None or isinstance(predict, bool)):
+        raise InvalidValue("predict", predict, "True, False, or None for on a GPU only")
 
 
 def _is_finder(callback: Any) -> bool:

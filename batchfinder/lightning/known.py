@@ -12,7 +12,7 @@ from batchfinder.cache.key import Json
 from batchfinder.lightning.probe import Setting
 from batchfinder.lightning.twins import package_of
 from batchfinder.outcome import Shape
-from batchfinder.probing.circumstances import allocator_settings, describe_batch, optimizer_options, versions
+from batchfinder.probing.circumstances import describe_batch, measured_in, optimizer_options, versions
 from batchfinder.probing.known import Limits
 from batchfinder.probing.memory import Memory
 from batchfinder.step.workload import Workload
@@ -58,25 +58,16 @@ def make_key(
         "compiled": module._compiler_ctx is not None,
     }
     return CacheKey(
+        **measured_in(memory, limits, trainer.strategy.root_device, shape, optimizers),
         model=fingerprint(Workload(module, _no_batches)),
-        gpu=memory.name,
-        total_bytes=memory.total_bytes,
-        usable_bytes=memory.allowance_bytes,
-        seq_len=shape.seq_len,
         mode="train" if setting.stage == "fit" else "inference",
         precision=str(trainer.precision),
-        optimizer=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
         optimizer_options={str(index): optimizer_options(optimizer) for index, optimizer in enumerate(optimizers)},
         attention="",
         gradient_checkpointing=False,
         accumulation=setting.accumulation,
-        allocator=allocator_settings(trainer.strategy.root_device),
-        max_batch_size=limits.cap,
         floor=1,
         multiple_of=1,
-        tolerance=limits.tolerance,
-        headroom_bytes=limits.reserve_bytes if isinstance(limits.headroom, int) else 0,
-        source="measured",
         versions=versions(package_of(trainer).partition(".")[0].replace("_", "-")),
         extra=extra,
     )

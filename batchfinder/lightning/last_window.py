@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -92,35 +91,3 @@ def _samples(trainer: Trainer, batch: Any, batch_idx: int) -> int | None:
         return samples
     lengths = {len(tensor) for _, tensor in tensors(batch) if tensor.ndim}
     return lengths.pop() if len(lengths) == 1 else None
-
-
-class WeighsWindows(Callback):  # type: ignore[misc, unused-ignore]
-    """A callback that weighs the micro-batches of its plan, and leaves those of anybody else's alone.
-
-    Attributes:
-        plan: how a target is made up; None without one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plan: AccumulationPlan | None = None
-        self._last_window = LastWindow()
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Warn if an epoch is too short for the plan."""
-        self._last_window.on_train_start(trainer, pl_module)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count samples, for the weight of an epoch's last window."""
-        if self.plan is not None:
-            self._last_window.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
-        """Weigh a micro-batch that is smaller than its window's first."""
-        if self.plan is not None:
-            self._last_window.on_before_backward(trainer, pl_module, loss)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Weigh a window that is shorter than the plan's."""
-        if self.plan is not None:
-            self._last_window.on_before_optimizer_step(trainer, pl_module, optimizer)

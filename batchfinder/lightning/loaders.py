@@ -21,6 +21,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from batchfinder.lightning.twins import is_a
+from batchfinder.sampling.batch_sampler import LengthBucketBatchSampler
 
 _RECORD = "__pl_attrs_record"
 
@@ -61,6 +62,12 @@ def check_resizable(loader: Any, what: str, hook: str) -> None:
     maker = loader
     if isinstance(loader, DataLoader):
         maker = loader.dataset if loader.batch_sampler is None else loader.batch_sampler
+    if isinstance(maker, LengthBucketBatchSampler):
+        raise MisconfigurationException(
+            f"batchfinder cannot change the batch size of {what}: its LengthBucketBatchSampler has one for each length."
+            " Find these first, with BatchFinder(seq_lens=...) on a loader that has a batch_size, and give the finder"
+            " to the sampler; then train without BatchFinder."
+        )
     raise MisconfigurationException(
         f"batchfinder cannot change the batch size of {what}: its batches are made by a {type(maker).__name__}, which"
         f" has no integer attribute `batch_size`. Give it one that it reads each time it is iterated, or make the"

@@ -71,12 +71,8 @@ class Recovery:
         self._told = False
 
     @contextmanager
-    def others_hear(self, story: Story) -> Iterator[None]:
-        """Tell the other ranks of an error that is not about memory, so that none waits for this one.
-
-        Args:
-            story: the batch's.
-        """
+    def others_hear(self) -> Iterator[None]:
+        """Tell the other ranks of an error that is not about memory, so that none waits for this one."""
         try:
             yield
         except Exception as error:

@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from batchfinder.accumulation import plan_accumulation
 from batchfinder.errors import InvalidValue
+from batchfinder.lightning.accumulate import warn_if_inexact_target
 from batchfinder.lightning.batches import ProbeBatches
 from batchfinder.lightning.finding import Found
 from batchfinder.lightning.gradient_sync import gradient_sync
@@ -119,11 +120,7 @@ class SplitFit:
             sizes = {batch_size_of(loader) for loader in flattened(batches.loaders)} if batches.loaders else set()
             return sizes.pop() if len(sizes) == 1 else None
         plan = plan_accumulation(self._target, self._target, trainer.world_size)
-        if not plan.exact:
-            rank_zero_warn(
-                f"The target batch size of {self._target} is not a multiple of the {plan.num_devices} devices, so that "
-                f"each optimizer step sees {plan}. Choose a multiple of {plan.num_devices} to have it exactly."
-            )
+        warn_if_inexact_target(plan)
         return plan.micro_batch_size
 
     def setting(self, samples: int | None) -> Setting:

@@ -133,7 +133,7 @@ class _Batch:
         split, story = self._split, Story(self._batch_idx)
         self._start = BatchStart(split.trainer.lightning_module)
         while True:
-            with recovery.others_hear(story):
+            with recovery.others_hear():
                 parts = split.take_apart(self._kwargs["batch"])
                 seen = split.attempted(lambda parts=parts: self._through(parts, logged))  # type: ignore[misc]
             failed = isinstance(seen, Failure)

@@ -103,6 +103,18 @@ def headroom_of(headroom: float | int | str) -> float | int:
     return value
 
 
+def budget_of(budget: int | str | None) -> int | None:
+    """Read the most memory that may be used, in bytes; None for as much as there is.
+
+    Args:
+        budget: a number of bytes, or text such as `12GiB`.
+
+    Raises:
+        InvalidValue: it cannot be meant.
+    """
+    return None if budget is None else parse_bytes(str(budget), option="budget")
+
+
 def limits_of(
     memory: Memory,
     headroom: float | int,

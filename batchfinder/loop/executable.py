@@ -13,7 +13,7 @@ import torch
 
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, OutOfMemory
-from batchfinder.loop.arguments import check_alone, check_sizes, device_of
+from batchfinder.loop.arguments import budget_of, check_alone, check_sizes, device_of, headroom_of
 from batchfinder.loop.first_steps import largest
 from batchfinder.outcome import Trial
 from batchfinder.probing.clearing import Failure, attempt, clear
@@ -89,44 +89,37 @@ def executable_batch_size(
         >>> train([1, 2, 3, 4, 5])
         [[1, 2, 3, 4], [5]]
     """
-    if function is None:
-        return functools.partial(
-            executable_batch_size,
-            starting_batch_size=starting_batch_size,
-            max_batch_size=max_batch_size,
-            device=device,
-            tolerance=tolerance,
-            headroom=headroom,
-            budget=budget,
-            cache=cache,
-            on_trial=on_trial,
-        )
     if starting_batch_size < 1:
         raise InvalidValue("starting_batch_size", starting_batch_size, "a size of at least 1")
     check_sizes(None, None, 1, max_batch_size, 1, tolerance)
-    size = starting_batch_size if max_batch_size is None else min(starting_batch_size, max_batch_size)
-    searches = inspect.isgeneratorfunction(function)
+    share, budget_bytes = headroom_of(headroom), budget_of(budget)
 
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        nonlocal size, searches
-        _check_call(function, args, kwargs)
-        check_alone()
-        where = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"), ())
-        clear(where)
-        if searches:
-            size = largest(
-                function, args, kwargs, where, size, max_batch_size, tolerance, headroom, budget, cache, on_trial
-            )
-            searches = False
-        while True:
-            done = attempt(functools.partial(_run, function, size, args, kwargs), where.type)
-            if not isinstance(done, Failure):
-                return done
+    def decorate(function: Any) -> Any:
+        size = starting_batch_size if max_batch_size is None else min(starting_batch_size, max_batch_size)
+        searches = inspect.isgeneratorfunction(function)
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            nonlocal size, searches
+            _check_call(function, args, kwargs)
+            check_alone()
+            where = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"), ())
             clear(where)
-            size = _smaller(function, size, done.message)
+            if searches:
+                size = largest(
+                    function, args, kwargs, where, size, max_batch_size, tolerance, share, budget_bytes, cache, on_trial
+                )
+                searches = False
+            while True:
+                done = attempt(functools.partial(_run, function, size, args, kwargs), where.type)
+                if not isinstance(done, Failure):
+                    return done
+                clear(where)
+                size = _smaller(function, size, done.message)
 
-    return called
+        return called
+
+    return decorate if function is None else decorate(function)
 
 
 def _run(function: Callable[..., Any], size: int, args: Any, kwargs: Any) -> Any:

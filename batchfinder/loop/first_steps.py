@@ -12,16 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from batchfinder.cache import CacheKey, Store
+from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.arguments import headroom_of, limits_of, store_of
-from batchfinder.loop.key import make_key
+from batchfinder.loop.arguments import limits_of, store_of
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.setting import Setting
 from batchfinder.loop.tuning import Tuning
 from batchfinder.outcome import Shape, Trial
 from batchfinder.probing.memory import memory_of
-from batchfinder.units import parse_bytes
 
 
 def largest(
@@ -32,8 +30,8 @@ def largest(
     guess: int,
     max_batch_size: int | None,
     tolerance: float,
-    headroom: float | int | str,
-    budget: int | str | None,
+    headroom: float | int,
+    budget_bytes: int | None,
     cache: str | os.PathLike[str] | Store | bool | None,
     on_trial: Callable[[Trial], object] | None,
 ) -> int:
@@ -47,8 +45,8 @@ def largest(
         guess: the size to try first.
         max_batch_size: the largest size of use.
         tolerance: share of the answer that may be left on the table.
-        headroom: memory to leave free.
-        budget: the most memory that may be used.
+        headroom: memory to leave free: a share, or bytes.
+        budget_bytes: the most memory that may be used.
         cache: where answers are kept.
         on_trial: called after each try.
 
@@ -66,14 +64,10 @@ def largest(
     setting = Setting(
         begin, _size, named, device, None, 1, 1, asked_by="executable_batch_size", made_before=_alive_now()
     )
-    memory = memory_of(device, None if budget is None else parse_bytes(str(budget), option="budget"))
-    limits = limits_of(memory, headroom_of(headroom), tolerance, max_batch_size, None)
-
-    def key(shape: Shape, sample: Any) -> CacheKey:
-        return make_key(setting, shape, sample, memory, limits)
-
-    tuning = Tuning(setting, memory, limits, FirstSteps, guess)
-    return tuning.find([Shape()], store_of(cache), key, on_trial).batch_size
+    memory = memory_of(device, budget_bytes)
+    limits = limits_of(memory, headroom, tolerance, max_batch_size, None)
+    tuning = Tuning(setting, memory, limits, kind_of_probe=FirstSteps, guess=guess)
+    return tuning.find([Shape()], store_of(cache), on_trial).batch_size
 
 
 class FirstSteps(LoopProbe):

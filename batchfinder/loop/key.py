@@ -13,7 +13,7 @@ from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
 from batchfinder.loop.setting import Setting
 from batchfinder.outcome import Shape
-from batchfinder.probing.circumstances import allocator_settings, describe_batch, optimizer_options, versions
+from batchfinder.probing.circumstances import describe_batch, measured_in, optimizer_options, versions
 from batchfinder.probing.known import Limits
 from batchfinder.probing.memory import Memory
 from batchfinder.step.workload import Workload
@@ -45,25 +45,16 @@ def make_key(setting: Setting, shape: Shape, sample: Any, memory: Memory, limits
         "settings": process_settings(device),
     }
     return CacheKey(
+        **measured_in(memory, limits, device, shape, optimizers),
         model=fingerprint(Workload(nn.ModuleList(modules), setting.make_batch, loss)),
-        gpu=memory.name,
-        total_bytes=memory.total_bytes,
-        usable_bytes=memory.allowance_bytes,
-        seq_len=shape.seq_len,
         mode="train",
         precision="as train_step has it",
-        optimizer=" + ".join(type(optimizer).__name__ for optimizer in optimizers),
         optimizer_options={str(index): optimizer_options(optimizer) for index, optimizer in enumerate(optimizers)},
         attention="",
         gradient_checkpointing=False,
         accumulation=1,
-        allocator=allocator_settings(device),
-        max_batch_size=limits.cap,
         floor=setting.min_batch_size,
         multiple_of=setting.multiple_of,
-        tolerance=limits.tolerance,
-        headroom_bytes=limits.reserve_bytes if isinstance(limits.headroom, int) else 0,
-        source="measured",
         versions=versions(),
         extra=extra,
     )

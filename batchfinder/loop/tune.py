@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from batchfinder.cache import CacheKey, Store
-from batchfinder.loop.arguments import check_alone, check_sizes, device_of, headroom_of, limits_of, store_of
-from batchfinder.loop.key import make_key
+from batchfinder.cache import Store
+from batchfinder.loop.arguments import budget_of, check_alone, check_sizes, device_of, headroom_of, limits_of, store_of
 from batchfinder.loop.setting import Setting
 from batchfinder.loop.sizes import TunedBatchSizes
 from batchfinder.loop.tuning import Tuning
 from batchfinder.outcome import Shape, Trial
 from batchfinder.probing.memory import memory_of
-from batchfinder.units import parse_bytes
 
 
 def tune_batch_size(
@@ -80,11 +78,7 @@ def tune_batch_size(
     named = tuple(state) if isinstance(state, list | tuple) else (state,)
     where = device_of(device, named)
     setting = Setting(train_step, make_batch, named, where, target_batch_size, min_batch_size, multiple_of)
-    memory = memory_of(where, None if budget is None else parse_bytes(str(budget), option="budget"))
+    memory = memory_of(where, budget_of(budget))
     limits = limits_of(memory, share, tolerance, max_batch_size, target_batch_size)
     shapes = [Shape(seq_len) for seq_len in (sorted(set(seq_lens), reverse=True) if seq_lens else [None])]
-
-    def key(shape: Shape, sample: Any) -> CacheKey:
-        return make_key(setting, shape, sample, memory, limits)
-
-    return Tuning(setting, memory, limits).find(shapes, store_of(cache), key, on_trial)
+    return Tuning(setting, memory, limits).find(shapes, store_of(cache), on_trial)

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from batchfinder.cache import CacheKey, Store
+from batchfinder.loop.key import make_key
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.setting import Setting
 from batchfinder.loop.sizes import TunedBatchSize, TunedBatchSizes
@@ -23,7 +24,7 @@ from batchfinder.probing.known import Limits
 from batchfinder.probing.memory import Memory
 from batchfinder.probing.state import TrainingState
 
-MakeKey = Callable[[Shape, Any], CacheKey]
+MakeKey = Callable[[Setting, Shape, Any, Memory, Limits], CacheKey]
 
 
 class Tuning:
@@ -33,6 +34,7 @@ class Tuning:
         setting: what is tried.
         memory: the device's memory.
         limits: what bounds the search.
+        make_key: names all that changes an answer, given a batch of the smallest size as well.
         kind_of_probe: takes the steps of one try.
         guess: the size to try first; None to begin with the smallest.
     """
@@ -42,12 +44,14 @@ class Tuning:
         setting: Setting,
         memory: Memory,
         limits: Limits,
+        make_key: MakeKey = make_key,
         kind_of_probe: type[LoopProbe] = LoopProbe,
         guess: int | None = None,
     ) -> None:
         self._setting = setting
         self._memory = memory
         self._limits = limits
+        self._make_key = make_key
         self._kind_of_probe = kind_of_probe
         self._guess = guess
         self._free_bytes = memory.free_bytes()
@@ -59,7 +63,6 @@ class Tuning:
         self,
         shapes: Sequence[Shape],
         store: Store | None,
-        make_key: MakeKey,
         on_trial: Callable[[Trial], object] | None = None,
     ) -> TunedBatchSizes:
         """Look the answers up, and search where there is none or it no longer holds.
@@ -67,7 +70,6 @@ class Tuning:
         Args:
             shapes: one sample's shapes, in the order they are to be tried.
             store: where answers are kept; None to keep none.
-            make_key: names all that changes an answer, given the shape and a batch of the smallest size.
             on_trial: called after each try.
 
         Raises:
@@ -86,7 +88,7 @@ class Tuning:
             hint=lambda shape, usable_bytes: self._guess,
         )
         started = time.perf_counter()
-        keys = [] if store is None else self._keys(shapes, make_key)
+        keys = [] if store is None else self._keys(shapes)
         slots = [None] * len(shapes) if store is None else [store.slot(key, setting.name) for key in keys]
         each = (time.perf_counter() - started) / len(shapes)
         sizes: dict[int | None, TunedBatchSize] = {}
@@ -107,15 +109,19 @@ class Tuning:
             self._close()
         return TunedBatchSizes(sizes)
 
-    def _keys(self, shapes: Sequence[Shape], make_key: MakeKey) -> list[CacheKey]:
+    def _keys(self, shapes: Sequence[Shape]) -> list[CacheKey]:
         """Where the answers are kept. A batch of each shape is made, and the random numbers are put back."""
         # No tensors: a step has not run, and a copy of them would take longer than the look-up.
         untouched = self._capture(left_alone=[torch.Tensor, Optimizer])
         try:
-            samples = (self._setting.make_batch(self._setting.smallest, shape.seq_len) for shape in shapes)
-            return [make_key(shape, sample) for shape, sample in zip(shapes, samples, strict=True)]
+            return [self._key(shape) for shape in shapes]
         finally:
             untouched.restore()
+
+    def _key(self, shape: Shape) -> CacheKey:
+        setting = self._setting
+        sample = setting.make_batch(setting.smallest, shape.seq_len)
+        return self._make_key(setting, shape, sample, self._memory, self._limits)
 
     def _prober(self, shape: Shape) -> tuple[Probe, int]:
         """The probe, made when it is first needed: it copies the training state."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -24,7 +23,7 @@ T = TypeVar("T")
 class Ranks:
     """The processes that train together; or a single one, for which each meeting is over at once.
 
-    `smallest`, `largest`, `gathered`, `each` and `together` are meetings: all ranks call them, in the same order. A
+    `smallest`, `gathered`, `each` and `together` are meetings: all ranks call them, in the same order. A
     rank that does not come within the time limit, or whose process has ended, is an error on all others.
 
     Args:
@@ -68,14 +67,6 @@ class Ranks:
             with suppress(RuntimeError):  # of a group that has failed
                 dist.destroy_process_group(group)
 
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def smallest(self, *numbers: int) -> tuple[int, ...]:
         """Of each number the smallest that any rank has.
 
@@ -85,18 +76,11 @@ class Ranks:
         Raises:
             RankLost: a rank has ended, or does not answer within the time limit.
         """
-        return self._reduced(numbers, dist.ReduceOp.MIN)
-
-    def largest(self, *numbers: int) -> tuple[int, ...]:
-        """Of each number the largest that any rank has.
-
-        Args:
-            numbers: as many on every rank, each within 64 bits.
-
-        Raises:
-            RankLost: a rank has ended, or does not answer within the time limit.
-        """
-        return self._reduced(numbers, dist.ReduceOp.MAX)
+        if self.size == 1:
+            return numbers
+        agreed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        self._meet(lambda: dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._open_group()))
+        return tuple(agreed.tolist())
 
     def gathered(self, thing: T) -> list[T]:
         """What every rank has, in their order.
@@ -152,13 +136,6 @@ class Ranks:
             what: what it does.
         """
         return self.gathered(self.together(doing, what))
-
-    def _reduced(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> tuple[int, ...]:
-        if self.size == 1:
-            return numbers
-        agreed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._meet(lambda: dist.all_reduce(agreed, operation, group=self._open_group()))
-        return tuple(agreed.tolist())
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:

@@ -4,15 +4,45 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from batchfinder.cache.key import Json
+from batchfinder.outcome import Shape
+from batchfinder.probing.known import Limits
+from batchfinder.probing.memory import Memory
 
 _CACHING = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MALLOC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
+
+
+def measured_in(
+    memory: Memory, limits: Limits, device: torch.device, shape: Shape, optimizers: Sequence[Any]
+) -> dict[str, Any]:
+    """The fields of a `CacheKey` that mean the same for all real steps, whoever takes them.
+
+    Args:
+        memory: the device's memory.
+        limits: what bounds the search.
+        device: where steps run.
+        shape: one sample's shape.
+        optimizers: those that step.
+    """
+    return {
+        "gpu": memory.name,
+        "total_bytes": memory.total_bytes,
+        "usable_bytes": memory.allowance_bytes,
+        "seq_len": shape.seq_len,
+        "optimizer": " + ".join(type(optimizer).__name__ for optimizer in optimizers),
+        "allocator": allocator_settings(device),
+        "max_batch_size": limits.cap,
+        "tolerance": limits.tolerance,
+        "headroom_bytes": limits.reserve_bytes if isinstance(limits.headroom, int) else 0,
+        "source": "measured",
+    }
 
 
 def describe_batch(sample: Any) -> Json:

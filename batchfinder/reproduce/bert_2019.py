@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchfinder.devices import find_gpu
-from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Shape
 from batchfinder.published.bert_2019 import RUNGS, Figure, Ladder, bert_2019
 from batchfinder.report.sheet import Sheet
-from batchfinder.reproduce.measuring import measured_peak_bytes, measured_rung
+from batchfinder.reproduce.measuring import RealStep
 from batchfinder.reproduce.notebook_2019 import NotebookProcess, Torch12Probe, last_rung
 from batchfinder.reproduce.reproduction import Bench, Reproduction, row
-from batchfinder.search import Secant
 from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.predict import predict_max_batch_size
 from batchfinder.simulator.source import TraceSource
 from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import MIB, format_bytes
 
@@ -82,8 +80,8 @@ def _figure_row(bench: Bench, traces: _Traces, figure: Figure, ours_mib: int) ->
     more: dict[str, Any] = {"unit": "MiB"}
     if bench.device is not None:
         bench.doing(f"running {cell}")
-        how = HowToStep(mode="forward")
-        peak = measured_peak_bytes(bench.device, traces.spec, how, needed_bytes(), figure.seq_len, figure.batch_size)
+        step = RealStep(bench.device, traces.spec, HowToStep(mode="forward"), needed_bytes(), figure.seq_len)
+        peak = step.peak_bytes(figure.batch_size)
         more["measured_peak"] = None if peak is None else peak // MIB
     return row(cell, figure.allocated_mib, ours_mib, **more)
 
@@ -92,17 +90,12 @@ def _ladder_row(bench: Bench, traces: _Traces, ladder: Ladder, card: DeviceMemor
     mode = _MODES[ladder.no_grad]
     cell = f"ladder {ladder.head} {ladder.size} {ladder.seq_len}" + (" no_grad" if ladder.no_grad else "")
     probe = Torch12Probe(traces.by_mode[mode], card)
-    shape = Shape(ladder.seq_len)
-    search = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
-    more: dict[str, Any] = {
-        "unit": "samples",
-        "exact_maximum": find_max_batch_size(probe, shape, search=search).max_batch_size,
-    }
+    exact = search_simulated(probe, Shape(ladder.seq_len)).max_batch_size
+    more: dict[str, Any] = {"unit": "samples", "exact_maximum": exact}
     if bench.device is not None:
         bench.doing(f"running {cell}")
-        more["measured"] = measured_rung(
-            bench.device, traces.spec, HowToStep(mode=mode), needed_bytes(), ladder.seq_len, RUNGS
-        )
+        step = RealStep(bench.device, traces.spec, HowToStep(mode=mode), needed_bytes(), ladder.seq_len)
+        more["measured"] = step.last_rung(RUNGS)
     return row(cell, ladder.largest, last_rung(probe, ladder.seq_len), **more)
 
 

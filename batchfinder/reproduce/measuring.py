@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from batchfinder.errors import CardNeeded, InvalidValue
 from batchfinder.find import find_max_batch_size
@@ -42,58 +43,56 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
     return device
 
 
-def measured_largest(
-    device: str, spec: WorkloadSpec, how: HowToStep, limit_bytes: int, seq_len: int, predicted: int
-) -> int:
-    """The largest batch that trains within a limit: it ran, and the next one up did not.
+@dataclass(frozen=True)
+class RealStep:
+    """A step on a device that is here, under a limit.
 
-    Args:
+    Attributes:
         device: as `torch.device` takes it.
         spec: how to build the workload.
         how: how the step is taken.
         limit_bytes: what the allocator may reserve.
         seq_len: tokens per sample.
-        predicted: where to look first.
     """
-    with ProcessProbe(spec, how.settings(), device, limit_bytes) as probe:
-        search = Secant(limit_bytes, tolerance=0.0, predicted=max(predicted, 1))
-        return find_max_batch_size(probe, Shape(seq_len), search=search).max_batch_size
 
+    device: str
+    spec: WorkloadSpec
+    how: HowToStep
+    limit_bytes: int
+    seq_len: int
 
-def measured_rung(
-    device: str, spec: WorkloadSpec, how: HowToStep, limit_bytes: int, seq_len: int, rungs: Sequence[int]
-) -> int:
-    """The last of a ladder's batch sizes before the first that does not run; 0 if that is the first.
+    def largest(self, predicted: int) -> int:
+        """The largest batch that trains: it ran, and the next one up did not.
 
-    Args:
-        device: as `torch.device` takes it.
-        spec: how to build the workload.
-        how: how the step is taken.
-        limit_bytes: what the allocator may reserve.
-        seq_len: tokens per sample.
-        rungs: the sizes, smallest first.
-    """
-    largest = 0
-    with ProcessProbe(spec, how.settings(), device, limit_bytes) as probe:
-        for batch_size in rungs:
-            if not probe(batch_size, Shape(seq_len)).fits:
-                break
-            largest = batch_size
-    return largest
+        Args:
+            predicted: where to look first.
+        """
+        with self._probe() as probe:
+            search = Secant(self.limit_bytes, tolerance=0.0, predicted=max(predicted, 1))
+            return find_max_batch_size(probe, Shape(self.seq_len), search=search).max_batch_size
 
+    def last_rung(self, rungs: Sequence[int]) -> int:
+        """The last of a ladder's batch sizes before the first that does not run; 0 if that is the first.
 
-def measured_peak_bytes(
-    device: str, spec: WorkloadSpec, how: HowToStep, limit_bytes: int, seq_len: int, batch_size: int
-) -> int | None:
-    """The most that was allocated at one time; None where the size does not run.
+        Args:
+            rungs: the sizes, smallest first.
+        """
+        largest = 0
+        with self._probe() as probe:
+            for batch_size in rungs:
+                if not probe(batch_size, Shape(self.seq_len)).fits:
+                    break
+                largest = batch_size
+        return largest
 
-    Args:
-        device: as `torch.device` takes it.
-        spec: how to build the workload.
-        how: how the step is taken.
-        limit_bytes: what the allocator may reserve.
-        seq_len: tokens per sample.
-        batch_size: samples in a micro-batch.
-    """
-    with ProcessProbe(spec, how.settings(), device, limit_bytes) as probe:
-        return probe(batch_size, Shape(seq_len)).peak_allocated_bytes
+    def peak_bytes(self, batch_size: int) -> int | None:
+        """The most that was allocated at one time; None where the size does not run.
+
+        Args:
+            batch_size: samples in a micro-batch.
+        """
+        with self._probe() as probe:
+            return probe(batch_size, Shape(self.seq_len)).peak_allocated_bytes
+
+    def _probe(self) -> ProcessProbe:
+        return ProcessProbe(self.spec, self.how.settings(), self.device, self.limit_bytes)

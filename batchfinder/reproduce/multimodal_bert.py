@@ -7,20 +7,18 @@ from typing import Any
 
 from batchfinder.devices import Device, Instance, device_for, find_instance
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import distributed
-from batchfinder.find import find_max_batch_size
+from batchfinder.estimate.sharding import STRATEGIES, side_by_side
 from batchfinder.outcome import Outcome, Shape
 from batchfinder.published.multimodal_bert import multimodal_bert
 from batchfinder.report.sheet import Sheet
-from batchfinder.reproduce.measuring import measured_largest
+from batchfinder.reproduce.measuring import RealStep
 from batchfinder.reproduce.recordings import Recordings
 from batchfinder.reproduce.reproduction import Bench, Reproduction, row
-from batchfinder.search import Secant
 from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.predict import predict_max_batch_size
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import format_bytes
 
@@ -50,7 +48,8 @@ class DistributedProbe(SimulatedProbe):
 
     def trace(self, batch_size: int, shape: Shape) -> Trace:
         """The step's trace at one size, with the reducer's buckets, which are the same for any number of GPUs."""
-        return distributed(super().trace(batch_size, shape), find_instance(multimodal_bert().instance).num_gpus)
+        num_gpus = find_instance(multimodal_bert().instance).num_gpus
+        return side_by_side(super().trace(batch_size, shape), STRATEGIES["DDP"], num_gpus)
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,12 @@ def reproduce(bench: Bench) -> Reproduction:
     probe, shape = one_gpu(bench.recordings), Shape(paper.seq_len)
     context = device.total_bytes - device.usable_bytes
     ours = estimate(probe.trace(paper.batch_size_per_gpu, shape), probe.memory, context)
-    search = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
-    outcome = find_max_batch_size(probe, shape, search=search)
+    outcome = search_simulated(probe, shape)
     measured = None
     if bench.device is not None:
         bench.doing("training Multimodal BERT")
-        predicted = outcome.max_batch_size
-        measured = measured_largest(bench.device, _SPEC, HowToStep(), needed_bytes(), paper.seq_len, predicted)
+        step = RealStep(bench.device, _SPEC, HowToStep(), needed_bytes(), paper.seq_len)
+        measured = step.largest(outcome.max_batch_size)
     found = _Found(instance, device, ours, outcome, measured)
     rows = tuple(_rows(found))
     return Reproduction(NAME, rows, _sheets(rows, found), _notes(found))

@@ -8,7 +8,7 @@ from typing import Any
 from batchfinder.published.seq2seq import StageFigures, seq2seq
 from batchfinder.report.sheet import Sheet
 from batchfinder.reproduce.allocator_2018 import Allocator2018
-from batchfinder.reproduce.measuring import measured_peak_bytes
+from batchfinder.reproduce.measuring import RealStep
 from batchfinder.reproduce.notebook_2019 import without_workspaces
 from batchfinder.reproduce.reproduction import Bench, Reproduction, row
 from batchfinder.simulator.allocator import CachingAllocator
@@ -48,9 +48,8 @@ def reproduce(bench: Bench) -> Reproduction:
     measured = None
     if bench.device is not None:
         bench.doing("training the model of the thread")
-        measured = measured_peak_bytes(
-            bench.device, _SPEC, HowToStep(), needed_bytes(), thread.length, thread.batch_size
-        )
+        step = RealStep(bench.device, _SPEC, HowToStep(), needed_bytes(), thread.length)
+        measured = step.peak_bytes(thread.batch_size)
     smallest = smallest_usable_bytes(trace.structure, trace.sizes, AllocatorSettings())
     rows = _rows(timeline, bench.device is not None, measured)
     least = row(SMALLEST, None, _mib(smallest), unit="MiB")

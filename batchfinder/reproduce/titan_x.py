@@ -7,19 +7,17 @@ from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Device, device_for, find_gpu
-from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Shape
 from batchfinder.published import titan_x
 from batchfinder.reproduce.flops import checkpointing_cost
-from batchfinder.reproduce.measuring import measured_largest
+from batchfinder.reproduce.measuring import RealStep
 from batchfinder.reproduce.reproduction import Bench, Reproduction, row
 from batchfinder.reproduce.titan_x_sheets import notes, sheets
-from batchfinder.search import Secant
 from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.predict import predict_max_batch_size
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.source import TraceSource
 from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.zoo.catalogue import find_model
 
@@ -156,9 +154,7 @@ class _Model:
         return row(f"{self._model} {seq_len}", published, largest[LIKE_FOR_LIKE], **more)
 
     def _largest(self, source: TraceSource, seq_len: int) -> int:
-        probe = SimulatedProbe(source, self._memory)
-        search = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, Shape(seq_len)), margin=0.0)
-        outcome = find_max_batch_size(probe, Shape(seq_len), search=search)
+        outcome = search_simulated(SimulatedProbe(source, self._memory), Shape(seq_len))
         self.unmodelled |= dict.fromkeys(outcome.unmodelled)
         return outcome.max_batch_size
 
@@ -166,7 +162,7 @@ class _Model:
         assert self._bench.device is not None
         self._bench.doing(f"training {self._model} at {seq_len}, {name}")
         setup, limit = SETUPS[name], self._card.usable_bytes
-        return measured_largest(self._bench.device, setup.spec(self._model), setup.how(), limit, seq_len, predicted)
+        return RealStep(self._bench.device, setup.spec(self._model), setup.how(), limit, seq_len).largest(predicted)
 
 
 def _plan(max_batch_size: int) -> dict[str, int] | None:

@@ -14,15 +14,6 @@ from batchfinder.errors import InvalidValue
 from batchfinder.outcome import Outcome
 
 
-class HasOutcome(Protocol):
-    """What came of one length, as `tune_batch_size` returns it."""
-
-    @property
-    def outcome(self) -> Outcome:
-        """The search's own record."""
-        ...
-
-
 class HasOutcomes(Protocol):
     """What came of each stage and length, as the `BatchFinder` callback keeps it."""
 

@@ -47,7 +47,6 @@ class WorkloadFacts:
         max_seq_len: the longest sequence its positions allow; None where there is no limit.
         seq_len_unit: what a sequence length counts.
         brings_optimizer: whether it has an optimizer of its own.
-        parameters: how many numbers its parameters hold, trainable or not.
         versions: of the libraries that took part.
     """
 
@@ -55,5 +54,4 @@ class WorkloadFacts:
     max_seq_len: int | None
     seq_len_unit: str
     brings_optimizer: bool
-    parameters: int
     versions: dict[str, str]

@@ -112,13 +112,11 @@ class Server:
 
         self.mode = PretendMode(allow_non_fake_inputs=True)
         self.workload = self._build(builder, arguments)
-        parameters = list(self.workload.model.parameters())
         return {
             "fingerprint": _load(fingerprint)(self.workload) if fingerprint else "",
             "max_seq_len": self.workload.max_seq_len,
             "seq_len_unit": self.workload.seq_len_unit,
             "brings_optimizer": self.workload.optimizer is not None,
-            "parameters": sum(parameter.numel() for parameter in parameters),
             "versions": _versions(),
         }
 

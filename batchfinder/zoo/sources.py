@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import hashlib
 import os
@@ -9,7 +10,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, distribution, distributions, packages_distributions, version
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -136,7 +137,22 @@ def _is_outside(file: str) -> bool:
     inside = _library_folders()
     if not file or file.startswith(inside) or any(part in file for part in _INSTALLED):
         return False
-    return not os.path.realpath(file).startswith(inside)
+    return not os.path.realpath(file).startswith(inside) and not _is_recorded(file)
+
+
+def _is_recorded(file: str) -> bool:
+    """Whether a file came with a package, installed into any folder of the search path, as `pip install -t` does."""
+    folders = map(os.path.abspath, sys.path)
+    return any(file in _recorded(folder) for folder in folders if file.startswith(os.path.join(folder, "")))
+
+
+@functools.cache
+def _recorded(folder: str) -> frozenset[str]:
+    """The files in a folder that installers list there. What is installed editable is not listed, nor a checkout."""
+    records = [(made.read_text("RECORD") or "").splitlines() for made in distributions(path=[folder])]
+    return frozenset(
+        os.path.join(folder, *row[0].split("/")) for record in records for row in csv.reader(record) if row
+    )
 
 
 @functools.cache

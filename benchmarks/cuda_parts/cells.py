@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,80 +82,53 @@ class Ladder:
         return " ".join([shown[0], str(self.cell.seq_len), *shown[2:]])
 
 
-def _variants(model: str, seq_len: int, rows: list[tuple[Any, ...]]) -> Iterator[Cell]:
-    for row in rows:
-        yield Cell(model, seq_len, *row)
+# Of each model at one length, in order of worth: what is cut for want of time stands last.
+_STEPS: dict[tuple[str, int], list[tuple[Any, ...]]] = {
+    ("bert-base", 128): [
+        (64, "fp32", "adamw", "sdpa"),
+        (64, "fp32", "adamw", "eager"),
+        (64, "bf16-mixed", "adamw", "sdpa"),
+        (64, "16-mixed", "adamw", "sdpa"),
+        (64, "fp32", "adamw-fused", "sdpa"),
+        (64, "fp32", "sgd", "sdpa"),
+        (128, "fp32", "adamw", "sdpa", True),
+        (128, "bf16-mixed", "adamw", "eager", True),
+    ],
+    ("gpt2-medium", 512): [
+        (8, "fp32", "adamw", "sdpa"),
+        (8, "bf16-mixed", "adamw", "sdpa"),
+        (8, "bf16-mixed", "adamw", "eager"),
+        (8, "16-mixed", "adamw-fused", "sdpa"),
+        (8, "fp32", "sgd", "eager"),
+        (16, "bf16-mixed", "adamw", "sdpa", True),
+    ],
+    ("resnet50", 224): [
+        (64, "fp32", "sgd-momentum", None),
+        (64, "bf16-mixed", "adamw", None),
+        (64, "16-mixed", "sgd", None),
+        (64, "fp32", "adamw-fused", None),
+    ],
+    ("llama-3.2-1b", 512): [
+        (4, "bf16-mixed", "adamw", "sdpa"),
+        (8, "bf16-mixed", "adamw-fused", "sdpa", True),
+        (2, "fp32", "sgd", "eager"),
+        (4, "bf16-true", "adamw", "sdpa"),
+    ],
+    ("bert-large", 128): [
+        (32, "fp32", "adamw", "sdpa"),
+        (32, "bf16-mixed", "adamw-fused", "sdpa", True),
+        (32, "16-mixed", "adamw", "eager"),
+        (32, "fp32", "sgd", "eager"),
+    ],
+    ("vit-base", 224): [
+        (64, "fp32", "adamw", "sdpa"),
+        (64, "bf16-mixed", "adamw", "eager"),
+        (64, "16-mixed", "adamw-fused", "sdpa"),
+        (128, "bf16-mixed", "sgd", "sdpa", True),
+    ],
+}
 
-
-# In order of worth, model by model: what is cut for want of time stands last.
-CELLS = (
-    *_variants(
-        "bert-base",
-        128,
-        [
-            (64, "fp32", "adamw", "sdpa"),
-            (64, "fp32", "adamw", "eager"),
-            (64, "bf16-mixed", "adamw", "sdpa"),
-            (64, "16-mixed", "adamw", "sdpa"),
-            (64, "fp32", "adamw-fused", "sdpa"),
-            (64, "fp32", "sgd", "sdpa"),
-            (128, "fp32", "adamw", "sdpa", True),
-            (128, "bf16-mixed", "adamw", "eager", True),
-        ],
-    ),
-    *_variants(
-        "gpt2-medium",
-        512,
-        [
-            (8, "fp32", "adamw", "sdpa"),
-            (8, "bf16-mixed", "adamw", "sdpa"),
-            (8, "bf16-mixed", "adamw", "eager"),
-            (8, "16-mixed", "adamw-fused", "sdpa"),
-            (8, "fp32", "sgd", "eager"),
-            (16, "bf16-mixed", "adamw", "sdpa", True),
-        ],
-    ),
-    *_variants(
-        "resnet50",
-        224,
-        [
-            (64, "fp32", "sgd-momentum", None),
-            (64, "bf16-mixed", "adamw", None),
-            (64, "16-mixed", "sgd", None),
-            (64, "fp32", "adamw-fused", None),
-        ],
-    ),
-    *_variants(
-        "llama-3.2-1b",
-        512,
-        [
-            (4, "bf16-mixed", "adamw", "sdpa"),
-            (8, "bf16-mixed", "adamw-fused", "sdpa", True),
-            (2, "fp32", "sgd", "eager"),
-            (4, "bf16-true", "adamw", "sdpa"),
-        ],
-    ),
-    *_variants(
-        "bert-large",
-        128,
-        [
-            (32, "fp32", "adamw", "sdpa"),
-            (32, "bf16-mixed", "adamw-fused", "sdpa", True),
-            (32, "16-mixed", "adamw", "eager"),
-            (32, "fp32", "sgd", "eager"),
-        ],
-    ),
-    *_variants(
-        "vit-base",
-        224,
-        [
-            (64, "fp32", "adamw", "sdpa"),
-            (64, "bf16-mixed", "adamw", "eager"),
-            (64, "16-mixed", "adamw-fused", "sdpa"),
-            (128, "bf16-mixed", "sgd", "sdpa", True),
-        ],
-    ),
-)
+CELLS = tuple(Cell(*step, *row) for step, rows in _STEPS.items() for row in rows)
 
 BUDGETS = (int(11.17 * GIB), 12 * GIB, 16 * GIB, 24 * GIB)
 

@@ -6,10 +6,9 @@ import importlib.metadata
 import os
 import platform
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from batchfinder.devices.present import driver_version
+from batchfinder.devices import driver_version, host_name
 from batchfinder.probing.card import CardFacts
 
 _VERSIONS = ("torch", "transformers", "pytorch-lightning", "triton", "tenacity", "batchfinder")
@@ -21,11 +20,8 @@ def hardware(facts: CardFacts | None) -> dict[str, Any]:
     Args:
         facts: of the card; None where there is none.
     """
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     gpu = None if facts is None else {key: value for key, value in asdict(facts).items() if key != "versions"}
-    return {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu, "driver": driver_version()}
+    return {"cpu": host_name(), "cores": os.cpu_count(), "gpu": gpu, "driver": driver_version()}
 
 
 def versions(facts: CardFacts | None) -> dict[str, str]:

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from batchfinder.cli.sweep_simulated import search_simulated
 from batchfinder.outcome import Shape
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.memory import DeviceMemory
@@ -16,6 +15,7 @@ from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.simulator.trace import Trace
 from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import HowToStep, Simulation
 from benchmarks.cuda_parts.cells import BUILDER, Cell, Ladder
 from benchmarks.cuda_parts.stages import Stage, replay_stages
@@ -111,7 +111,7 @@ class Predictions:
         rows = []
         for budget in ladder.budgets:
             probe = SimulatedProbe(source, self.card.memory(budget), settings)
-            largest = search_simulated(probe, Shape(cell.seq_len), None).max_batch_size
+            largest = search_simulated(probe, Shape(cell.seq_len)).max_batch_size
             calm = _calm(probe, Shape(cell.seq_len), largest)
             rows.append({"budget_bytes": budget, "predicted": largest, "predicted_without_retries": calm})
         return rows

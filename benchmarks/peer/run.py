@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from batchfinder.devices import host_name
 from batchfinder.units import format_bytes
 from benchmarks.peer.cases import QUICK, REAL, SIMULATED, simulated_works
 from benchmarks.peer.contract import Peer, all_peers
@@ -28,7 +29,6 @@ from benchmarks.peer.meter import Meter
 from benchmarks.peer.report import draw, markdown
 from benchmarks.peer.trainer import state_at_start
 from benchmarks.peer.work import Work
-from benchmarks.sweep_seconds import cpu_name
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         "command": " ".join(["python benchmarks/peers.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {
-            "cpu": cpu_name(),
+            "cpu": host_name(),
             "cores": os.cpu_count(),
             "load_average": [round(load, 1) for load in os.getloadavg()],
             "gpu": torch.cuda.get_device_name() if device == "cuda" else None,

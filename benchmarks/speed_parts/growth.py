@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchfinder.cli.sweep_simulated import search_simulated
 from batchfinder.devices import Device
 from batchfinder.outcome import Shape
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import HowToStep, Simulation
 from batchfinder.units import GIB
 from speed_parts.clock import Clock
@@ -66,7 +66,7 @@ def _swept(model: str, seq_lens: Sequence[int], device: Device) -> dict[str, Any
     clock = Clock()
     with Simulation(spec_of(model), HowToStep()) as simulation:
         probe = simulation.probe(device, seq_lens)
-        outcomes = [search_simulated(probe, Shape(seq_len), None) for seq_len in seq_lens]
+        outcomes = [search_simulated(probe, Shape(seq_len)) for seq_len in seq_lens]
     return {
         "recordings": probe.traces.recordings,
         "sizes_tried": sum(len(outcome.trials) for outcome in outcomes),

@@ -11,7 +11,7 @@ from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdic
 from batchfinder.report.rows import SweepRow
 from batchfinder.tracing.job import WorkloadFacts
 
-FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, 1000, {"torch": "2.13.0"})
+FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 
 
 def trial(size: int, verdict: Verdict = Verdict.FITS) -> Trial:

@@ -19,13 +19,13 @@ import pytest
 from batchfinder.cache import Store
 from batchfinder.cli import sweep_place
 from batchfinder.cli.main import build_parser
-from batchfinder.cli.sweep_cell import Cell
+from batchfinder.cli.sweep_cell import Cell, ModelCells
 from batchfinder.cli.sweep_measured import Measuring, measure_cells
 from batchfinder.cli.sweep_request import SweepRequest, read_request
-from batchfinder.cli.sweep_simulated import search_simulated
 from batchfinder.outcome import Shape, Stop
 from batchfinder.probing import process
 from batchfinder.probing.card import CardFacts
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import Simulation
 from tests.cli.command import COMMAND, HERE, Done, Run, environment
 
@@ -162,7 +162,10 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
         patch.setenv("OMP_NUM_THREADS", "1")
         request = read_request(build_parser().parse_args(["sweep", *options]))
         ((model, spec),) = request.models
-        with Simulation(spec, request.how) as simulation, Measuring(model, simulation, (32, 16), request) as measuring:
+        with (
+            Simulation(spec, request.how) as simulation,
+            Measuring(ModelCells(model, simulation, (32, 16), request)) as measuring,
+        ):
             yield measuring, request, store
 
 
@@ -249,7 +252,7 @@ def ask(recorded: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         arguments = ["sweep", "--device", "cuda", "--cache", str(tmp_path / "cache"), *options.split()]
         request = read_request(build_parser().parse_args(arguments))
         found: list[Cell] = []
-        measure_cells("mine:tiny", recorded, seq_lens, request, lambda what: None, found.append)
+        measure_cells(ModelCells("mine:tiny", recorded, seq_lens, request), lambda what: None, found.append)
         return found, [json.loads(line) for line in asked.read_text().splitlines()] if asked.exists() else []
 
     return cells
@@ -282,7 +285,7 @@ def test_the_simulated_step_is_the_first_guess(ask: Ask, recorded: Simulation) -
     """The first size tried is a share of what the simulated step says for what is free of the card."""
     (cell,), asked = ask("--no-cache", 4)
     simulated = recorded.probe(cell.card.device, (4,))
-    predicted = search_simulated(simulated, Shape(4), None).max_batch_size
+    predicted = search_simulated(simulated, Shape(4)).max_batch_size
     assert asked[2]["probe"]["batch_size"] == int(0.85 * predicted) > 1
 
 

@@ -14,7 +14,7 @@ from batchfinder.cli.sweep_run import _seq_lens
 from batchfinder.errors import InvalidValue
 from batchfinder.tracing.job import WorkloadFacts
 
-FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, 1000, {"torch": "2.13.0"})
+FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 VARIANTS = (
     "--gpu v100",
     "--gpu v100-32gb",

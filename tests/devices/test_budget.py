@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from batchfinder.devices import Budget
+from batchfinder.devices.budget import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.units import GIB
 
@@ -35,5 +36,5 @@ def test_caps_and_never_adds() -> None:
 
 def test_fraction() -> None:
     """The fraction is of the device's total, and at most all of it."""
-    assert Budget(12 * GIB).fraction_of(48 * GIB) == 0.25
-    assert Budget(12 * GIB).fraction_of(8 * GIB) == 1.0
+    assert memory_fraction(12 * GIB, 48 * GIB) == 0.25
+    assert memory_fraction(12 * GIB, 8 * GIB) == 1.0

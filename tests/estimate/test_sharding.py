@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from batchfinder.estimate.estimate import Estimate, estimate
 from batchfinder.estimate.layers import layers_of
-from batchfinder.estimate.sharding import STRATEGIES, bucket_sizes, distributed, zero_1, zero_2, zero_3
+from batchfinder.estimate.sharding import STRATEGIES, bucket_sizes, side_by_side
 from batchfinder.simulator.memory import DeviceMemory
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace
@@ -20,6 +21,7 @@ from batchfinder.units import GIB, MIB
 from tests.builders import few_layers
 from tests.conftest import Record
 
+DDP, ZERO_1, ZERO_2, ZERO_3 = STRATEGIES.values()
 CARD = DeviceMemory(16 * GIB, 16 * GIB)
 
 
@@ -53,9 +55,9 @@ def test_no_gradients_no_buckets() -> None:
 def test_distributed(bert: Trace) -> None:
     """Under DDP each GPU has a copy of all gradients more, all the time, in buckets, however many GPUs there are."""
     gradients = of_kind(bert, "gradient") // 2
-    trace = distributed(bert, 4)
+    trace = side_by_side(bert, DDP, 4)
     assert of_kind(trace, "communication") == gradients
-    assert trace == distributed(bert, 8)
+    assert trace == side_by_side(bert, DDP, 8)
     alone, together = found(bert), found(trace)
     assert together.kinds.communication == gradients
     for kind in ("parameters", "gradients", "optimizer", "activations", "temporary", "inputs", "workspace"):
@@ -69,7 +71,7 @@ def test_distributed(bert: Trace) -> None:
 
 def test_zero_1(bert: Trace) -> None:
     """ZeRO-1 leaves each GPU an Nth of the optimizer's state, and of what the optimizer allocates for a moment."""
-    trace, whole = zero_1(bert, 4), distributed(bert, 4)
+    trace, whole = side_by_side(bert, ZERO_1, 4), side_by_side(bert, DDP, 4)
     assert of_kind(trace, "optimizer") == pytest.approx(of_kind(bert, "optimizer") / 4, abs=200)
     for kind in ("parameter", "gradient", "activation", "communication"):
         assert of_kind(trace, kind) == of_kind(whole, kind)
@@ -78,14 +80,23 @@ def test_zero_1(bert: Trace) -> None:
 
 def test_zero_2(bert: Trace) -> None:
     """ZeRO-2 leaves each GPU an Nth of the gradients, and twice the largest unit's in each backward."""
-    trace = zero_2(bert, 4)
+    trace = side_by_side(bert, ZERO_2, 4)
     layers = layers_of(bert)
     assert layers.rest > layers.largest
     assert of_kind(trace, "gradient") == pytest.approx(of_kind(bert, "gradient") / 4, abs=200)
     assert of_kind(trace, "parameter") == of_kind(bert, "parameter")
     assert of_kind(trace, "communication") == 2 * 2 * layers.rest  # two blocks in each of two steps
     assert communication_by_stage(trace) == {"backward": 2 * layers.rest}
-    assert communication_by_stage(zero_2(bert, 4, 0.5)) == {"backward": layers.rest}
+    assert communication_by_stage(side_by_side(bert, ZERO_2, 4, 0.5)) == {"backward": layers.rest}
+
+
+def test_the_largest_unit_may_be_a_layer(bert: Trace) -> None:
+    """Where a layer is larger than all that is in none, its gradients are what is on its way."""
+    blocks = zip(bert.structure.modules, bert.sizes, strict=True)
+    heavy = replace(bert, sizes=tuple(100 * size if ".layer.0." in module else size for module, size in blocks))
+    layers = layers_of(heavy)
+    assert layers.largest > layers.rest
+    assert of_kind(side_by_side(heavy, ZERO_2, 4), "communication") == 2 * 2 * layers.largest
 
 
 def test_zero_3(bert: Trace) -> None:
@@ -93,7 +104,7 @@ def test_zero_3(bert: Trace) -> None:
 
     They stay until the end of the backward. Gathered in 16 bits it is half as much.
     """
-    trace = zero_3(bert, 4)
+    trace = side_by_side(bert, ZERO_3, 4)
     layers = layers_of(bert)
     assert of_kind(trace, "parameter") == pytest.approx(of_kind(bert, "parameter") / 4, abs=200)
     gathered = layers.rest + 2 * layers.largest
@@ -102,7 +113,7 @@ def test_zero_3(bert: Trace) -> None:
         "loss": gathered,
         "backward": gathered + 2 * layers.rest,
     }
-    assert communication_by_stage(zero_3(bert, 4, 0.5))["forward"] == gathered // 2
+    assert communication_by_stage(side_by_side(bert, ZERO_3, 4, 0.5))["forward"] == gathered // 2
 
 
 def communication_by_stage(trace: Trace) -> dict[str, int]:
@@ -119,7 +130,7 @@ def communication_by_stage(trace: Trace) -> dict[str, int]:
 
 def test_each_stage_takes_less_of_the_states(bert: Trace) -> None:
     """From DDP to ZeRO-3 the model's states get smaller, activations stay as they are, and kinds sum to the peak."""
-    traces = [change(bert, 8, 1.0) for change in STRATEGIES.values()]
+    traces = [side_by_side(bert, stage, 8) for stage in STRATEGIES.values()]
     states = [sum(of_kind(trace, kind) for kind in ("parameter", "gradient", "optimizer")) for trace in traces]
     assert states == sorted(set(states), reverse=True)
     assert {of_kind(trace, "activation") for trace in traces} == {of_kind(bert, "activation")}
@@ -130,8 +141,8 @@ def test_each_stage_takes_less_of_the_states(bert: Trace) -> None:
 
 def test_one_gpu_has_all_of_it(bert: Trace) -> None:
     """An Nth of one GPU's is all: only what is gathered and sent is added."""
-    for change in (zero_1, zero_2, zero_3):
-        trace = change(bert, 1)
+    for stage in (ZERO_1, ZERO_2, ZERO_3):
+        trace = side_by_side(bert, stage, 1)
         for kind in ("parameter", "gradient", "optimizer", "activation", "temporary"):
             assert of_kind(trace, kind) == of_kind(bert, kind)
 
@@ -140,8 +151,8 @@ def test_accumulation_and_inference(record: Record) -> None:
     """Each micro-batch gathers and sends again; a forward alone has no gradients to send, but layers to gather."""
     two = record(lambda: few_layers.build("distilbert"), 2, 16, micro_batches=2)
     layers = layers_of(two)
-    assert of_kind(zero_2(two, 4), "communication") == 4 * 2 * layers.rest
-    assert of_kind(distributed(two, 4), "communication") == of_kind(two, "gradient") // 2
+    assert of_kind(side_by_side(two, ZERO_2, 4), "communication") == 4 * 2 * layers.rest
+    assert of_kind(side_by_side(two, DDP, 4), "communication") == of_kind(two, "gradient") // 2
     forward = record(lambda: few_layers.build("distilbert"), 2, 16, mode="inference")
-    assert distributed(forward, 4) == zero_1(forward, 4) == zero_2(forward, 4) == forward
-    assert of_kind(zero_3(forward, 4), "communication") == layers.rest + 2 * layers.largest
+    assert [side_by_side(forward, stage, 4) for stage in (DDP, ZERO_1, ZERO_2)] == [forward] * 3
+    assert of_kind(side_by_side(forward, ZERO_3, 4), "communication") == layers.rest + 2 * layers.largest

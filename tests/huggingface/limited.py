@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import resource
-import threading
 from pathlib import Path
 from typing import Any
 
-from tests.forks import lift_limit, limit_growth
+from tests.forks import lift_limit, limit_growth, ready_to_search, verdict_of
 
 TARGET = 960
 WORDS = 512
@@ -16,18 +15,11 @@ WORDS = 512
 def prepare() -> None:
     """Import what a Trainer does."""
     import accelerate  # noqa: F401
-    import torch
 
     import batchfinder
-    import batchfinder.probing.signs
     from tests.huggingface import trainers
 
-    torch.set_num_threads(1)
-    threading.stack_size(1 << 20)  # a search leaves the stack of one thread behind
-    model = trainers.language_model()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    torch.optim.AdamW(model.parameters()).step()
+    ready_to_search(trainers.language_model())
     assert callable(batchfinder.tune_trainer)
 
 
@@ -50,7 +42,6 @@ def train(limit_mib: int, folder: str, beyond: bool = False) -> dict[str, Any]:
     import torch
 
     from batchfinder import tune_trainer
-    from batchfinder.probing.signs import classify
 
     torch.set_num_threads(1)
     _make(folder, per_device_train_batch_size=2, gradient_accumulation_steps=2).train()  # what is taken once
@@ -74,8 +65,7 @@ def train(limit_mib: int, folder: str, beyond: bool = False) -> dict[str, Any]:
         try:
             trainer.train()
         except RuntimeError as error:
-            classified = classify(error, device="cpu")
-            answer["verdict"] = str(error) if classified is None else classified.name
+            answer["verdict"] = verdict_of(error)
     lift_limit()
     return answer
 

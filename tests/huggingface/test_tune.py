@@ -205,6 +205,7 @@ def test_without_a_cache_the_advice_names_the_function(tmp_path: Path) -> None:
             "headroom: 'much%' will not do; expected a share from 0.0 to below 1.0 or such as '5%', or a number of "
             "bytes or such as '1GiB'.",
         ),
+        ({"budget": "much"}, "budget: 'much' will not do; expected a positive size such as 12GiB, 900MiB or 24GB."),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:

@@ -13,23 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No test sees what another found."""
-    monkeypatch.setenv("BATCHFINDER_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(autouse=True)
-def one_quiet_thread() -> Iterator[None]:
-    """Small nets are fastest on one thread; Lightning's advice on workers is not asked for."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def alone_and_quiet(own_cache: Path, one_thread: None) -> Iterator[None]:
+    """In all modules of this folder; Lightning's advice on workers is not asked for."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)

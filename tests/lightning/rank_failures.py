@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Searches(pl.Callback):
         before = state_of(trainer)
         for time_ in range(self.times):
             pl_module.stage, pl_module.rank, pl_module.above = STAGES[time_ % 3], time_ % ranks(), 1 + time_ % 2
-            with ranks_of(trainer) as all_ranks:
+            with closing(ranks_of(trainer)) as all_ranks:
                 batches = ProbeBatches(trainer, pl_module, trainer.fit_loop._data_source)
                 limits = Limits(3, 0.0, 0, 0.0)
                 memory = agreed_memory(HostMemory(None), all_ranks)

@@ -13,114 +13,15 @@ from typing import Any
 import nets
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
-from torch import Tensor
-from varied import MESSAGE, Given, Reader
+from rank_fits import ranks
+from split_rank_nets import Branching, Buggy, Sharing, Tight, Wide
+from varied import Given, Reader
 
 from batchfinder.lightning import finding, split_step
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.probing.clearing import clear
 from tests.forks import lift_limit, limit_growth
-
-# A full collection for each failure and search would take most of the time.
-split_step.clear = finding.clear = lambda device: None
-
-ranks = dist.get_world_size
-STAGES = ("forward", "backward", "update")
-
-
-class Branching(Reader):
-    """A layer that only some micro-batches of some ranks use, one that none does, and a buffer that forwards change."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.extra = torch.nn.Linear(6, 1, dtype=torch.float64)
-        self.never = torch.nn.Linear(6, 1, dtype=torch.float64)
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        rare = (batch["input_ids"] == 7) & (batch["labels"] != -100)
-        if self.trainer.global_rank == 0 and rare.any():
-            loss = loss + self.extra(self.embed(batch["input_ids"]))[rare].sum() / (batch["labels"] != -100).sum()
-        return loss
-
-
-class Sharing(Reader):
-    """Logs a mean over the ranks, and fails on one rank in one stage of each batch, once."""
-
-    def __init__(self, fails: bool = False, **options: Any) -> None:
-        super().__init__(**{"dropout": 0.2, "ignored": False, **options})
-        self.fails, self.failed = fails, set[int]()
-        self.norm = torch.nn.BatchNorm1d(1, dtype=torch.float64)
-
-    def reach(self, stage: str) -> None:
-        step = self.trainer.fit_loop.epoch_loop.total_batch_idx
-        due = STAGES[step % 3] == stage and step % ranks() == self.global_rank
-        if self.fails and due and step not in self.failed:
-            self.failed.add(step)
-            raise torch.OutOfMemoryError(MESSAGE)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.norm(loss.detach().expand(2, 1))  # a buffer that DDP takes from rank 0 for each batch
-        self.log("mean", loss, sync_dist=True, on_step=True, on_epoch=True)
-        if len(self.sizes) % 2:
-            self.reach("forward")
-        loss.register_hook(lambda gradient: self.reach("backward"))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        inner, module = optimizer._init_group, self
-
-        def init_group(*args: Any) -> Any:
-            module.reach("update")
-            return inner(*args)
-
-        optimizer._init_group = init_group
-        return optimizer
-
-
-class Tight(Reader):
-    """From a step on fewer tokens fit on the last rank."""
-
-    def __init__(self, tokens: int, **options: Any) -> None:
-        super().__init__(**{"ignored": False, **options})
-        self.tokens = tokens
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        tight = self.trainer.global_step >= 2 and self.global_rank == ranks() - 1
-        if tight and batch["input_ids"].numel() > self.tokens:
-            raise torch.OutOfMemoryError(MESSAGE)
-        return loss
-
-
-class Buggy(Reader):
-    """Fails on one rank, in a way that is not about memory."""
-
-    def __init__(self, act: Any) -> None:
-        super().__init__()
-        self.act = act
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1 and self.global_rank == ranks() - 1:
-            self.act()
-        return super().training_step(batch, batch_idx)
-
-
-class Wide(Reader):
-    """A few MiB for each sample of 128 tokens."""
-
-    def __init__(self) -> None:
-        super().__init__(dtype=torch.float32, rows=256, batch_size=32, longest=128)
-        self.wide, self.narrow = torch.nn.Linear(6, 1024), torch.nn.Linear(1024, 1)
-
-    def loss(self, batch: Any) -> Tensor:
-        losses = self.narrow(torch.tanh(self.wide(self.embed(batch["input_ids"])))).squeeze(2)
-        counts = batch["labels"] != -100
-        return (losses * counts).square().sum() / counts.sum()
 
 
 class Neighbour(pl.Callback):
@@ -140,7 +41,7 @@ class Logs(pl.Callback):
 
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
-        self.gradients: list[Tensor | None] = []
+        self.gradients: list[torch.Tensor | None] = []
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         found = [parameter.grad for parameter in pl_module.parameters()]
@@ -248,9 +149,9 @@ def found(rank: int, make: Callable[..., Reader] = Reader, **ddp: Any) -> list[A
     return [finder.batch_size, sizes, module.trainer.global_step]
 
 
-def limited(limit_mib: int, taken_mib: int) -> list[Any]:
+def limited(rank: int, limit_mib: int, taken_mib: int) -> list[Any]:
     """One process under a real limit, which becomes less from the third step on."""
-    finding.clear = clear
+    finding.clear = split_step.clear = clear
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
     pl.seed_everything(1, verbose=False)
     module = Wide()
@@ -284,4 +185,6 @@ CASES: dict[str, Callable[[int], list[Any]]] = {
     "dies": partial(ends, module=partial(Buggy, dies)),
     "found": found,
     "found, unused": partial(found, make=Branching, find_unused_parameters=True),
+    "limited": partial(limited, limit_mib=48, taken_mib=0),
+    "limited further in training": partial(limited, limit_mib=96, taken_mib=60),
 }

@@ -71,6 +71,15 @@ def test_module_attribute():
     assert module.batch_size == 2
 
 
+def test_undo_leaves_a_size_that_was_set_since():
+    """It is somebody else's."""
+    module = Hooked()
+    applied = fit(module, batch_size=5)
+    module.batch_size = 7
+    applied.undo()
+    assert module.batch_size == 7
+
+
 def test_hparams():
     """A hyperparameter is set where it is kept, and put back."""
     module = HparamsOnly()

@@ -20,6 +20,7 @@ from batchfinder.lightning.loaders import (
     samples_in_batch,
     samples_per_epoch,
 )
+from batchfinder.sampling.batch_sampler import LengthBucketBatchSampler
 from tests.lightning.tiny import Rows, Stream, Tiny, same, trainer
 
 
@@ -249,6 +250,18 @@ def test_no_size_to_change(loader, maker):
         " which has no integer attribute `batch_size`. Give it one that it reads each time it is iterated, or make the"
         " loader in `train_dataloader()` with the size that the attribute `batch_size` of your module or datamodule"
         " holds."
+    )
+
+
+def test_sizes_by_length():
+    """A sampler that has a size for each length is refused, and the message says how these are found."""
+    sampler = LengthBucketBatchSampler([3, 5, 5], {4: 2, 8: 1})
+    with pytest.raises(MisconfigurationException) as caught:
+        check_resizable(DataLoader(Rows(3), batch_sampler=sampler), "the loader passed to fit()", "train_dataloader")
+    assert str(caught.value) == (
+        "batchfinder cannot change the batch size of the loader passed to fit(): its LengthBucketBatchSampler has one"
+        " for each length. Find these first, with BatchFinder(seq_lens=...) on a loader that has a batch_size, and give"
+        " the finder to the sampler; then train without BatchFinder."
     )
 
 

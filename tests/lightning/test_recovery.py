@@ -301,6 +301,20 @@ def test_the_record_in_the_cache_is_lowered(tmp_path: Path) -> None:
     assert [trial.batch_size for trial in again.outcomes["fit"][16].trials] == [5]
 
 
+def test_the_record_of_a_length_that_did_not_fail_stays(tmp_path: Path) -> None:
+    """The next start has its size again."""
+
+    def start(*own: pl.Callback) -> BatchFinder:
+        module, finder = Limited(), BatchFinder(split_batches=True, weight="tokens", seq_lens=[16, 8], cache=tmp_path)
+        module.most = 120
+        run(module, finder, own=own)
+        return finder
+
+    with pytest.warns(UserWarning, match="The cache's record is lowered as well"):
+        assert start(Tight(70, 2)).micro_batch_sizes == {8: 8, 16: 2}  # of 7 at first, then of 5
+    assert start().micro_batch_sizes == {8: 8, 16: 4}
+
+
 def test_a_record_that_cannot_be_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on all the same, and the warning says what the cache still holds."""
 

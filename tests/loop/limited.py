@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import resource
-import threading
 from typing import Any
 
-from tests.forks import lift_limit, limit_growth
+from tests.forks import lift_limit, limit_growth, ready_to_search, verdict_of
 
 STEPS = 3
 
 
 def prepare() -> None:
-    """Import what a loop does; its optimizer's imports take seconds."""
-    import torch
-
+    """Import what a loop does."""
     import batchfinder
-    import batchfinder.probing.signs
     from tests.loop import loops
 
-    torch.set_num_threads(1)
-    threading.stack_size(1 << 20)  # a search leaves the stack of one thread behind
-    model = loops.Transformer()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    torch.optim.AdamW(model.parameters()).step()
+    ready_to_search(loops.Transformer())
     assert callable(batchfinder.tune_batch_size)
 
 
@@ -48,7 +39,6 @@ def train(limit_mib: int, tune: dict[str, Any], more: float | None = None) -> di
     from torch import nn
 
     from batchfinder import tune_batch_size
-    from batchfinder.probing.signs import classify
     from tests.loop.loops import WORDS, Transformer, tokens
 
     torch.set_num_threads(1)
@@ -72,8 +62,7 @@ def train(limit_mib: int, tune: dict[str, Any], more: float | None = None) -> di
                 train_step(make_batch(batch_size, None))
                 steps += 1
         except RuntimeError as error:
-            classified = classify(error, device="cpu")
-            verdict = str(error) if classified is None else classified.name
+            verdict = verdict_of(error)
         return {"steps": steps, "verdict": verdict}
 
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does

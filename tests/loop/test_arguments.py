@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.arguments import check_sizes, device_of, headroom_of
+from batchfinder.loop.arguments import budget_of, check_sizes, device_of, headroom_of
 
 SIZES = {
     "seq_lens": None,
@@ -85,6 +85,13 @@ def test_headroom_that_is_no_size() -> None:
     """A text without a per cent sign is a size."""
     text = refused(lambda: headroom_of("much"))
     assert text == "headroom: 'much' will not do; expected a positive size such as 12GiB, 900MiB or 24GB."
+
+
+def test_budget() -> None:
+    """A size, a number of bytes, or as much as there is."""
+    assert [budget_of(given) for given in ("12GiB", 5 << 20, None)] == [12 << 30, 5 << 20, None]
+    text = refused(lambda: budget_of("much"))
+    assert text == "budget: 'much' will not do; expected a positive size such as 12GiB, 900MiB or 24GB."
 
 
 def test_device() -> None:

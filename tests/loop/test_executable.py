@@ -42,6 +42,13 @@ def test_a_function_that_runs_is_called_once() -> None:
     assert sizes == [16]
 
 
+def test_it_does_not_begin_above_the_largest_size_of_use() -> None:
+    """Nor with the size that it would begin with otherwise."""
+    train, sizes = make(1000, max_batch_size=20)
+    assert train("data") == (20, "data", 1)
+    assert sizes == [20]
+
+
 def test_it_goes_down_by_a_tenth_until_it_runs_and_begins_there_next_time() -> None:
     """As accelerate does; each time a warning has the numbers, and points at the caller."""
     train, sizes = make(100)
@@ -148,6 +155,12 @@ def test_a_wrong_call_is_a_type_error(call: Any, said: str) -> None:
         ({"starting_batch_size": 0}, "starting_batch_size: 0 will not do; expected a size of at least 1."),
         ({"max_batch_size": 0}, "max_batch_size: 0 will not do; expected a size of at least 1."),
         ({"tolerance": 2.0}, "tolerance: 2.0 will not do; expected a share from 0 (exact) to below 1, such as 0.01."),
+        (
+            {"headroom": "much%"},
+            "headroom: 'much%' will not do; expected a share from 0.0 to below 1.0 or such as '5%', or a number of "
+            "bytes or such as '1GiB'.",
+        ),
+        ({"budget": "much"}, "budget: 'much' will not do; expected a positive size such as 12GiB, 900MiB or 24GB."),
     ],
 )
 def test_what_cannot_be_meant_is_refused_where_it_is_written(options: dict[str, Any], said: str) -> None:

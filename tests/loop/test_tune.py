@@ -167,6 +167,13 @@ def test_a_known_size_is_certified_when_less_memory_is_free(own_cache: Path) -> 
     assert (lower.smallest.outcome.source, lower.batch_size) == ("measured", 20)
 
 
+def test_a_budget_is_what_training_may_use(own_cache: Path) -> None:
+    """No more counts as usable, however much there is."""
+    tune(Loop(), budget="3GiB")
+    (record,) = Store(own_cache).records()
+    assert record.key.usable_bytes <= 3 << 30
+
+
 def test_an_out_of_memory_in_training_lowers_the_record(own_cache: Path) -> None:
     """`watch` says so, raises the error unchanged, and the next call tries the lower size before it uses it."""
     loop = Loop()

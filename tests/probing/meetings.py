@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -37,10 +38,10 @@ def _ended(doing: Callable[[], Any]) -> str:
 
 def numbers(rank: int) -> list[Any]:
     """Agree on numbers and things."""
-    with Ranks.open() as ranks:
+    with closing(Ranks.open()) as ranks:
         assert (ranks.rank, ranks.size) == (rank, torch.distributed.get_world_size())
-        large = (1 << 62) + rank
-        return [ranks.smallest(rank, -rank), ranks.largest(large, 7), ranks.gathered({"rank": rank})]
+        large = (1 << 62) - rank
+        return [ranks.smallest(rank, -rank, large), ranks.gathered({"rank": rank})]
 
 
 def together(rank: int) -> list[Any]:
@@ -51,7 +52,7 @@ def together(rank: int) -> list[Any]:
             raise ValueError("the labels are wrong")
         return rank
 
-    with Ranks.open() as ranks:
+    with closing(Ranks.open()) as ranks:
         well = ranks.together(lambda: 10 * rank, "counted")
         every = ranks.each(lambda: 10 * rank, "counted")
         failed = [_ended(lambda: ranks.together(fails, "counted")), _ended(lambda: ranks.each(fails, "counted"))]
@@ -115,7 +116,7 @@ class Place:
 
 def places(rank: int) -> list[Any]:
     """The first rank alone reads and writes."""
-    with Ranks.open() as ranks:
+    with closing(Ranks.open()) as ranks:
         works, fails = Place(False), Place(rank == 0)
         slot = AgreedSlot(works, ranks)
         found = slot.get()
@@ -126,7 +127,7 @@ def places(rank: int) -> list[Any]:
 
 def probes(rank: int) -> list[Any]:
     """Each rank has as much more room as its number; free memory is the least."""
-    with Ranks.open() as ranks:
+    with closing(Ranks.open()) as ranks:
         probe = AgreedProbe(FunctionProbe(lambda size, shape: 10 * size + rank, capacity_bytes=100 + 10 * rank), ranks)
         seen = [probe(size, Shape()) for size in (9, 10, 11)]
         host = HostMemory(None)
@@ -143,7 +144,7 @@ def probes(rank: int) -> list[Any]:
 
 def readings(rank: int) -> list[Any]:
     """The largest of what is known."""
-    with Ranks.open() as ranks:
+    with closing(Ranks.open()) as ranks:
         mine = Measurement(Verdict.FITS, None, 10 + rank, 1.0 + rank, resting_bytes=None if rank else 5)
         seen = asdict(agree(ranks.gathered(mine)))
         return [seen["peak_allocated_bytes"], seen["peak_reserved_bytes"], seen["seconds"], seen["resting_bytes"]]

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.errors import HalfUpdated, OutOfMemory
-from batchfinder.probing import optimizer_copy
+from batchfinder.probing import atomic_update, optimizer_copy
 from batchfinder.probing.atomic_update import AtomicUpdate
 
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -212,6 +212,49 @@ def test_failing_update_after_update():
         training.step(3, after=True)
     assert training.bits() == expected.bits()
     assert (training.atomic.place, training.atomic.recoveries) == ("device", 5)
+
+
+@pytest.fixture
+def _on_a_device(monkeypatch):
+    """The tensors are on a device that has memory of its own, as far as an update can tell."""
+    monkeypatch.setattr(atomic_update, "_device_of", lambda optimizer: torch.device("xpu"))
+
+
+@pytest.mark.usefixtures("_on_a_device")
+def test_updates_in_a_row_that_fail_on_a_device():
+    """The second has the copies made on the host from then on; a single one, now and then, does not."""
+    expected = Training()
+    for _ in range(5):
+        expected.step()
+    training, places = Training().protect(), []
+    for failing in (True, False, True, True, False):
+        training.step(*([3] if failing else []), after=True)
+        places.append(training.atomic.place)
+    assert places == ["device", "device", "device", "host", "host"]
+    assert training.bits() == expected.bits()
+
+
+@pytest.mark.usefixtures("_on_a_device")
+@pytest.mark.parametrize("host", [True, False])
+def test_a_device_without_room_for_the_copy(monkeypatch, host):
+    """The copy is on the host and takes the changes back from there, unless that is not wanted."""
+    copy_of = optimizer_copy._TensorCopy.copy
+
+    def full(self, host):
+        if not host:
+            raise torch.OutOfMemoryError(MESSAGE)
+        copy_of(self, host)
+
+    monkeypatch.setattr(optimizer_copy._TensorCopy, "copy", full)
+    expected = Training()
+    for _ in range(2):
+        expected.step()
+    training = Training()
+    with AtomicUpdate(training.optimizer, host=host) as atomic:
+        training.step()
+        training.step(*([3] if host else []), after=True)
+        assert atomic.place == ("host" if host else "nowhere")
+    assert training.bits() == expected.bits()
 
 
 def test_without_a_copy(monkeypatch):

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import pytest
 
 from batchfinder.devices import device_for, find_gpu
-from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Shape, Stop
 from batchfinder.published import titan_x
-from batchfinder.search import Secant
-from batchfinder.simulator.predict import predict_max_batch_size
 from batchfinder.simulator.timeline import Timeline
 from batchfinder.step.spec import WorkloadSpec
+from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import HowToStep, Simulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_recorders")]
@@ -48,8 +46,7 @@ def cells() -> Iterator[dict[tuple[str, int], Cell]]:
         for model, seq_len in CELLS:
             probe = simulations[model].probe(TITAN_X, SEQ_LENS)
             shape = Shape(seq_len)
-            search = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
-            outcome = find_max_batch_size(probe, shape, search=search)
+            outcome = search_simulated(probe, shape)
             size = outcome.max_batch_size
             found[model, seq_len] = Cell(
                 size,

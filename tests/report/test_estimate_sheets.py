@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES
+from batchfinder.estimate.sharding import STRATEGIES, side_by_side
 from batchfinder.report.estimate_findings import Changed, EstimateFindings
 from batchfinder.report.estimate_sheets import estimate_sheets
 from batchfinder.simulator.memory import DeviceMemory
@@ -198,7 +198,7 @@ def test_no_card_was_named() -> None:
 
 def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """What each of several GPUs takes, by strategy, and what is approximated."""
-    each = {name: on(1900 * MIB, change(TRACE, 8, 0.5)) for name, change in STRATEGIES.items()}
+    each = {name: on(1900 * MIB, side_by_side(TRACE, stage, 8, 0.5)) for name, stage in STRATEGIES.items()}
     found = replace(findings(on(20 * GIB)), num_gpus=8, strategies=each)
     assert (
         printed(found, capsys, 2)

@@ -13,7 +13,7 @@ import pytest
 from batchfinder.cli.main import main
 from batchfinder.estimate.estimate import estimate
 from batchfinder.estimate.over_time import over_time
-from batchfinder.estimate.sharding import STRATEGIES
+from batchfinder.estimate.sharding import STRATEGIES, side_by_side
 from batchfinder.report import drawing
 from batchfinder.report.estimate_figure import COLOUR_OF, draw_estimate
 from batchfinder.report.estimate_findings import EstimateFindings
@@ -125,7 +125,7 @@ def test_an_estimate(figures: list[Any], tmp_path: Path) -> None:
     """It has a bar for each strategy, with all kinds in it, as long as the peak."""
     memory = DeviceMemory(20 * GIB, 20 * GIB)
     alone = estimate(_trace(), memory, GIB)
-    strategies = {name: estimate(change(_trace(), 4, 1.0), memory, GIB) for name, change in STRATEGIES.items()}
+    strategies = {name: estimate(side_by_side(_trace(), n, 4), memory, GIB) for name, n in STRATEGIES.items()}
     step = {"mode": "train", "precision": "fp32", "optimizer": "adamw", "attention": "default"}
     found = EstimateFindings(
         "bert", "p3.8xlarge: 4 x V100 16GB", 4, **step, gradient_checkpointing=False, accumulation=1, estimate=alone,

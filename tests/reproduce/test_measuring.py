@@ -10,13 +10,13 @@ from batchfinder.devices import present_gpus
 from batchfinder.errors import CardNeeded
 from batchfinder.probing.card import CardFacts
 from batchfinder.reproduce import measuring
-from batchfinder.reproduce.measuring import measured_largest, measured_rung, require_card
+from batchfinder.reproduce.measuring import RealStep, require_card
 from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep
 from batchfinder.units import GIB, MIB
 
 VECTORS = WorkloadSpec("tests.builders.small:mlp")
-LIMIT_BYTES = 48 * MIB
+STEP = RealStep("cpu", VECTORS, HowToStep(), limit_bytes=48 * MIB, seq_len=1)
 # A sample takes a kilobyte for itself and some more for its activations.
 SURELY, SURELY_NOT = 1 << 8, 1 << 17
 
@@ -24,14 +24,14 @@ SURELY, SURELY_NOT = 1 << 8, 1 << 17
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
 def test_rungs() -> None:
     """A ladder's answer is the last rung that ran before the first that did not, and 0 where none did."""
-    assert measured_rung("cpu", VECTORS, HowToStep(), LIMIT_BYTES, 1, (64, SURELY, SURELY_NOT, 2)) == SURELY
-    assert measured_rung("cpu", VECTORS, HowToStep(), LIMIT_BYTES, 1, (SURELY_NOT, 2)) == 0
+    assert STEP.last_rung((64, SURELY, SURELY_NOT, 2)) == SURELY
+    assert STEP.last_rung((SURELY_NOT, 2)) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
 def test_largest() -> None:
     """The largest batch is found within the limit, from a prediction that is off."""
-    assert SURELY < measured_largest("cpu", VECTORS, HowToStep(), LIMIT_BYTES, 1, predicted=1500) < SURELY_NOT
+    assert SURELY < STEP.largest(predicted=1500) < SURELY_NOT
 
 
 @pytest.mark.skipif(bool(present_gpus()), reason="this machine has a GPU")

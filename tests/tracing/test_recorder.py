@@ -192,7 +192,6 @@ def test_interrupt_passes_it_by(mlp: Recorder) -> None:
 def test_facts(mlp: Recorder) -> None:
     """What there is to know is told without a recording."""
     facts = mlp.facts()
-    assert facts.parameters == 256 * 1024 + 1024 + 1024 * 128 + 128
     assert facts.max_seq_len is None
     assert not facts.brings_optimizer
     assert facts.versions["torch"]

@@ -277,7 +277,7 @@ def test_what_a_module_holds_matters(holding: Any, wrap: Callable[[Any, int], An
 
 
 def test_what_a_callable_refers_to_matters(holding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closures, defaults, arguments of a partial, and module globals, also a global of a method."""
+    """Closures, defaults, attributes, arguments of a partial, and module globals, also a global of a method."""
     net = holding.Net(None)
 
     def each() -> list[str]:
@@ -293,6 +293,9 @@ def test_what_a_callable_refers_to_matters(holding: Any, monkeypatch: pytest.Mon
     before = of(net)
     monkeypatch.setattr(holding.SCALE, "k", 2)
     assert of(net) != before
+    before = of(net, holding.make)
+    monkeypatch.setattr(holding.make, "length", 2, raising=False)
+    assert of(net, holding.make) != before
 
 
 def test_steps_do_not_matter(holding: Any) -> None:
@@ -330,6 +333,18 @@ def test_helper_modules_matter(write_module: WriteModule, in_a_fork: Callable[..
     assert found[0] == found[1] != found[2] != ""
 
 
+def test_what_a_module_was_set_to_matters(write_module: WriteModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name in another module of the user's, as in `settings.width`, counts with what it is now."""
+    write_module("code_settings", "width = 3\n")
+    write_module(
+        "code_using", "import code_settings\n" + CODE.replace("batch_size, size", "batch_size, code_settings.width")
+    )
+    workload = build_workload("code_using:factory")
+    before = fingerprint(workload)
+    monkeypatch.setattr(sys.modules["code_settings"], "width", 4)
+    assert fingerprint(workload) != before
+
+
 LIBRARY = """
 from torch import nn
 def run(): pass
@@ -337,6 +352,16 @@ class Net(nn.Linear):
     def __init__(self):
         super().__init__(3, 3)
 """
+
+
+def install(folder: Path, version: str, body: str, record: str = "") -> None:
+    """Put a version of a library into a folder."""
+    info = folder / f"fakelib-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fakelib\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("fakelib\n")
+    (info / "RECORD").write_text(record)
+    (folder / "fakelib.py").write_text(LIBRARY + body)
 
 
 @pytest.mark.parametrize(
@@ -355,14 +380,26 @@ def test_versions_of_libraries_matter(
     found = []
     for version, body in (("1.0", ""), ("1.0", "# other text\n"), ("2.0", "")):
         site = tmp_path / f"{version}{len(body)}" / "site-packages"
-        info = site / f"fakelib-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fakelib\nVersion: {version}\n")
-        (info / "top_level.txt").write_text("fakelib\n")
-        (site / "fakelib.py").write_text(LIBRARY + body)
+        install(site, version, body)
         found.append(in_a_fork("code_main", str(site)))
     assert found[0]
     assert found[0] == found[1] != found[2] != ""
+
+
+@pytest.mark.parametrize(("recorded", "its_text_matters"), [("fakelib.py", False), ("__editable__.fakelib.pth", True)])
+def test_what_an_installer_recorded_is_a_library(
+    write_module: WriteModule, tmp_path: Path, in_a_fork: Callable[..., str], recorded: str, its_text_matters: bool
+) -> None:
+    """Its version stands for it in a folder of any name; what is installed editable is the user's own all the same."""
+    write_module("code_main", CODE + "\nimport fakelib")
+    found = []
+    for version, body in (("1.0", ""), ("1.0", "# other text\n"), ("2.0", "")):
+        folder = tmp_path / f"{version}{len(body)}"
+        install(folder, version, body, f"{recorded},,\n")
+        found.append(in_a_fork("code_main", str(folder)))
+    assert "" not in found
+    assert (found[0] != found[1]) is its_text_matters
+    assert (found[0] != found[2]) is not its_text_matters
 
 
 def test_nothing_of_the_users_matters_to_the_zoo(

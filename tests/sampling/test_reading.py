@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
 
-from batchfinder.lightning.samples import read_batches, read_samples, spread
+from batchfinder.sampling.reading import UnreadableData, read_batches, read_samples, spread
 from tests.lightning.tiny import Rows, Stream
 
 
@@ -113,13 +112,34 @@ def test_read_once():
     assert numbers(read_batches(once, 2)) == [4, 3]
     assert once.left == 5
     generator = (torch.ones(2) for _ in range(3))
-    with pytest.raises(MisconfigurationException) as caught:
+    with pytest.raises(UnreadableData) as caught:
         list(read_batches(generator, 1))
     assert str(caught.value) == (
         "generator can be read only once: a batch that BatchFinder took from it to probe with would be missing from the"
-        " training. Pass BatchFinder make_batch=, a function that makes a batch of (batch_size, seq_len)."
+        " training."
     )
     assert len(list(generator)) == 3
+
+
+class GoingOn(Stream):
+    """A stream with one iterator, which each reader moves on."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.iterator = super().__iter__()
+
+    def __iter__(self) -> Any:
+        return self.iterator
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_stream_that_goes_on(batch_size):
+    """Where a second reader of a stream would go on after the first, it is refused, and nothing is taken from it."""
+    stream = GoingOn(5)
+    loader = DataLoader(stream, batch_size=batch_size)
+    with pytest.raises(UnreadableData, match=r"^GoingOn can be read only once: "):
+        list((read_batches if batch_size is None else read_samples)(loader, 1))
+    assert numbers(stream) == [0, 1, 2, 3, 4]
 
 
 def test_made_batches():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from lightning_fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import distributed
 from torch.utils.data import DataLoader
 
-from batchfinder.lightning.samples import read_batches, read_samples
+from batchfinder.sampling.reading import UnreadableData, read_batches, read_samples
 from batchfinder.splitting.stretch import with_batch_size
 from batchfinder.splitting.tree import Path, leaves, map_leaves, tensors
 
@@ -20,6 +20,16 @@ DISTINCT = 32
 SCANNED = 2048
 SCAN_SECONDS = 10.0
 MADE = 8
+
+
+def batches_of(loader: Any) -> SampleBatches | MadeBatches:
+    """What makes batches of any size of a loader's data.
+
+    Args:
+        loader: a DataLoader, or any iterable of batches.
+    """
+    sampled = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+    return SampleBatches(loader) if sampled else MadeBatches(loader)
 
 
 class SampleBatches:
@@ -73,7 +83,7 @@ class SampleBatches:
     def _few(self) -> Extremes:
         few = list(read_samples(self.loader, DISTINCT))
         if not few:
-            raise MisconfigurationException(
+            raise UnreadableData(
                 f"The dataset {type(self.loader.dataset).__name__} is empty: there is no sample to probe with."
             )
         return Extremes(few, keep=True)
@@ -126,7 +136,7 @@ class MadeBatches:
     def _made(self) -> list[Any]:
         made = list(read_batches(self.loader, MADE))
         if not made:
-            raise MisconfigurationException(f"{type(self.loader).__name__} is empty: there is no batch to probe with.")
+            raise UnreadableData(f"{type(self.loader).__name__} is empty: there is no batch to probe with.")
         return sorted(made, key=_elements_per_sample)
 
 
@@ -185,10 +195,13 @@ def _for_seconds(samples: Iterator[Any]) -> Iterator[Any]:
     for count, sample in enumerate(samples, 1):
         yield sample
         if time.monotonic() - start > SCAN_SECONDS and count < SCANNED:
-            rank_zero_warn(
-                f"BatchFinder looked for the longest sample among {count} only, as reading them took"
-                f" {SCAN_SECONDS:.0f} seconds. If there are longer ones, pass seq_lens= or make_batch=."
-            )
+            if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
+                warnings.warn(
+                    f"The longest sample was looked for among {count} only, as reading them took {SCAN_SECONDS:.0f}"
+                    " seconds. If there are longer ones, pass make_batch=, or their length: seq_lens= of BatchFinder,"
+                    " seq_len= of tune_trainer.",
+                    stacklevel=4,
+                )
             return
 
 

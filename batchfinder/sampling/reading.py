@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_fabric.utilities.data import has_iterable_dataset
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import (
     DataLoader,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -26,6 +25,10 @@ from torch.utils.data.distributed import DistributedSampler
 _WHOLE_DATASET = (SequentialSampler, RandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
+class UnreadableData(Exception):
+    """Data that no sample can be had from. Who serves the user catches it and says what to pass instead."""
+
+
 def read_samples(loader: DataLoader[Any], count: int) -> Iterator[Any]:
     """Some of a loader's samples, spread over the dataset where it can be indexed, else its first ones.
 
@@ -34,9 +37,9 @@ def read_samples(loader: DataLoader[Any], count: int) -> Iterator[Any]:
         count: how many at most.
 
     Raises:
-        MisconfigurationException: the dataset can be read only once.
+        UnreadableData: the dataset can be read only once.
     """
-    if has_iterable_dataset(loader):
+    if isinstance(loader.dataset, IterableDataset):
         yield from itertools.islice(_again(loader.dataset), count)
         return
     sampler: Any = loader.batch_sampler
@@ -56,7 +59,7 @@ def read_batches(loader: Any, count: int) -> Iterator[Any]:
         count: how many at most.
 
     Raises:
-        MisconfigurationException: it can be read only once.
+        UnreadableData: it can be read only once.
     """
     if not isinstance(loader, DataLoader):
         if isinstance(loader, Sequence):
@@ -65,7 +68,7 @@ def read_batches(loader: Any, count: int) -> Iterator[Any]:
             yield from itertools.islice(_again(loader), count)
         return
     made: Iterator[Any]
-    if has_iterable_dataset(loader):
+    if isinstance(loader.dataset, IterableDataset):
         made = itertools.islice(_again(loader.dataset), count)
     elif _is_plain(loader.sampler):
         made = (loader.dataset[key] for key in _spread(loader.sampler, loader.dataset, count))
@@ -130,9 +133,17 @@ def _again(iterable: Any) -> Iterator[Any]:
     if iterator is iterable:
         with contextlib.suppress(Exception):
             return iter(copy.deepcopy(iterable))
-        raise MisconfigurationException(
-            f"{type(iterable).__name__} can be read only once: a batch that BatchFinder took from it to probe with"
-            " would be missing from the training. Pass BatchFinder make_batch=, a function that makes a batch of"
-            " (batch_size, seq_len)."
-        )
-    return iter(iterator)
+    elif not _goes_on(getattr(iterable, "dataset", iterable)):
+        return iter(iterator)
+    raise UnreadableData(
+        f"{type(iterable).__name__} can be read only once: a batch that BatchFinder took from it to probe with would be"
+        " missing from the training."
+    )
+
+
+def _goes_on(data: Any) -> bool:
+    """Whether a second iterator over a stream goes on where the first one is."""
+    if not isinstance(data, IterableDataset):  # `iter()` of anything else may start workers
+        return False
+    iterator = iter(data)
+    return iterator is not data and iter(data) is iterator

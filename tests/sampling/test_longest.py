@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from batchfinder.lightning import longest
-from batchfinder.lightning.longest import Extremes, MadeBatches, SampleBatches
+from batchfinder.sampling import longest
+from batchfinder.sampling.longest import Extremes, MadeBatches, SampleBatches
+from batchfinder.sampling.reading import UnreadableData
 from tests.lightning.tiny import Rows
 
 
@@ -84,20 +84,20 @@ def test_time(monkeypatch):
     """A look that takes too long ends early, and says so."""
     monkeypatch.setattr(longest, "SCAN_SECONDS", -1.0)
     made = SampleBatches(DataLoader(Sentences([5, 9, 7]), collate_fn=pad))
-    with pytest.warns(UserWarning, match="BatchFinder looked") as caught:
+    with pytest.warns(UserWarning, match="The longest sample") as caught:
         made.batch(1)
     assert str(caught[0].message) == (
-        "BatchFinder looked for the longest sample among 1 only, as reading them took -1 seconds. If there are longer"
-        " ones, pass seq_lens= or make_batch=."
+        "The longest sample was looked for among 1 only, as reading them took -1 seconds. If there are longer ones,"
+        " pass make_batch=, or their length: seq_lens= of BatchFinder, seq_len= of tune_trainer."
     )
 
 
 def test_empty():
     """No samples, and no batches, are refused."""
-    with pytest.raises(MisconfigurationException) as caught:
+    with pytest.raises(UnreadableData) as caught:
         SampleBatches(DataLoader(Sentences([]), collate_fn=pad)).batch(1)
     assert str(caught.value) == "The dataset Sentences is empty: there is no sample to probe with."
-    with pytest.raises(MisconfigurationException) as caught:
+    with pytest.raises(UnreadableData) as caught:
         MadeBatches(()).batch(1)
     assert str(caught.value) == "tuple is empty: there is no batch to probe with."
 

@@ -1,0 +1,40 @@
+"""Which lengths sizes are found for, and what the lengths get that none was found for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nets
+import pytest
+from varied import Reader
+
+from batchfinder.lightning.callback import BatchFinder
+from batchfinder.lightning.split_fit import SplitFit
+
+pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
+
+
+@pytest.mark.parametrize(
+    ("longest", "seq_lens", "expected"),
+    [
+        (64, None, [64, 48, 32, 24, 16]),
+        (22, None, [22, 16]),
+        (21, None, [21]),
+        (5, None, [5]),
+        (None, None, [None]),
+        (64, [40, 8], [40, 8]),
+    ],
+)
+def test_lengths(longest: int | None, seq_lens: Any, expected: Any) -> None:
+    """The longest, 3/4 of it, 1/2, 3/8 and so on, none of them below 16; or those that were asked for."""
+    assert SplitFit(None, seq_lens, "tokens", True, False).lengths(longest) == expected
+
+
+def test_lengths_below_one_at_which_a_batch_fits_whole() -> None:
+    """They are not tried, and get that one's size."""
+    module = Reader()
+    module.most = 64
+    finder = BatchFinder(split_batches=True, weight="tokens", seq_lens=[16, 8, 4, 2], cache=False)
+    nets.trainer(callbacks=[finder]).fit(module)
+    assert list(finder.outcomes["fit"]) == [16, 8]
+    assert finder.micro_batch_sizes == {2: 8, 4: 8, 8: 8, 16: 4}
