@@ -69,6 +69,7 @@ class Server:
         self.folder = folder
         self.workers = workers
         self.workload: Any = None
+        self.not_built: BaseException | None = None
         self.mode: Any = None
         self._waiting: list[dict[str, Any]] = []
         self._running: dict[int, tuple[int, int]] = {}
@@ -101,6 +102,7 @@ class Server:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
+                self.not_built = error
                 self._answer({"error": describe(error, self.folder)})
             else:
                 self._answer({"facts": facts})
@@ -168,6 +170,8 @@ class Server:
         from batchfinder.tracing.record import record_step
 
         other = job["workload"]
+        if other is None and self.not_built is not None:
+            raise self.not_built
         return record_step(
             self.workload if other is None else self._build(other["builder"], other["arguments"]),
             StepSettings(**job["settings"]),

@@ -136,12 +136,15 @@ def test_backward_that_raises() -> None:
 
 @pytest.mark.parametrize("builder", ["tests.builders.small:nothing_there", "tests.builders.nowhere:build"])
 def test_builder_that_does_not_exist(builder: str) -> None:
-    """What cannot be built is said by `facts`, and recordings asked for fail rather than wait for ever."""
+    """What cannot be built is said by `facts`, and by each recording that is asked for, before or after."""
     with Recorder(WorkloadSpec(builder)) as recorder:
+        early = recorder.submit(job(GOOD))
         with pytest.raises(BatchFinderError) as caught:
             recorder.facts()
-        assert builder.rpartition(":")[0].rpartition(".")[2] in str(caught.value)
-        assert isinstance(recorder.submit(job(GOOD)).exception(SECONDS), BatchFinderError)
+        name = builder.rpartition(":")[0].rpartition(".")[2]
+        for error in (caught.value, early.exception(SECONDS), recorder.submit(job(GOOD)).exception(SECONDS)):
+            assert isinstance(error, BatchFinderError)
+            assert name in str(error)
 
 
 def test_builder_that_ends_the_process() -> None:
