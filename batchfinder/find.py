@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from batchfinder.outcome import Outcome, Shape, Trial
 from batchfinder.probe import Probe
+from batchfinder.retry import retrying
 from batchfinder.search import Bounds, Doubling, Search
 
 
@@ -33,7 +34,8 @@ def find_max_batch_size(
 ) -> Outcome:
     """Find the largest batch size that runs.
 
-    Whatever the probe or `on_trial` raises propagates unchanged, an interrupt too; nothing is put into the cache then.
+    A failure on a real device that the search did not expect is believed when it comes twice. Whatever the probe or
+    `on_trial` raises propagates unchanged, an interrupt too; nothing is put into the cache then.
 
     Args:
         probe: answers whether one size runs.
@@ -56,7 +58,7 @@ def find_max_batch_size(
     trials: list[Trial] = []
     state = search.init(shape, Bounds())
     while (batch_size := search.propose(state)) is not None:
-        trial = search.judge(Trial(batch_size, shape, probe(batch_size, shape)))
+        trial = _tried(probe, search, state, batch_size, shape)
         trials.append(trial)
         if on_trial is not None:
             on_trial(trial)
@@ -75,3 +77,12 @@ def find_max_batch_size(
     if cache is not None:
         cache.put(outcome)
     return outcome
+
+
+def _tried(probe: Probe, search: Search[Any], state: Any, batch_size: int, shape: Shape) -> Trial:
+    def once() -> Trial:
+        return search.judge(Trial(batch_size, shape, probe(batch_size, shape)))
+
+    if probe.source == "simulated":
+        return once()
+    return retrying((), on_result=lambda trial: search.doubts(state, trial), attempts=2, wait=0.0)(once)()

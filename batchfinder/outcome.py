@@ -40,6 +40,11 @@ class Verdict(enum.Enum):
         """Whether a size with this verdict may be reported."""
         return self is Verdict.FITS
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether another try may end otherwise: fragments of what ran before, or a neighbour, may be to blame."""
+        return self in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY)
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:

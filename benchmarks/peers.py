@@ -47,6 +47,9 @@ def main() -> int:
             draw(result, arguments.figure)
         print(markdown(result, arguments.cases))
         return 0
+    import torch
+
+    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     # glibc reads its variables as a process starts; they make a limit on the address space sharp. A card must not be
     # seen where processes are forked.
     settings = {**MALLOC, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if arguments.device == "cpu" else {}

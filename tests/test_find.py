@@ -9,7 +9,7 @@ import pytest
 from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
 from batchfinder.probe import FunctionProbe
-from batchfinder.search import Doubling, Headroom
+from batchfinder.search import Capped, Doubling, Headroom, Secant
 
 SHAPE = Shape(seq_len=128)
 
@@ -127,3 +127,54 @@ def test_one_search_serves_many_shapes():
         find_max_batch_size(five(), Shape(seq_len), search=search).max_batch_size for seq_len in (128, 8, 180, 128)
     ]
     assert answers == [5, 17, 0, 5]
+
+
+class Failing:
+    """Runs up to 40 samples, says how often each size was tried, and fails at some sizes the first time by accident."""
+
+    unmodelled = ()
+
+    def __init__(self, verdict: Verdict, accidents: tuple[int, ...] = (), source: str = "measured") -> None:
+        self.verdict = verdict
+        self.accidents = accidents
+        self.source = source
+        self.tried: list[int] = []
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        self.tried.append(batch_size)
+        accident = batch_size in self.accidents and self.tried.count(batch_size) == 1
+        if accident or batch_size > 40:
+            return Measurement(self.verdict)
+        return Measurement(Verdict.FITS, 10 * batch_size, 10 * batch_size)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY])
+def test_an_accident_is_forgotten(verdict):
+    """On a real device a failure is believed when it comes twice; one trial is reported of a size."""
+    probe = Failing(verdict, accidents=(2, 16, 36))
+    outcome = find_max_batch_size(probe, SHAPE)
+    assert outcome.max_batch_size == 40
+    assert probe.tried == [1, 2, 2, 4, 8, 16, 16, 32, 64, 64, 48, 48, 40, 44, 44, 42, 42, 41, 41]
+    assert [trial.batch_size for trial in outcome.trials] == [1, 2, 4, 8, 16, 32, 64, 48, 40, 44, 42, 41]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "source"),
+    [(Verdict.SIZE_CEILING, "measured"), (Verdict.THRASHING, "measured"), (Verdict.OUT_OF_MEMORY, "simulated")],
+)
+def test_what_cannot_pass_is_believed_at_once(verdict, source):
+    """Neither a kernel's ceiling, nor what recurs step after step, nor a simulated failure is an accident."""
+    probe = Failing(verdict, source=source)
+    assert find_max_batch_size(probe, SHAPE).max_batch_size == 40
+    assert len(set(probe.tried)) == len(probe.tried)
+
+
+def test_a_failure_that_was_expected_is_believed_at_once():
+    """A search that knows from peaks what cannot fit tries the size that ends it a single time."""
+    probe = Failing(Verdict.OUT_OF_MEMORY)
+    outcome = find_max_batch_size(probe, SHAPE, search=Capped(Secant(limit_bytes=409, tolerance=0.0, predicted=40), 99))
+    assert (outcome.max_batch_size, outcome.stop) == (40, Stop.EXACT)
+    assert probe.tried.count(41) == 1
+    again = Failing(Verdict.OUT_OF_MEMORY, accidents=(34,))
+    assert find_max_batch_size(again, SHAPE, search=Secant(409, 0.0, predicted=40)).max_batch_size == 40
+    assert again.tried[:2] == [34, 34]

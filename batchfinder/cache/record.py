@@ -14,7 +14,8 @@ from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
 
-SCHEMA = 2
+SCHEMA = 3
+"""Also raised when what counts as fitting changes: 3 asks of a size that it goes on fitting."""
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.outcome import Shape
 from batchfinder.report.estimate_findings import Changed
 from batchfinder.report.progress import Activity
-from batchfinder.simulator.allocator import UNLIMITED
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.tracing.simulated_search import search_simulated
 from batchfinder.tracing.simulation import Simulation
@@ -161,6 +160,7 @@ def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int |
 
 def _taken(request: EstimateRequest, probe: SimulatedProbe, batch_size: int, shape: Shape) -> tuple[int, bool]:
     """What a size takes of the card, the context included, and whether it has that; if not, as on one without end."""
-    timeline = probe.timeline(batch_size, shape)
-    there = timeline if timeline.fits else probe.timeline(batch_size, shape, UNLIMITED)
-    return there.max_reserved_bytes + request.card.device.context_bytes, timeline.fits
+    seen = probe(batch_size, shape)
+    reserved = seen.peak_reserved_bytes if seen.fits else None
+    reserved = probe.needed_bytes(batch_size, shape) if reserved is None else reserved
+    return reserved + request.card.device.context_bytes, seen.fits

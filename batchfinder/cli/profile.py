@@ -52,7 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
         seq_len = one_seq_len(asked, simulation.facts())
         activity.doing(f"recording {model}")
         probe = simulation.probe(device, [seq_len], settings)
-        timeline = probe.exact_timeline(batch_size, Shape(seq_len))
+        later = probe.exact_outlook(batch_size, Shape(seq_len))
+    timeline = later.timeline
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
     title = f"{model} at {size} on {device.name}, simulated"
     if arguments.plot is not None:
@@ -63,13 +64,15 @@ def main(arguments: argparse.Namespace) -> int:
         snapshot = take_snapshot(trace, CachingAllocator(probe.memory, settings))
         write_file("--snapshot", arguments.snapshot, pickled(snapshot))
     if arguments.json:
-        print(json.dumps({"stages": _stages(timeline), "oom": _oom(timeline.oom)}, indent=1))
+        print(json.dumps({"stages": _stages(timeline), "oom": _oom(timeline.oom), "settled": later.settled}, indent=1))
         return 0
     details = (
         ", ".join([how.precision, *([how.optimizer] if how.mode == "train" else [how.mode])]),
         f"{format_bytes(device.usable_bytes)} usable",
     )
     notes = [] if timeline.oom is None else [_out_of_memory(timeline.oom)]
+    if not later.settled:
+        notes.append("each further step gives back all cached memory to go on, which counts as not fitting")
     notes += [f"left out: {text}" for text in (*probe.unmodelled, *allocator_notes(settings))]
     Sheet(title, details, _columns(timeline, how.micro_batches), tuple(notes)).show()
     return 0

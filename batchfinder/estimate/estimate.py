@@ -10,6 +10,7 @@ from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.memory import DeviceMemory
 from batchfinder.simulator.replay import alive_at, replay
 from batchfinder.simulator.settings import DEFAULT_SETTINGS, AllocatorSettings
+from batchfinder.simulator.settling import outlook
 from batchfinder.simulator.smallest import smallest_usable_bytes
 from batchfinder.simulator.timeline import Moment, Overflow
 from batchfinder.simulator.trace import Trace
@@ -90,11 +91,11 @@ class Estimate:
         reserved_bytes: the most the allocator reserved.
         capacity_bytes: what the card has for this process, the context included.
         required_bytes: the least a card must have for this size to run, the context included.
-        fits: whether the card has room. If not, all the rest is as on a card without end.
+        fits: whether the card has room, step after step. If not, all the rest is as on a card without end.
         peak: the fullest moment; None when nothing was allocated.
         last_segment: when the allocator last had to take memory from the card; None likewise.
         num_alloc_retries: how often the cache had to be given back to go on.
-        oom: the allocation that the card had no room for; None when it fits.
+        oom: the allocation that the card had no room for; None where there was none.
     """
 
     trace: Trace
@@ -141,8 +142,9 @@ def estimate(
         settings: the caching allocator's.
     """
     structure, sizes = trace.structure, trace.sizes
-    timeline = there = replay(structure, sizes, CachingAllocator(memory, settings))
-    if not there.fits:
+    later = outlook(structure, sizes, lambda: CachingAllocator(memory, settings))
+    timeline = later.timeline
+    if not later.fits:
         timeline = replay(structure, sizes, CachingAllocator(UNLIMITED, settings))
     fullest = timeline.allocated_peak
     alive = () if fullest is None else tuple(alive_at(structure, fullest.position))
@@ -158,11 +160,11 @@ def estimate(
         reserved_bytes=reserved,
         capacity_bytes=memory.capacity_bytes + context_bytes,
         required_bytes=smallest_usable_bytes(structure, sizes, settings, context_bytes) + context_bytes,
-        fits=there.fits,
+        fits=later.fits,
         peak=_peak(trace, fullest),
         last_segment=_peak(trace, timeline.reserved_peak),
         num_alloc_retries=timeline.num_alloc_retries,
-        oom=there.oom,
+        oom=later.timeline.oom,
     )
 
 

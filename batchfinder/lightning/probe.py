@@ -11,7 +11,6 @@ import torch
 from batchfinder.lightning.rehearsal import Rehearsal
 from batchfinder.outcome import Measurement, Shape
 from batchfinder.probing.apart import at_home
-from batchfinder.probing.confirming import confirmed
 from batchfinder.probing.memory import Memory
 from batchfinder.probing.state import TrainingState
 from batchfinder.probing.trying import tried
@@ -65,8 +64,6 @@ class Setting:
 class LightningProbe:
     """Tries a size on the trainer as it stands, and leaves no trace.
 
-    An out-of-memory is believed when it comes twice, the second time from a clean slate.
-
     Args:
         rehearsal: how to play the stage.
         setting: what to play.
@@ -111,7 +108,7 @@ class LightningProbe:
             shape: one sample's shape.
         """
         if self._memory.warms_up:
-            self._once(1, shape)
+            self(1, shape)
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size.
@@ -123,11 +120,13 @@ class LightningProbe:
         Raises:
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
-        return confirmed(lambda: self._once(batch_size, shape))
-
-    def _once(self, batch_size: int, shape: Shape) -> Measurement:
         try:
-            return tried(lambda: self._rehearse(batch_size, shape), self._state, self._memory, self._device)
+            return tried(
+                lambda settling: self._rehearse(batch_size, shape, settling.goes_on),
+                self._state,
+                self._memory,
+                self._device,
+            )
         except Exception as error:
             if self._left_out:
                 error.add_note(
@@ -136,19 +135,19 @@ class LightningProbe:
                 )
             raise
 
-    def _rehearse(self, batch_size: int, shape: Shape) -> None:
+    def _rehearse(self, batch_size: int, shape: Shape, more: Callable[[], bool]) -> None:
         setting = self._setting
         tried = self._feed(self._batches, batch_size, shape)
         limited = self._memory.limited(self._reserve_bytes, self._held_bytes)
         with self._rehearsal.without_the_others(), limited:
             if setting.alone:
-                self._rehearsal.evaluate(*tried)
+                self._rehearsal.evaluate(*tried, more)
             elif setting.train is None:
-                self._rehearsal.train(*tried, setting.micro_batches(batch_size))
+                self._rehearsal.train(*tried, setting.micro_batches(batch_size), more)
             else:
                 train_size, train_shape, batches = setting.train
-                self._rehearsal.train(*self._feed(batches, train_size, train_shape), min(2, setting.accumulation))
-                self._rehearsal.validate_during_fit(*tried)
+                self._rehearsal.train(*self._feed(batches, train_size, train_shape), min(2, setting.accumulation), more)
+                self._rehearsal.validate_during_fit(*tried, more)
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 

@@ -41,13 +41,14 @@ class Rehearsal:
         """A context for what follows, in which no step waits for another process of the trainer."""
         return without_the_others(self._trainer)
 
-    def train(self, make_batch: Callable[[], Any], length: int, micro_batches: int) -> None:
-        """Take two optimizer steps.
+    def train(self, make_batch: Callable[[], Any], length: int, micro_batches: int, more: Callable[[], bool]) -> None:
+        """Take two optimizer steps, or more.
 
         Args:
             make_batch: returns a new micro-batch on the host.
             length: how many batches an epoch is said to have.
             micro_batches: how many go into one optimizer step.
+            more: asked after these steps, and after each further one, for another.
         """
         trainer = self._trainer
         self._quieten()
@@ -56,7 +57,8 @@ class Rehearsal:
         self._never_skip()
         loop = self._new_fit_loop()
         least = OPTIMIZER_STEPS * micro_batches
-        loop._data_source = _source(loop, Feed(make_batch, least, length, self._has_stepped(loop)))
+        accumulated, stepped = trainer.accumulate_grad_batches, self._has_stepped(loop)
+        loop._data_source = _source(loop, Feed(make_batch, least, length, more, accumulated, stepped))
         with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
             for callback in self._starting:
                 callback.on_fit_start(trainer, trainer.lightning_module)
@@ -69,16 +71,16 @@ class Rehearsal:
                 loop.on_advance_start()
                 loop.advance()
 
-    def validate_during_fit(self, make_batch: Callable[[], Any], length: int) -> None:
+    def validate_during_fit(self, make_batch: Callable[[], Any], length: int, more: Callable[[], bool]) -> None:
         """Validate after `train`, as an epoch does, with the optimizer's state in memory."""
         trainer = self._trainer
         trainer.validating = True
         trainer.limit_val_batches = 1.0
         loop = trainer.fit_loop.epoch_loop.val_loop
         trainer.lightning_module.on_validation_model_zero_grad()
-        self._run(loop, make_batch, length)
+        self._run(loop, make_batch, length, more)
 
-    def evaluate(self, make_batch: Callable[[], Any], length: int) -> None:
+    def evaluate(self, make_batch: Callable[[], Any], length: int, more: Callable[[], bool]) -> None:
         """Validate, test or predict on its own, whichever the trainer is doing."""
         trainer = self._trainer
         self._quieten()
@@ -90,10 +92,10 @@ class Rehearsal:
             old = getattr(trainer, name)
             loop = type(old)(trainer, old._trainer_fn, old._stage, verbose=False, inference_mode=old.inference_mode)
             setattr(trainer, name, loop)
-        self._run(loop, make_batch, length)
+        self._run(loop, make_batch, length, more)
 
-    def _run(self, loop: Any, make_batch: Callable[[], Any], length: int) -> None:
-        loop._data_source = _source(loop, Feed(make_batch, OPTIMIZER_STEPS, length))
+    def _run(self, loop: Any, make_batch: Callable[[], Any], length: int, more: Callable[[], bool]) -> None:
+        loop._data_source = _source(loop, Feed(make_batch, OPTIMIZER_STEPS, length, more))
         loop.run()
 
     def _quieten(self) -> None:
@@ -147,25 +149,40 @@ class Feed:
         make_batch: returns a new batch.
         least: batches to give.
         length: batches it is said to have.
-        enough: asked after that many; more are given until it says so.
+        more: asked after that many, and after each further step, for another.
+        micro_batches: how many a step takes.
+        stepped: asked before `more`; as long as it says no, batches are given without end, but for `MOST_BATCHES`.
     """
 
     def __init__(
-        self, make_batch: Callable[[], Any], least: int, length: int, enough: Callable[[], bool] = lambda: True
+        self,
+        make_batch: Callable[[], Any],
+        least: int,
+        length: int,
+        more: Callable[[], bool],
+        micro_batches: int = 1,
+        stepped: Callable[[], bool] = lambda: True,
     ) -> None:
         self._make_batch = make_batch
         self._least = least
         self._length = max(length, least + 1, MOST_BATCHES + 1)
-        self._enough = enough
+        self._more = more
+        self._micro_batches = micro_batches
+        self._stepped = stepped
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
         given = 0
-        while given < self._least or not (given >= MOST_BATCHES or self._enough()):
+        while given < self._least or self._goes_on(given):
             yield self._make_batch()
             given += 1
+
+    def _goes_on(self, given: int) -> bool:
+        if (given - self._least) % self._micro_batches:
+            return True
+        return given < MOST_BATCHES and (not self._stepped() or self._more())
 
 
 def _source(loop: Any, feed: Feed) -> Any:

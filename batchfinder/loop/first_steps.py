@@ -20,6 +20,7 @@ from batchfinder.loop.setting import Setting
 from batchfinder.loop.tuning import Tuning
 from batchfinder.outcome import Shape, Trial
 from batchfinder.probing.memory import memory_of
+from batchfinder.probing.settling import Settling
 
 
 def largest(
@@ -73,18 +74,19 @@ def largest(
 class FirstSteps(LoopProbe):
     """Runs a function from its beginning, until each optimizer has stepped twice."""
 
-    def _steps(self, batch_size: int, shape: Shape) -> None:
+    def _steps(self, batch_size: int, shape: Shape, settling: Settling) -> None:
         setting = self._setting
         with self._memory.limited(self._reserve_bytes, self._held_bytes), self._watch.watching():
             running = setting.train_step(batch_size)
             assert isinstance(running, Generator)  # that of `begin`
-            yields = 0
+            yields, enough = 0, False
             try:
                 for _ in running:
                     yields += 1
-                    if not self._watch.called():
+                    enough = not self._watch.called()
+                    if enough and not settling.goes_on():
                         break
-                else:
+                if not enough:
                     raise InvalidValue(
                         str(getattr(setting.train_step, "__name__", "function")),
                         f"ended after {yields} yield{'s' * (yields != 1)} at batch size {batch_size}",

@@ -14,16 +14,14 @@ from batchfinder.loop.setting import Setting
 from batchfinder.loop.watch import MOST_CALLS, Watch
 from batchfinder.outcome import Measurement, Shape
 from batchfinder.probing.apart import at_home
-from batchfinder.probing.confirming import confirmed
 from batchfinder.probing.memory import Memory
+from batchfinder.probing.settling import Settling
 from batchfinder.probing.state import TrainingState
 from batchfinder.probing.trying import tried
 
 
 class LoopProbe:
     """Tries a size with a step of the user's, and leaves no trace.
-
-    An out-of-memory is believed when it comes twice, the second time from a clean slate.
 
     Args:
         setting: what is tried.
@@ -55,7 +53,7 @@ class LoopProbe:
             shape: one sample's shape.
         """
         if self._memory.warms_up:
-            self._once(self._setting.smallest, shape)
+            self(self._setting.smallest, shape)
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size.
@@ -68,11 +66,13 @@ class LoopProbe:
             InvalidValue: the step uses something that could not be put back, or leaves micro-batches out.
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
-        return confirmed(lambda: self._once(batch_size, shape))
-
-    def _once(self, batch_size: int, shape: Shape) -> Measurement:
         try:
-            seen = tried(lambda: self._steps(batch_size, shape), self._state, self._memory, self._setting.device)
+            seen = tried(
+                lambda settling: self._steps(batch_size, shape, settling),
+                self._state,
+                self._memory,
+                self._setting.device,
+            )
         except InvalidValue:
             raise
         except Exception as error:
@@ -94,7 +94,7 @@ class LoopProbe:
             )
         return seen
 
-    def _steps(self, batch_size: int, shape: Shape) -> None:
+    def _steps(self, batch_size: int, shape: Shape, settling: Settling) -> None:
         setting = self._setting
         # As in a loop, a batch lives until the next one has been made.
         with self._memory.limited(self._reserve_bytes, self._held_bytes), self._watch.watching():
@@ -103,7 +103,7 @@ class LoopProbe:
                 setting.train_step(given)
                 if accumulates:
                     self._check_all_taken(given)
-                if not self._watch.called():
+                if not self._watch.called() and not settling.goes_on():
                     break
             if setting.device.type == "cuda":
                 torch.cuda.synchronize(setting.device)

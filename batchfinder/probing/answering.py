@@ -14,6 +14,7 @@ from batchfinder.find import OutcomeSlot, find_max_batch_size
 from batchfinder.outcome import Outcome, Shape, Stop, Trial
 from batchfinder.probe import Probe
 from batchfinder.probing.coarse import RESOLUTION, CoarsePeaks
+from batchfinder.probing.confirming import confirmed
 from batchfinder.probing.known import Limits, holds
 from batchfinder.probing.memory import Memory
 from batchfinder.search import Bounds, Capped, Floored, Headroom, Multiples, Search, Secant
@@ -148,7 +149,8 @@ class Answering:
 
     def _try(self, batch_size: int, shape: Shape, trials: list[Trial]) -> Trial:
         probe, _ = self._prober(shape)
-        trial = self._judged(Secant()).judge(Trial(batch_size, shape, probe(batch_size, shape)))
+        seen = confirmed(lambda: probe(batch_size, shape))
+        trial = self._judged(Secant()).judge(Trial(batch_size, shape, seen))
         self._note(trial, trials)
         return trial
 

@@ -19,8 +19,8 @@ from batchfinder.devices.budget import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probing.clearing import Failure, attempt, clear
-from batchfinder.probing.confirming import confirmed
 from batchfinder.probing.readings import Readings
+from batchfinder.probing.settling import Settling
 from batchfinder.units import format_bytes
 
 
@@ -114,6 +114,7 @@ class CudaProbe:
 
     Attributes:
         readings: what this try's stages say; for steps that can tell it of them, as `Step.run`'s `on_stage`.
+        settling: whether this try is to go on; for steps that can take more, as `Step.run`'s `more`.
 
     Raises:
         InvalidValue: the limit is not positive.
@@ -136,9 +137,10 @@ class CudaProbe:
         self.limit_bytes = limit_bytes
         self.card = card or CudaCard(device)
         self.readings = self._new_readings()
+        self.settling = Settling(self.card.retries)
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size; an out-of-memory is tried once more after clearing.
+        """Try one size, from a clean slate.
 
         Raises:
             Exception: whatever the steps raise that is not about the size, unchanged.
@@ -146,7 +148,7 @@ class CudaProbe:
         self.card.clear()
         before = None if self.limit_bytes is None else self.card.limit(self.limit_bytes)
         try:
-            seen = confirmed(lambda: self._once(batch_size, shape))
+            seen = self._once(batch_size, shape)
         except BaseException:
             # If the context is dead this fails too, and must not take the place of what it died of.
             with suppress(RuntimeError):
@@ -172,7 +174,7 @@ class CudaProbe:
 
     def _once(self, batch_size: int, shape: Shape) -> Measurement:
         self.readings = self._new_readings()
-        retries = self.card.retries()
+        self.settling = Settling(self.card.retries)
         start = time.perf_counter()
 
         def steps() -> None:
@@ -182,13 +184,12 @@ class CudaProbe:
         outcome = attempt(steps, self.device.type)
         seconds = time.perf_counter() - start
         allocated, reserved = self.card.peaks()
-        again = self.card.retries() - retries
+        message = self.settling.message()
         self.card.clear()
         if isinstance(outcome, Failure):
             return Measurement(outcome.verdict, seconds=seconds, message=outcome.message)
-        if again > 0:
-            times = "once" if again == 1 else f"{again} times"
-            message = f"it ran, but only by giving back all cached memory {times}, at {format_bytes(reserved)} reserved"
+        if message:
+            message += f", at {format_bytes(reserved)} reserved"
             return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
         resting, forward = self.readings.resting_bytes, self.readings.forward_bytes
         return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)

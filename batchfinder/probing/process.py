@@ -12,8 +12,8 @@ from typing import Any
 from batchfinder.errors import BatchFinderError, ContextDied, UserCodeFailed
 from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probing.card import WORKER, CardFacts, look_through
-from batchfinder.probing.confirming import confirmed
 from batchfinder.probing.death import decode
+from batchfinder.retry import retrying
 from batchfinder.step.child import Child, ChildDied, revive
 from batchfinder.step.spec import WorkloadSpec
 
@@ -37,7 +37,7 @@ class ProcessProbe:
         limit_bytes: as it was given; may be changed until the first probe.
 
     Example:
-        >>> spec = WorkloadSpec("batchfinder.zoo:build_workload", {"spec": "bert-tiny"})  # doctest: +SKIP
+        >>> spec = WorkloadSpec("batchfinder.zoo:build_workload", {"spec": "bert-base"})  # doctest: +SKIP
         >>> with ProcessProbe(spec, {}, "cuda:0") as probe:  # doctest: +SKIP
         ...     probe(8, Shape(128)).fits
     """
@@ -90,7 +90,7 @@ class ProcessProbe:
         if shape.seq_len is not None:
             what += f", sequence length {shape.seq_len}"
         try:
-            return confirmed(lambda: self._once(batch_size, shape, what), again=(ChildDied, ContextDied))
+            return retrying((ChildDied, ContextDied), attempts=2, wait=0.0)(self._once)(batch_size, shape, what)
         except ChildDied as death:
             return decode(death, what, self.device.partition(":")[0])
 

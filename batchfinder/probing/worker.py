@@ -18,6 +18,7 @@ import importlib
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -135,20 +136,20 @@ class Served:
         # Inside the attempt, so that a model too large for the card is an out-of-memory like any other.
         self.workload.model.to(self.device, self.step.precision.weights)
         try:
-            self._steps(batch_size, seq_len, self.cuda.readings)
+            self._steps(batch_size, seq_len, self.cuda.readings, self.cuda.settling.goes_on)
         finally:
             self.workload.model.zero_grad(set_to_none=True)
             self.step.optimizer = None
 
     def _steps(
-        self, batch_size: int, seq_len: int | None, on_stage: OnStage = lambda step, stage, micro_batch: None
+        self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool] = lambda: False
     ) -> None:
         if not self.flash:
-            self.step.run(batch_size, seq_len, on_stage)
+            self.step.run(batch_size, seq_len, on_stage, more)
             return
         try:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                self.step.run(batch_size, seq_len, on_stage)
+                self.step.run(batch_size, seq_len, on_stage, more)
         except RuntimeError as error:
             if _NO_KERNEL not in str(error):
                 raise

@@ -51,6 +51,15 @@ class Search(Protocol[S]):
         """The trial as this search counts it. What a probe says is taken as it is unless a wrapper is stricter."""
         return trial
 
+    def doubts(self, state: S, trial: Trial) -> bool:
+        """Whether a size that failed on a real device is to be tried once more before that is believed.
+
+        Args:
+            state: before the trial.
+            trial: as `judge` returned it.
+        """
+        return trial.measurement.verdict.may_pass
+
 
 def check_tolerance(tolerance: float) -> None:
     """Refuse a tolerance outside [0, 1), under which 0 could be answered without a probe of the first size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from batchfinder.errors import InvalidValue
 from batchfinder.outcome import Shape, Stop, Trial
@@ -23,6 +23,13 @@ the prediction may lie on that flat part, this share hardly ever does. Measured 
 first, predicted within 2 %: at most 5 probes and 1 failure; from a quarter, 8 probes and 3 failures.
 """
 
+_CROWDED = 0.97
+"""How far to go, as a share of the size at which what is allocated would fill the limit, once reserved peaks misled.
+
+Near a CUDA card's limit the allocator gives back what it has reserved and does not use, so that more fits than reserved
+peaks let expect; what is allocated bounds it. Measured on recorded steps of ResNet-50 and DistilBERT: 0.968 to 0.991.
+"""
+
 _WIDE = 4
 """Above this ratio of its ends a bracket is halved in its logarithm, which leaves a guess far too high sooner."""
 
@@ -33,10 +40,12 @@ class SecantState:
 
     Attributes:
         bracket: what is certain.
-        fit: the peaks seen.
+        fit: the peaks seen: reserved, where that is known.
+        allocated: the peaks allocated; empty where the others are all there is.
         limit_bytes: what a peak may have; None when unknown.
         tries: probes so far.
-        surprises: sizes that ran although they were guessed to fail.
+        surprises: sizes that ran although they were guessed to fail; after the first, although what is allocated should
+            not have fitted either.
     """
 
     bracket: Bracket
@@ -44,6 +53,7 @@ class SecantState:
     limit_bytes: int | None
     tries: int = 0
     surprises: int = 0
+    allocated: Fit = field(default_factory=Fit)
 
 
 @dataclass(frozen=True)
@@ -107,24 +117,40 @@ class Secant(Search[SecantState]):
 
     def update(self, state: SecantState, trial: Trial) -> SecantState:
         """Narrow the bracket, add the peak to the fit, and note a guess that was too low."""
-        guess = self._guess(state)
-        surprised = trial.fits and guess is not None and trial.batch_size > guess
+        guess, seen = self._guess(state), trial.measurement
+        surprised = trial.fits and guess is not None and trial.batch_size > max(guess, self._bound(state))
+        allocated = state.allocated
+        if seen.peak_allocated_bytes is not None and seen.peak_reserved_bytes is not None:
+            allocated = allocated.add(replace(trial, measurement=replace(seen, peak_reserved_bytes=None)))
         return SecantState(
             state.bracket.update(trial),
             state.fit.add(trial),
             state.limit_bytes,
             state.tries + 1,
             state.surprises + surprised,
+            allocated,
         )
 
     def result(self, state: SecantState) -> tuple[int, Stop]:
         """The bracket's low end."""
         return state.bracket.result(self.tolerance)
 
+    def doubts(self, state: SecantState, trial: Trial) -> bool:
+        """A failure within the tolerance of the guess, or above, is what was expected, and is believed at once."""
+        guess = self._guess(state)
+        surprising = guess is None or trial.batch_size + self._reach(state.bracket) <= guess
+        return surprising and super().doubts(state, trial)
+
     def _guess(self, state: SecantState) -> int | None:
         """The largest size thought to run: by the fit, else by the prediction."""
         fitted = None if state.limit_bytes is None else state.fit.crossing(state.limit_bytes)
         return self.predicted if fitted is None else fitted
+
+    def _bound(self, state: SecantState) -> int:
+        """The size at which what is allocated would fill the limit, once reserved peaks misled; else 0."""
+        if state.surprises == 0 or state.limit_bytes is None:
+            return 0
+        return state.allocated.crossing(state.limit_bytes) or 0
 
     def _surely(self, state: SecantState) -> int:
         """The largest size bound to run, by the fit; 0 where it cannot say, or guesses no longer count."""
@@ -160,6 +186,8 @@ class Secant(Search[SecantState]):
         sizes = [least]
         if guess > least:
             sizes.append(guess - int(self.tolerance * guess) // 2)
+        if late == 0:
+            sizes.append(int(_CROWDED * self._bound(state)))
         if state.tries == 1 and self.predicted is not None:
             sizes.append(self._under_prediction(self.predicted))
         return bracket.inside(max(sizes))

@@ -42,6 +42,10 @@ class Wrapper(Search[S]):
         """Pass on."""
         return self.search.judge(trial)
 
+    def doubts(self, state: S, trial: Trial) -> bool:
+        """Pass on."""
+        return self.search.doubts(state, trial)
+
 
 @dataclass(frozen=True)
 class Capped(Wrapper[S]):

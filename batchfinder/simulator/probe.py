@@ -10,6 +10,7 @@ from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.memory import DeviceMemory
 from batchfinder.simulator.replay import replay
 from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.settling import MORE_STEPS, Outlook, outlook
 from batchfinder.simulator.source import TraceSource
 from batchfinder.simulator.timeline import Timeline
 from batchfinder.simulator.trace import Trace
@@ -46,14 +47,19 @@ class SimulatedProbe:
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         start = time.perf_counter()
-        timeline = self.timeline(batch_size, shape)
+        later = self.outlook(batch_size, shape)
+        timeline = later.timeline
         seconds = time.perf_counter() - start
         if timeline.oom is not None:
             needed = self.needed_bytes(batch_size, shape) if batch_size == 1 else None
             return Measurement(
                 Verdict.OUT_OF_MEMORY, seconds=seconds, message=timeline.oom.message, needed_bytes=needed
             )
-        return Measurement(Verdict.FITS, timeline.max_allocated_bytes, timeline.max_reserved_bytes, seconds)
+        peaks = timeline.max_allocated_bytes, timeline.max_reserved_bytes
+        if not later.settled:
+            message = f"it runs, but gives back all cached memory in each of {MORE_STEPS} more steps"
+            return Measurement(Verdict.THRASHING, *peaks, seconds, message)
+        return Measurement(Verdict.FITS, *peaks, seconds)
 
     def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
         """The whole replay of one size.
@@ -69,9 +75,13 @@ class SimulatedProbe:
         """The most the allocator would reserve for a size on a card without end."""
         return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
 
-    def exact_timeline(self, batch_size: int, shape: Shape) -> Timeline:
-        """The whole replay of one size that is recorded itself: for a single size this is the shorter way."""
-        return self._replay(self.exact_trace(batch_size, shape), self.memory)
+    def outlook(self, batch_size: int, shape: Shape) -> Outlook:
+        """What becomes of one size that is taken again and again."""
+        return self._outlook(self.trace(batch_size, shape))
+
+    def exact_outlook(self, batch_size: int, shape: Shape) -> Outlook:
+        """The same of one size that is recorded itself: for a single size this is the shorter way."""
+        return self._outlook(self.exact_trace(batch_size, shape))
 
     def exact_trace(self, batch_size: int, shape: Shape) -> Trace:
         """The step's trace at one size that is recorded itself."""
@@ -84,6 +94,9 @@ class SimulatedProbe:
     def _noted(self, trace: Trace) -> Trace:
         self._unmodelled.update(dict.fromkeys(trace.unmodelled))
         return trace
+
+    def _outlook(self, trace: Trace) -> Outlook:
+        return outlook(trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator))
 
     def _replay(self, trace: Trace, memory: DeviceMemory) -> Timeline:
         return replay(trace.structure, trace.sizes, CachingAllocator(memory, self.allocator))

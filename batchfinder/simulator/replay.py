@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block
@@ -12,13 +12,19 @@ from batchfinder.simulator.timeline import Moment, Overflow, StageMemory, Timeli
 from batchfinder.simulator.trace import Structure
 
 
-def replay(structure: Structure, sizes: Sequence[int], allocator: CachingAllocator) -> Timeline:
-    """Replay a whole trace.
+def replay(
+    structure: Structure,
+    sizes: Sequence[int],
+    allocator: CachingAllocator,
+    enough: Callable[[Sequence[StageMemory]], bool] = lambda stages: False,
+) -> Timeline:
+    """Replay a trace.
 
     Args:
         structure: the events.
         sizes: for each block, the bytes asked for. They may be of another size than the recorded one.
         allocator: a new one, made for the card and the settings in question. It is left as the trace leaves it.
+        enough: asked as each stage ends, with all that have ended, whether to end there.
 
     Returns:
         The counters at the end of each stage, the peaks, and the failure if the card is too small.
@@ -58,8 +64,11 @@ def replay(structure: Structure, sizes: Sequence[int], allocator: CachingAllocat
                         max_allocated_bytes=allocator.max_allocated,
                         reserved_bytes=allocator.reserved,
                         max_reserved_bytes=allocator.max_reserved,
+                        num_alloc_retries=allocator.num_alloc_retries,
                     )
                 )
+                if enough(stages):
+                    break
     except SimulatedOutOfMemory as error:
         oom = Overflow(
             moment=_moment(structure, i),

@@ -1,4 +1,4 @@
-"""The smallest card on which a recorded step runs at all."""
+"""The smallest card on which a recorded step goes on running."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from batchfinder.simulator.memory import DeviceMemory
 from batchfinder.simulator.replay import replay
 from batchfinder.simulator.rounding import MIN_BLOCK_BYTES, SEGMENT_STEP_BYTES, round_up
 from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.settling import outlook
 from batchfinder.simulator.trace import Structure
 
 # How many sizes under the first answer are looked at for a smaller one: 128 MiB.
@@ -18,7 +19,7 @@ _LOOKED_AT = 64
 def smallest_usable_bytes(
     structure: Structure, sizes: Sequence[int], settings: AllocatorSettings, context_bytes: int = 0
 ) -> int:
-    """The least memory that the allocator has to have for a trace to run to its end.
+    """The least memory that the allocator has to have for a trace to run, and its last step again and again.
 
     That is less than the most it reserves on a large card: a full card makes it give its cache back and go on.
 
@@ -33,14 +34,14 @@ def smallest_usable_bytes(
         context_bytes: what the card has beside that, which an expandable segment's range is made for.
 
     Returns:
-        A multiple of 2 MiB. The trace was replayed with this much, which it fits, and with 2 MiB less, which it does
-        not; 0 for a trace that asks for nothing.
+        A multiple of 2 MiB. The trace was replayed with this much, on which it settles (`outlook`), and with 2 MiB
+        less, on which it does not; 0 for a trace that asks for nothing.
     """
 
     def runs(steps: int) -> bool:
         usable = steps * SEGMENT_STEP_BYTES
         memory = DeviceMemory(usable + context_bytes, usable)
-        return replay(structure, sizes, CachingAllocator(memory, settings)).fits
+        return outlook(structure, sizes, lambda: CachingAllocator(memory, settings)).fits
 
     most = replay(structure, sizes, CachingAllocator(UNLIMITED, settings)).max_reserved_bytes
     least = _most_alive(structure, sizes)

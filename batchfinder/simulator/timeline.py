@@ -17,6 +17,7 @@ class StageMemory:
         max_allocated_bytes: the most since the trace began.
         reserved_bytes: taken from the card now.
         max_reserved_bytes: the most since the trace began.
+        num_alloc_retries: how often the cache had to be released to go on, since the trace began.
     """
 
     step: int
@@ -26,6 +27,7 @@ class StageMemory:
     max_allocated_bytes: int
     reserved_bytes: int
     max_reserved_bytes: int
+    num_alloc_retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,11 @@ class Step:
         return pytree.tree_map(move, batch)
 
     def run(
-        self, batch_size: int, seq_len: int | None, on_stage: OnStage = lambda step, stage, micro_batch: None
+        self,
+        batch_size: int,
+        seq_len: int | None,
+        on_stage: OnStage = lambda step, stage, micro_batch: None,
+        more: Callable[[], bool] = lambda: False,
     ) -> None:
         """Take the steps.
 
@@ -77,20 +81,22 @@ class Step:
             batch_size: samples in a micro-batch.
             seq_len: tokens per sample; None for data of one fixed shape.
             on_stage: called with (step, stage, micro-batch) as each stage begins.
+            more: asked after the optimizer steps of the settings, and after each further one, for another.
         """
         if self.settings.mode == "train":
-            self._train(batch_size, seq_len, on_stage)
+            self._train(batch_size, seq_len, on_stage, more)
         else:
             self._forward_only(batch_size, seq_len, on_stage)
 
-    def _train(self, batch_size: int, seq_len: int | None, on_stage: OnStage) -> None:
+    def _train(self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool]) -> None:
         model, settings = self.workload.model.train(), self.settings
         make_optimizer = self.workload.optimizer or OPTIMIZERS[settings.optimizer]
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         self.optimizer = optimizer
         scaler = self.precision.scaler(self.device)
         late = self.workload.zero_grad_after_loss
-        for step in range(settings.steps):
+        step = 0
+        while step < settings.steps or more():
             if not late:
                 on_stage(step, "zero_grad", 0)
                 optimizer.zero_grad()
@@ -118,7 +124,8 @@ class Step:
             else:
                 scaler.step(optimizer)
                 scaler.update()
-        on_stage(settings.steps - 1, "end", 0)
+            step += 1
+        on_stage(step - 1, "end", 0)
 
     def _forward_only(self, batch_size: int, seq_len: int | None, on_stage: OnStage) -> None:
         model = self.workload.model.eval()

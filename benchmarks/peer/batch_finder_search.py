@@ -64,8 +64,8 @@ PEERS = (
         "batch-finder",
         "loop",
         _find,
-        "no cap; takes forward and backward of a model of its own and no optimizer, so that on a real device the "
-        "memory of the optimizer's state is missing (a simulated step always takes it); any error counts as a lack of "
-        "memory; tried in this process, which its README offers for hosts short of memory",
+        "no cap; takes one forward and backward of a model of its own and no optimizer, so that what a second step "
+        "takes is not seen, nor, on a real device, the optimizer's state; any error counts as a lack of memory; tried "
+        "in this process, which its README offers for hosts short of memory",
     ),
 )

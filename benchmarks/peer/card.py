@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 from unittest.mock import patch
 
+import torch
+
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Shape
+from batchfinder.outcome import Measurement, Shape
 from batchfinder.search import Secant
-from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.predict import predict_max_batch_size
 from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.repeated import repeated
+from batchfinder.simulator.replay import replay
+from batchfinder.simulator.settling import MORE_STEPS
 from batchfinder.simulator.timeline import StageMemory, Timeline
-from batchfinder.tracing.simulated_step import simulated_step
 from benchmarks.peer.kept import Kept
+
+T = TypeVar("T")
 
 _AROUND = 12
 """So many sizes above the largest must not run."""
@@ -23,16 +30,34 @@ _AROUND = 12
 class Remembering(SimulatedProbe):
     """Replays each size once: what a peer takes is its own time, and not the replay's."""
 
-    def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
-        """As before, where the card is the probe's own."""
-        if memory is not None:
-            return super().timeline(batch_size, shape, memory)
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """As before."""
+        return self._kept((batch_size, shape), lambda: super(Remembering, self).__call__(batch_size, shape))
+
+    def many_steps(self, batch_size: int, shape: Shape) -> Timeline:
+        """What becomes of so many steps of a size that all later ones are like the last.
+
+        Args:
+            batch_size: samples in the batch.
+            shape: one sample's shape.
+        """
+        return self._kept((batch_size, shape, "many"), lambda: self._many_steps(batch_size, shape))
+
+    def _many_steps(self, batch_size: int, shape: Shape) -> Timeline:
+        trace = self.trace(batch_size, shape)
+        longer = repeated(trace.structure, MORE_STEPS)
+        assert longer is not None
+        structure, origins = longer
+        sizes = [trace.sizes[i] for i in origins]
+        return replay(structure, sizes, CachingAllocator(self.memory, self.allocator))
+
+    def _kept(self, key: object, find: Callable[[], T]) -> T:
         if not hasattr(self, "_known"):
-            self._known: Kept[dict[tuple[int, Shape], Timeline]] = Kept({})
+            self._known: Kept[dict[object, Any]] = Kept({})
         known = self._known.value
-        if (batch_size, shape) not in known:
-            known[batch_size, shape] = super().timeline(batch_size, shape)
-        return known[batch_size, shape]
+        if key not in known:
+            known[key] = find()
+        return known[key]  # type: ignore[no-any-return]
 
 
 class SimulatedCard:
@@ -47,16 +72,19 @@ class SimulatedCard:
     enforced = True
     warms_up = False
 
-    def __init__(self, probe: SimulatedProbe, shape: Shape) -> None:
+    def __init__(self, probe: Remembering, shape: Shape) -> None:
         self._probe = probe
         self._shape = shape
         self.total_bytes = probe.memory.capacity_bytes
         self.allowance_bytes = self.total_bytes
         self._seen = Kept((0, 0, 0))
         self._held = Kept(0)
+        self._run = Kept((0, -1))  # the size of the last step, and which step of that size it was
 
     def forward(self, batch_size: int) -> None:
         """Begin a step: what all of it takes is checked, and the memory stands where the first forward has ended.
+
+        After a step of the same size it is the step after that: in it the allocator has the segments of the one before.
 
         Args:
             batch_size: samples in the batch.
@@ -64,11 +92,17 @@ class SimulatedCard:
         Raises:
             torch.OutOfMemoryError: the step does not fit.
         """
-        simulated_step(self._probe, batch_size, self._shape)
-        timeline = self._probe.timeline(batch_size, self._shape)
+        timeline = self._probe.many_steps(batch_size, self._shape)
+        last, step = self._run.value
+        step = step + 1 if last == batch_size else 0
+        self._run.value = (batch_size, step)
+        if timeline.oom is not None and timeline.oom.moment.step <= step:
+            self._run.value = (0, -1)
+            raise torch.OutOfMemoryError(timeline.oom.message)
         allocated, reserved, retries = self._seen.value
+        retries += self._retries(timeline, step) - self._retries(timeline, step - 1)
         forward = self._stage(timeline, 0, "loss").max_allocated_bytes
-        self._seen.value = (max(allocated, forward), reserved, retries + timeline.num_alloc_retries)
+        self._seen.value = (max(allocated, forward), reserved, retries)
 
     def backward(self, batch_size: int) -> None:
         """Go on to the step's end: peaks are those of all of it, and what stays is held.
@@ -76,7 +110,7 @@ class SimulatedCard:
         Args:
             batch_size: samples in the batch, for which `forward` has run.
         """
-        timeline = self._probe.timeline(batch_size, self._shape)
+        timeline = self._probe.many_steps(batch_size, self._shape)
         allocated, reserved, retries = self._seen.value
         peaks = (max(allocated, timeline.max_allocated_bytes), max(reserved, timeline.max_reserved_bytes))
         self._seen.value = (*peaks, retries)
@@ -85,26 +119,22 @@ class SimulatedCard:
     def _stage(self, timeline: Timeline, step: int, name: str) -> StageMemory:
         return next(stage for stage in timeline.stages if (stage.step, stage.stage) == (step, name))
 
-    def fits(self, batch_size: int) -> bool:
-        """Whether a step of this size fits."""
-        return self._probe(batch_size, self._shape).fits
+    def _retries(self, timeline: Timeline, step: int) -> int:
+        """How often the cache was given back until a step ended."""
+        return max((stage.num_alloc_retries for stage in timeline.stages if stage.step <= step), default=0)
 
-    def steady(self, batch_size: int) -> bool:
-        """Whether a step of this size fits without the allocator giving back its cache on the way."""
-        timeline = self._probe.timeline(batch_size, self._shape)
-        return timeline.fits and not timeline.num_alloc_retries
+    def trains(self, batch_size: int) -> bool:
+        """Whether all of so many steps of this size fit."""
+        return self._probe.many_steps(batch_size, self._shape).fits
 
-    def largest(self, guess: int, runs: Callable[[int], bool]) -> int:
-        """The largest size that runs; every size within `_AROUND` above it has been tried, and does not.
+    def largest(self, guess: int) -> int:
+        """The largest size that trains; every size within `_AROUND` above it has been tried, and does not.
 
         Args:
-            guess: where to begin.
-            runs: `fits` or `steady`.
+            guess: where to begin; trains.
         """
         size = guess
-        while size > 1 and not runs(size):
-            size = size * 9 // 10
-        while above := [more for more in range(1, _AROUND + 1) if runs(size + more)]:
+        while above := [more for more in range(1, _AROUND + 1) if self.trains(size + more)]:
             size += above[-1]
         return size
 
@@ -149,7 +179,8 @@ class SimulatedCard:
         """Nothing is left."""
 
     def reset_peak(self) -> None:
-        """Start to watch."""
+        """Start to watch: what was before is given back."""
+        self._run.value = (0, -1)
         self._held.value = self._stage(self._probe.timeline(1, self._shape), -1, "model").allocated_bytes
         self._seen.value = (self._held.value, 0, self._seen.value[2])
 

@@ -12,7 +12,7 @@ from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.source import TraceSource
 from batchfinder.step.spec import WorkloadSpec
 from batchfinder.tracing.simulation import HowToStep, Simulation
-from batchfinder.units import GIB, MIB
+from batchfinder.units import GIB, MIB, format_bytes
 from benchmarks.peer.card import Remembering, SimulatedCard
 from benchmarks.peer.work import Work
 
@@ -58,7 +58,7 @@ class Real:
     @property
     def name(self) -> str:
         """In the table."""
-        return f"{self.net} in {self.budget_bytes // MIB} MiB"
+        return f"{self.net} in {format_bytes(self.budget_bytes)}"
 
 
 SIMULATED = (
@@ -70,8 +70,8 @@ SIMULATED = (
     Simulated("resnet50", 224, 97, cap=150),
 )
 REAL = {
-    "cpu": (Real("transformer", 256 * MIB), Real("transformer", 640 * MIB), Real("conv net", 256 * MIB)),
-    "cuda": tuple(Real(net, size * GIB) for net in ("transformer", "conv net") for size in (1, 4)),
+    "cpu": (Real("transformer", 512 * MIB), Real("transformer", 1024 * MIB), Real("conv net", 768 * MIB)),
+    "cuda": tuple(Real(net, size * GIB) for net in ("transformer", "conv net") for size in (4, 16)),
 }
 QUICK = (SIMULATED[2], SIMULATED[6])
 

@@ -27,7 +27,7 @@ def trains(work: Work, driver: str, batch_size: int) -> bool:
     if batch_size < 1:
         return False
     if work.card is not None:
-        return work.card.fits(batch_size)
+        return work.card.trains(batch_size)
     found: bool = isolated(_trains, work, driver, batch_size, seconds=SECONDS, device=work.device)
     return found
 

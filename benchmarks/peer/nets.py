@@ -32,7 +32,7 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        channels = (3, 16, 32, 32)
+        channels = (3, 8, 16, 16)
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU())
@@ -40,7 +40,7 @@ class ConvNet(nn.Module):
             ),
             nn.Dropout(0.1),
         )
-        self.head = nn.Linear(32, 2)
+        self.head = nn.Linear(16, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The loss of (batch, 3, height, width) images."""
@@ -81,7 +81,7 @@ class Net:
 
 
 NETS = {
-    "transformer": Net(Transformer, (64,), integer=True),
-    "conv net": Net(ConvNet, (3, 32, 32)),
+    "transformer": Net(Transformer, (512,), integer=True),
+    "conv net": Net(ConvNet, (3, 384, 384)),
     "small": Net(Small, (4,)),
 }

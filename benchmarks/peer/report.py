@@ -20,6 +20,7 @@ KINDS = {
 }
 
 _BINSEARCH = "Lightning binsearch"
+_DEFAULT = "batchfinder callback"
 _LARGE = 200
 _BYTES = re.compile(r"\d{6,}")
 """In an error's words, which are the same but for these."""
@@ -85,8 +86,6 @@ def _table(case: dict[str, Any]) -> str:
     title = f"{case['name']}: "
     title += "the largest that trains is "
     title += str(*trues) if len(trues) == 1 else "{loop} in a loop, {trainer} in a trainer".format(**case["true"])
-    if _steady(case) not in trues:
-        title += f", {_steady(case)} without cached memory being given back on the way"
     lines = [
         f"**{title}**\n",
         "| peer | answer | of the maximum | trains | probes | sizes | steps | out-of-memory errors | seconds |",
@@ -115,38 +114,27 @@ def claims(cases: list[dict[str, Any]]) -> list[str]:
     loose = [(case, found) for case, found in ours if not found["peer"].endswith("exact")]
     exact = [(case, found) for case, found in ours if found["peer"].endswith("exact")]
     theirs = {case["name"]: found for case, found in rows if found["peer"] == _BINSEARCH and "failed" not in found}
-    large = [(case, found) for case, found in loose if max(case["true"].values()) > _LARGE and case["name"] in theirs]
+    large = [
+        (case, found)
+        for case, found in loose
+        if max(case["true"].values()) > _LARGE and case["cap"] is None and case["name"] in theirs
+    ]
     wanted: list[tuple[str, list[Pair], Callable[[Any, Any], bool]]] = [
         ("every answer trains", ours, lambda case, found: found["trains"]),
         ("at least 0.99 of the largest", ours, lambda case, found: found["share"] >= 0.99),
         ("the largest itself with tolerance=0", exact, lambda case, found: found["share"] == 1),
-    ]
-    if any("steady" in case for case in cases):
-        wanted += [
-            (
-                "at least 0.99 of the largest that trains without cached memory being given back on the way",
-                ours,
-                lambda case, found: found["returned"] >= 0.99 * min(_steady(case), found["true"]),
-            ),
-            (
-                "that itself with tolerance=0",
-                exact,
-                lambda case, found: found["returned"] == min(_steady(case), found["true"]),
-            ),
-        ]
-    wanted += [
         (
-            f"at most a third of the probes of {_BINSEARCH} where the largest is above {_LARGE}",
-            [(case, found) for case, found in large if case["cap"] is None],
+            f"the callback: at most a third of the probes of {_BINSEARCH} where the largest is above {_LARGE}",
+            [(case, found) for case, found in large if found["peer"] == _DEFAULT],
             lambda case, found: 3 * found["probes"] <= theirs[case["name"]]["probes"],
         ),
         (
-            "at the default tolerance at most one size that runs out of memory",
-            loose,
-            lambda case, found: found["sizes_failed"] <= 1,
+            "the same without a prediction",
+            [(case, found) for case, found in large if found["peer"] != _DEFAULT],
+            lambda case, found: 3 * found["probes"] <= theirs[case["name"]]["probes"],
         ),
         (
-            "and at most one out-of-memory error (each is tried again once, and then makes two)",
+            "at most one out-of-memory error at the default tolerance",
             loose,
             lambda case, found: found["out_of_memory"] <= 1,
         ),
@@ -168,11 +156,6 @@ def _held(text: str, among: list[Pair], holds: Callable[[Any, Any], bool]) -> st
     return f"{text}: {count} of {len(among)}{less}"
 
 
-def _steady(case: dict[str, Any]) -> int:
-    """The largest that runs without retries of the allocator; on a real device it is not known apart."""
-    return int(case.get("steady", max(case["true"].values())))
-
-
 def draw(result: dict[str, Any], path: str) -> None:
     """Draw answers and probes over the largest size that trains, for the first kind of case and those without a cap.
 
@@ -190,16 +173,12 @@ def draw(result: dict[str, Any], path: str) -> None:
             at = [found["true"] for found in rows]
             shares.plot(at, [found["share"] for found in rows], label=name, **look)
             probes.plot(at, [found["probes"] for found in rows], label=name, **look)
-        steady = [min(_steady(case), max(case["true"].values())) / max(case["true"].values()) for case in cases]
-        trues = [max(case["true"].values()) for case in cases]
-        if "steady" in cases[0]:
-            label = "largest without cached memory being given back"
-            shares.plot(trues, steady, color=GREY, linewidth=6, alpha=0.35, zorder=0, label=label)
         for axes in (shares, probes):
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
             axes.set_xlabel("largest batch size that trains")
-        shares.set_ylim(0, 1.05)
+        shares.set_ylim(0, None)
+        shares.axhspan(1, shares.get_ylim()[1], color=GREY, alpha=0.15, zorder=0, label="does not train")
         shares.set_title(f"{KINDS[kind]}: answer, as a share of the largest", loc="left")
         probes.set_yscale("log", base=2)
         probes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")

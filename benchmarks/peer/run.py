@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -75,13 +76,12 @@ def _cases(arguments: argparse.Namespace, device: str, peers: list[Peer]) -> Ite
     simulated = QUICK if arguments.quick else () if arguments.part == "real" or device == "cuda" else SIMULATED
     for case, work in simulated_works(simulated):
         assert work.card is not None
-        true = work.card.largest(case.size, work.card.fits)
+        true = work.card.largest(case.size)
         facts: dict[str, Any] = {
             "name": f"{case.name}, {format_bytes(work.card.total_bytes)}",
             "kind": "simulated",
             "budget_bytes": work.card.total_bytes,
             "cap": case.cap,
-            "steady": work.card.largest(case.size, work.card.steady),
         }
         yield _searched(facts, work, peers, {"loop": true, "trainer": true})
     if arguments.quick or arguments.part == "simulated":
@@ -103,8 +103,14 @@ def _searched(facts: dict[str, Any], work: Work, peers: list[Peer], trues: dict[
 
 
 def _warm_up() -> None:
-    """Load here what every process would load by itself, and what would count against its limit."""
+    """Load here what every process would load by itself, and what would count against its limit.
+
+    That a thread has ended before is usual, too: its stack, which the C library keeps, is there for the next one.
+    """
     torch.set_num_threads(1)
+    thread = Thread(target=gc.collect)
+    thread.start()
+    thread.join()
     for name in ("accelerate.utils", "toma", "torch_max_mem", "batch_finder"):
         if find_spec(name.partition(".")[0]):
             __import__(name)

@@ -29,8 +29,9 @@ class RecordedProbe:
         self._probe = probe
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        timeline = self._probe.exact_timeline(batch_size, shape)
-        if timeline.oom is not None:
+        later = self._probe.exact_outlook(batch_size, shape)
+        timeline = later.timeline
+        if not later.fits:
             return Measurement(Verdict.OUT_OF_MEMORY)
         return Measurement(Verdict.FITS, timeline.max_allocated_bytes, timeline.max_reserved_bytes)
 

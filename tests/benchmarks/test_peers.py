@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from batchfinder.outcome import Shape
+from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.source import TraceSource
+from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.units import MIB
+from benchmarks.peer.card import Remembering, SimulatedCard
 from benchmarks.peer.cases import SIMULATED, simulated_works
 from benchmarks.peer.contract import Peer, all_peers
 from benchmarks.peer.isolated import Failed, isolated
@@ -79,19 +86,57 @@ def test_a_peer_finds_again_what_the_committed_result_says(work: Work, name: str
     counted = ("returned", "tried", "probes", "steps", "out_of_memory", "sizes_failed")
     assert {key: found[key] for key in counted} == {key: committed[key] for key in counted}
     assert work.card is not None
-    assert work.card.fits(found["returned"]) is committed["trains"] is True
+    assert work.card.trains(found["returned"]) is committed["trains"] is True
     if PEERS[name].package == "batchfinder":
         assert found["changed"] == []
 
 
 def test_the_card_fails_as_a_real_one(work: Work) -> None:
-    """Its largest sizes are the committed ones; the next one up raises PyTorch's own error."""
+    """Its largest size is the committed one; the next one up raises PyTorch's own error."""
     card = work.card
     assert card is not None
-    largest = card.largest(CASE.size, card.fits)
-    assert (largest, card.largest(CASE.size, card.steady)) == (COMMITTED["true"]["loop"], COMMITTED["steady"])
+    largest = card.largest(CASE.size)
+    assert largest == COMMITTED["true"]["loop"]
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. .*simulated"):
         card.forward(largest + 1)
+
+
+def retaking(batch_size: int, seq_len: int | None) -> Future[Trace]:
+    """Steps that take 8 MiB in small blocks, give them back, and then take a large one of 1 MiB per sample."""
+    order: list[int] = []
+    marks = [Mark(0, -1, "model")]
+    for step in (0, 1):
+        marks.append(Mark(len(order), step, "forward"))
+        small, large = range(9 * step, 9 * step + 8), 9 * step + 8
+        order.extend([*small, *(~block for block in small), large, ~large])
+        marks += [Mark(len(order), step, "loss"), Mark(len(order), step, "optimizer")]
+    marks.append(Mark(len(order), 1, "end"))
+    operators = (*["small"] * 8, "large") * 2
+    structure = Structure(tuple(order), tuple(marks), operators, ("",) * 18, ("",) * 18)
+    future: Future[Trace] = Future()
+    future.set_result(Trace(batch_size, seq_len, structure, (*[MIB] * 8, batch_size * MIB) * 2, ()))
+    return future
+
+
+def test_the_card_has_the_segments_of_the_step_before() -> None:
+    """A further step of a size is the one after it; another size, an error and a new try begin with an empty card."""
+    card = SimulatedCard(Remembering(TraceSource(retaking, [None]), DeviceMemory(20 * MIB, 20 * MIB)), Shape())
+    taken = []
+    for size in (12, 12, 14, 14, 14, 12, 14):
+        before = card.retries()
+        card.forward(size)
+        card.backward(size)
+        taken.append(card.retries() - before)
+    assert taken == [0, 0, 1, 2, 2, 0, 1]
+    card.reset_peak()
+    before = card.retries()
+    card.forward(14)
+    assert card.retries() - before == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        card.forward(22)
+    before = card.retries()
+    card.forward(14)
+    assert card.retries() - before == 1
 
 
 def stepped(meter: Meter, size: int, error: Exception | None = None) -> None:

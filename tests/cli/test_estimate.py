@@ -72,7 +72,7 @@ def test_the_smallest_card(run: Run, row: dict[str, Any], found: dict[str, Any],
     budget = found["required_bytes"] - CONTEXT - less
     size = str(row["max_batch_size"])
     profile = run("profile", *MODEL, "--budget", str(budget), "--batch-size", size, "--json").json
-    assert (profile["oom"] is None) == runs
+    assert (profile["oom"] is None and profile["settled"]) == runs
 
 
 def test_the_moment_and_the_tensors(found: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def test_advice(row: dict[str, Any], beyond: Done) -> None:
     assert cells[accumulated][1] == "yes"
     assert cells["--precision 16-mixed"][1] == "yes"
     assert int(cells["--precision 16-mixed"][2]) > most
-    assert int(cells["--optimizer sgd"][2]) > most
+    assert int(cells["--optimizer sgd"][2]) >= most
     assert cells["--gradient-checkpointing"] == ["-", "-", "-"]
     (said,) = [line for line in lines if line.startswith("--gradient-checkpointing: ")]
     assert "mine:tiny enables it in its model (Tiny) itself" in said

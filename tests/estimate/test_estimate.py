@@ -11,6 +11,7 @@ from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.memory import DeviceMemory
 from batchfinder.simulator.replay import alive_at, replay
 from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.settling import outlook
 from batchfinder.simulator.trace import Mark, Structure, Trace
 from batchfinder.units import GIB, MIB
 from tests.builders import few_layers, small
@@ -90,37 +91,53 @@ def test_later_steps_change_nothing(record: Record, bert: Trace, mlp: Trace) -> 
         assert (short.kinds, short.peak_bytes, short.peak) == (long.kinds, long.peak_bytes, long.peak)
 
 
-def test_the_smallest_card_is_the_smallest(bert: Trace) -> None:
-    """A replay on a card of required_bytes fits, at 2 MiB less it does not."""
-    found = estimate(bert, CARD, CONTEXT)
+@pytest.fixture
+def frugal(record: Record) -> Trace:
+    """A step that runs on less than it reserves where there is more, and goes on running."""
+    return record(lambda: few_layers.build("bert-base"), 16, 64)
+
+
+def test_the_smallest_card_is_the_smallest(frugal: Trace) -> None:
+    """A step on a card of required_bytes goes on fitting, at 2 MiB less it does not."""
+    found = estimate(frugal, CARD, CONTEXT)
     assert found.required_bytes < found.peak_bytes
 
     def fits(required: int) -> bool:
         memory = DeviceMemory(required, required - CONTEXT)
-        return replay(bert.structure, bert.sizes, CachingAllocator(memory)).fits
+        return outlook(frugal.structure, frugal.sizes, lambda: CachingAllocator(memory)).fits
 
     assert fits(found.required_bytes)
     assert not fits(found.required_bytes - 2 * MIB)
 
 
-def test_fits_by_how_much(bert: Trace) -> None:
-    """It fits a card that has the peak exactly, and one of the smallest size; what it takes is less on that one."""
+def test_what_never_settles_does_not_fit(bert: Trace) -> None:
+    """A card on which the steps run, but each gives back the cache to do so, is too small; nothing failed there."""
     whole = estimate(bert, CARD, CONTEXT)
-    exact = estimate(bert, DeviceMemory(whole.peak_bytes, whole.reserved_bytes), CONTEXT)
+    tight = DeviceMemory(16 * GIB, whole.reserved_bytes - 2 * MIB)
+    assert replay(bert.structure, bert.sizes, CachingAllocator(tight)).fits
+    found = estimate(bert, tight, CONTEXT)
+    assert (found.fits, found.oom) == (False, None)
+    assert (found.kinds, found.peak_bytes, found.required_bytes) == (whole.kinds, whole.peak_bytes, whole.peak_bytes)
+
+
+def test_fits_by_how_much(frugal: Trace) -> None:
+    """It fits a card that has the peak exactly, and one of the smallest size; what it takes is less on that one."""
+    whole = estimate(frugal, CARD, CONTEXT)
+    exact = estimate(frugal, DeviceMemory(whole.peak_bytes, whole.reserved_bytes), CONTEXT)
     assert (exact.fits, exact.peak_bytes, exact.capacity_bytes) == (True, whole.peak_bytes, whole.peak_bytes)
     assert exact.num_alloc_retries == 0
-    least = estimate(bert, DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT), CONTEXT)
+    least = estimate(frugal, DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT), CONTEXT)
     assert least.fits
     assert least.peak_bytes <= least.capacity_bytes == whole.required_bytes
     assert least.kinds.total == least.peak_bytes
     assert least.num_alloc_retries > 0
 
 
-def test_does_not_fit(bert: Trace) -> None:
+def test_does_not_fit(frugal: Trace) -> None:
     """On a card that is too small all figures are as on one without end, and the failure is kept."""
-    whole = estimate(bert, CARD, CONTEXT)
+    whole = estimate(frugal, CARD, CONTEXT)
     small = DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT - 2 * MIB)
-    found = estimate(bert, small, CONTEXT)
+    found = estimate(frugal, small, CONTEXT)
     assert not found.fits
     assert found.oom is not None
     assert "CUDA out of memory" in found.oom.message

@@ -77,7 +77,7 @@ def test_a_step_is_read_where_its_backward_begins_and_where_it_ends(backward: Ba
     net = Net(memory)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
-    def steps() -> None:
+    def steps(settling: object) -> None:
         for _ in range(2):
             backward(net(torch.ones(2, 4)))
             optimizer.step()

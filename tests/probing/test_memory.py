@@ -43,9 +43,9 @@ def test_a_try_tells_the_memory_what_it_left() -> None:
     net = torch.nn.Linear(1, 1)
     state = TrainingState.capture(net)
     whole = room(memory)
-    assert tried(lambda: None, state, memory, CPU).verdict is Verdict.FITS
+    assert tried(lambda settling: None, state, memory, CPU).verdict is Verdict.FITS
     # More than glibc's heap ever serves itself: 32 MiB, whatever this process has freed before.
-    assert tried(lambda: kept.append(torch.empty(64 * MIB, dtype=torch.uint8)), state, memory, CPU).fits
+    assert tried(lambda settling: kept.append(torch.empty(64 * MIB, dtype=torch.uint8)), state, memory, CPU).fits
     left = whole - room(memory)
     assert 56 * MIB < left < 80 * MIB  # the heap may shrink, and a thread leave its stack
 
@@ -56,7 +56,7 @@ def test_steps_that_fail_under_the_limit_leave_this_thread_as_it_was() -> None:
     state = TrainingState.capture(torch.nn.Linear(1, 1))
     seen = []
 
-    def steps() -> None:
+    def steps(settling: object) -> None:
         with memory.limited(memory.room_bytes(0) - 64 * MIB, 0):
             seen.append(resource.getrlimit(resource.RLIMIT_AS)[0])
             torch.empty(1 << 40, dtype=torch.uint8)

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from batchfinder.errors import ContextDied, InvalidValue, ProbeDied, UserCodeFailed
+from batchfinder.find import find_max_batch_size
 from batchfinder.outcome import Shape, Verdict
 from batchfinder.probing import process
 from batchfinder.probing.card import CardFacts
 from batchfinder.probing.cpu import CpuProbe
 from batchfinder.probing.death import KILLED
 from batchfinder.probing.process import ProcessProbe
+from batchfinder.search import Capped, Doubling, Floored
 from batchfinder.step.spec import WorkloadSpec
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -56,16 +58,24 @@ def test_killed_twice_is_the_hosts_memory():
     assert (seen.verdict, seen.message) == (Verdict.HOST_OUT_OF_MEMORY, KILLED)
 
 
-@pytest.mark.parametrize("deed", ["SIGKILL", "out of memory", "exit"])
-def test_what_happens_once_is_not_believed(deed, tmp_path):
-    """A death or an out-of-memory that does not come again in a second try is forgotten."""
-    with _probe(deed, tmp_path / "once") as probe:
+def test_a_death_that_happens_once_is_not_believed(tmp_path):
+    """One that does not come again in a second try is forgotten."""
+    with _probe("SIGKILL", tmp_path / "once") as probe:
         assert probe(8, Shape()).fits
     assert (tmp_path / "once").exists()
 
 
-def test_an_out_of_memory_that_comes_twice_is_believed():
-    """The device's own words are the message."""
+@pytest.mark.parametrize("deed", ["out of memory", "exit"])
+def test_what_happens_once_is_not_believed_by_a_search(deed, tmp_path):
+    """A search tries a size again that it did not expect to run out of memory."""
+    with _probe(deed, tmp_path / "once") as probe:
+        found = find_max_batch_size(probe, Shape(), search=Floored(Capped(Doubling(), 8), 8))
+    assert found.max_batch_size == 8
+    assert (tmp_path / "once").exists()
+
+
+def test_an_out_of_memory_is_said_in_the_devices_words():
+    """They are the message."""
     with _probe("out of memory") as probe:
         seen = probe(8, Shape())
     assert (seen.verdict, seen.message) == (Verdict.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 2.00 GiB.")

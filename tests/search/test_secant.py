@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Verdict
+from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
 from batchfinder.probe import FunctionProbe
 from batchfinder.search import Bounds, Bracket, Headroom, Secant
 from batchfinder.search.fit import Fit
@@ -271,3 +271,50 @@ def test_flat_at_first_without_a_prediction(answer, share, tolerance):
     assert (1 - tolerance) * truth(probe) - (tolerance > 0) <= outcome.max_batch_size <= truth(probe)
     assert len(outcome.trials) <= 16
     assert failures(outcome) <= 6
+
+
+def crowded(answer: int, more: float) -> FunctionProbe:
+    """A step of which `more` is reserved than allocated, until a full card makes the allocator give it back.
+
+    It runs up to 1 % less than what is allocated would fill the card at.
+    """
+    limit = 16 * GIB
+    each = int(0.99 * limit / (answer + 0.5))
+
+    class Crowded(FunctionProbe):
+        def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+            if batch_size > answer:
+                return Measurement(Verdict.OUT_OF_MEMORY)
+            allocated = each * batch_size
+            return Measurement(Verdict.FITS, allocated, min(limit, int((1 + more) * allocated)))
+
+    return Crowded(lambda size, shape: 0, limit)
+
+
+@pytest.mark.parametrize("more", [0.02, 0.06, 0.12, 0.3])
+@pytest.mark.parametrize("answer", [53, 107, 223, 434, 1540, 3029])
+def test_what_is_allocated_leads_on_where_reserved_peaks_mislead(answer, more):
+    """Sizes that run although what was reserved would not have fitted lead on to what is allocated, at one failure."""
+    probe = crowded(answer, more)
+    outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes))
+    assert 0.99 * answer - 1 <= outcome.max_batch_size <= answer
+    assert failures(outcome) == 1
+    assert len(outcome.trials) <= 9
+    exact = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes, tolerance=0.0))
+    assert exact.max_batch_size == answer
+
+
+def test_only_a_failure_below_the_guess_is_doubted():
+    """What the line says fits is tried again where memory ran out; what it says does not, and a ceiling, are not."""
+    search = Secant(1000)
+    state = SecantState(Bracket(Bounds(), 500, None), Fit(((500, 500),)), 1000, 1)
+
+    def doubts(size: int, verdict: Verdict) -> bool:
+        return search.doubts(state, Trial(size, Shape(), Measurement(verdict)))
+
+    assert [doubts(size, Verdict.OUT_OF_MEMORY) for size in (600, 995, 996, 1000, 1010)] == [True, True, *[False] * 3]
+    assert doubts(600, Verdict.HOST_OUT_OF_MEMORY)
+    assert not doubts(600, Verdict.THRASHING)
+    assert not doubts(600, Verdict.SIZE_CEILING)
+    blind = SecantState(Bracket(Bounds(), 500, None), Fit(), None, 1)
+    assert search.doubts(blind, Trial(600, Shape(), Measurement(Verdict.OUT_OF_MEMORY)))

@@ -57,6 +57,33 @@ def test_what_it_leaves_out_is_passed_on() -> None:
     assert asked.source == "simulated"
 
 
+def retaking(batch_size: int, seq_len: int | None) -> Future[Trace]:
+    """Steps that take 8 MiB in small blocks, give them back, and then take a large one of 1 MiB per sample."""
+    order: list[int] = []
+    marks: list[Mark] = []
+    for step in (0, 1):
+        marks.append(Mark(len(order), step, "forward"))
+        small, large = range(9 * step, 9 * step + 8), 9 * step + 8
+        order.extend([*small, *(~block for block in small), large, ~large])
+        marks.append(Mark(len(order), step, "optimizer"))
+    marks.append(Mark(len(order), 1, "end"))
+    operators = (*["small"] * 8, "large") * 2
+    structure = Structure(tuple(order), tuple(marks), operators, ("",) * 18, ("",) * 18)
+    future: Future[Trace] = Future()
+    future.set_result(Trace(batch_size, seq_len, structure, (*[MIB] * 8, batch_size * MIB) * 2, ()))
+    return future
+
+
+def test_what_never_settles_is_thrashing() -> None:
+    """A card with room for the small blocks or the large one, but not for both, gives back memory in each step."""
+    asked = SimulatedProbe(TraceSource(retaking, [None]), DeviceMemory(20 * MIB, 20 * MIB))
+    assert asked(12, Shape()).fits
+    seen = asked(14, Shape())
+    assert (seen.verdict, seen.fits, seen.peak_allocated_bytes) == (Verdict.THRASHING, False, 14 * MIB)
+    assert seen.message == "it runs, but gives back all cached memory in each of 8 more steps"
+    assert asked(22, Shape()).verdict is Verdict.OUT_OF_MEMORY
+
+
 def test_settings_reach_the_allocator() -> None:
     """Expandable segments grow in 20 MiB pages."""
     plain, expandable = (
@@ -67,12 +94,12 @@ def test_settings_reach_the_allocator() -> None:
     assert expandable % (20 * MIB) == 0
 
 
-def test_exact_timeline_is_recorded_itself() -> None:
+def test_exact_outlook_is_recorded_itself() -> None:
     """It equals the scaled one, at the price of a recording."""
     asked = probe()
-    scaled = asked.timeline(50, SHAPE)
+    scaled = asked.outlook(50, SHAPE)
     before = asked.traces.recordings
-    assert asked.exact_timeline(50, SHAPE) == scaled
+    assert asked.exact_outlook(50, SHAPE) == scaled
     assert asked.traces.recordings == before + 1
 
 

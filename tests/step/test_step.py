@@ -63,6 +63,18 @@ def test_trains_as_by_hand() -> None:
     assert torch.equal(ours.model.linear.weight, theirs.model.linear.weight)
 
 
+def test_takes_more_steps_when_asked() -> None:
+    """After the steps of the settings, as many as are asked for, with the same optimizer; stages go on counting."""
+    ours, theirs, answers, seen = workload(), workload(), iter([True, True, False]), []
+    Step(ours, StepSettings(), CPU).run(6, None, lambda *stage: seen.append(stage), lambda: next(answers))
+    Step(theirs, StepSettings(steps=4), CPU).run(6, None)
+    assert torch.equal(ours.model.linear.weight, theirs.model.linear.weight)
+    assert [stage for stage in seen if stage[1] in ("zero_grad", "end")] == [
+        *((step, "zero_grad", 0) for step in range(4)),
+        (3, "end", 0),
+    ]
+
+
 def test_accumulation_divides_the_loss() -> None:
     """Two micro-batches of the same samples give the gradient of one."""
     once, twice = workload(), workload()
