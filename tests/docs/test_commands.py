@@ -24,7 +24,7 @@ _SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # What the commands speak of as if it were the reader's.
 CONFIG = '{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'
-SWEEP = '{"schema": 1, "rows": [{"model": "bert-base", "gpu": "Titan X Pascal", "seq_len": 64, "max_batch_size": 269}]}'
+SWEEP = '{"schema": 1, "rows": [{"model": "bert-base", "gpu": "Titan X Pascal", "seq_len": 64, "max_batch_size": 266}]}'
 MODULE = """
 import torch
 from batchfinder import Workload
