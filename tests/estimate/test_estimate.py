@@ -91,7 +91,7 @@ def test_later_steps_change_nothing(record: Record, bert: Trace, mlp: Trace) -> 
         assert (short.kinds, short.peak_bytes, short.peak) == (long.kinds, long.peak_bytes, long.peak)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def frugal(record: Record) -> Trace:
     """A step that runs on less than it reserves where there is more, and goes on running."""
     return record(lambda: few_layers.build("bert-base"), 16, 64)
