@@ -10,6 +10,7 @@ from batchfinder.outcome import Outcome, Shape, Trial
 from batchfinder.probe import Probe
 from batchfinder.retry import retrying
 from batchfinder.search import Bounds, Doubling, Search
+from batchfinder.search.protocol import S
 
 
 class OutcomeSlot(Protocol):
@@ -58,7 +59,7 @@ def find_max_batch_size(
     trials: list[Trial] = []
     state = search.init(shape, Bounds())
     while (batch_size := search.propose(state)) is not None:
-        trial = _tried(probe, search, state, batch_size, shape)
+        trial = try_size(probe, search, state, batch_size, shape)
         trials.append(trial)
         if on_trial is not None:
             on_trial(trial)
@@ -79,7 +80,20 @@ def find_max_batch_size(
     return outcome
 
 
-def _tried(probe: Probe, search: Search[Any], state: Any, batch_size: int, shape: Shape) -> Trial:
+def try_size(probe: Probe, search: Search[S], state: S, batch_size: int, shape: Shape) -> Trial:
+    """Try one size; on a real device once more where it failed and the search doubts that.
+
+    Args:
+        probe: answers whether it runs, and clears up after itself.
+        search: judges and doubts.
+        state: the search's, before the trial.
+        batch_size: samples in the micro-batch.
+        shape: one sample's shape.
+
+    Returns:
+        The last try, as the search counts it.
+    """
+
     def once() -> Trial:
         return search.judge(Trial(batch_size, shape, probe(batch_size, shape)))
 

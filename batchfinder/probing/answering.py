@@ -10,11 +10,10 @@ from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.errors import CacheFailed, InvalidValue, OutOfMemory
-from batchfinder.find import OutcomeSlot, find_max_batch_size
+from batchfinder.find import OutcomeSlot, find_max_batch_size, try_size
 from batchfinder.outcome import Outcome, Shape, Stop, Trial
 from batchfinder.probe import Probe
 from batchfinder.probing.coarse import RESOLUTION, CoarsePeaks
-from batchfinder.probing.confirming import confirmed
 from batchfinder.probing.known import Limits, holds
 from batchfinder.probing.memory import Memory
 from batchfinder.search import Bounds, Capped, Floored, Headroom, Multiples, Search, Secant
@@ -149,8 +148,8 @@ class Answering:
 
     def _try(self, batch_size: int, shape: Shape, trials: list[Trial]) -> Trial:
         probe, _ = self._prober(shape)
-        seen = confirmed(lambda: probe(batch_size, shape))
-        trial = self._judged(Secant()).judge(Trial(batch_size, shape, seen))
+        search = self._judged(Secant())
+        trial = try_size(probe, search, search.init(shape, Bounds()), batch_size, shape)
         self._note(trial, trials)
         return trial
 

@@ -29,7 +29,7 @@ class Outlook:
     """What becomes of a step that is taken again and again.
 
     Attributes:
-        timeline: the trace's own, or the longer one in which it failed.
+        timeline: the trace's own, or the longer one in which it failed, whose moments are not the trace's.
         settled: whether a step went by in which the allocator kept its cache; True where one failed before.
     """
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 from batchfinder.outcome import Shape
 from batchfinder.simulator.memory import DeviceMemory
 from batchfinder.simulator.source import TraceSource
-from batchfinder.simulator.trace import Mark, Structure, Trace
 from batchfinder.units import MIB
 from benchmarks.peer.card import Remembering, SimulatedCard
 from benchmarks.peer.cases import SIMULATED, simulated_works
@@ -31,6 +29,7 @@ from benchmarks.peer.measure import searched
 from benchmarks.peer.meter import Meter
 from benchmarks.peer.report import claims, markdown
 from benchmarks.peer.work import Work
+from tests.builders.retaking import retaking
 
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "peers-2-cores.json").read_text())
@@ -99,23 +98,6 @@ def test_the_card_fails_as_a_real_one(work: Work) -> None:
     assert largest == COMMITTED["true"]["loop"]
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. .*simulated"):
         card.forward(largest + 1)
-
-
-def retaking(batch_size: int, seq_len: int | None) -> Future[Trace]:
-    """Steps that take 8 MiB in small blocks, give them back, and then take a large one of 1 MiB per sample."""
-    order: list[int] = []
-    marks = [Mark(0, -1, "model")]
-    for step in (0, 1):
-        marks.append(Mark(len(order), step, "forward"))
-        small, large = range(9 * step, 9 * step + 8), 9 * step + 8
-        order.extend([*small, *(~block for block in small), large, ~large])
-        marks += [Mark(len(order), step, "loss"), Mark(len(order), step, "optimizer")]
-    marks.append(Mark(len(order), 1, "end"))
-    operators = (*["small"] * 8, "large") * 2
-    structure = Structure(tuple(order), tuple(marks), operators, ("",) * 18, ("",) * 18)
-    future: Future[Trace] = Future()
-    future.set_result(Trace(batch_size, seq_len, structure, (*[MIB] * 8, batch_size * MIB) * 2, ()))
-    return future
 
 
 def test_the_card_has_the_segments_of_the_step_before() -> None:

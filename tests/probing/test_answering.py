@@ -115,6 +115,17 @@ def test_a_known_answer_is_used_while_as_much_is_free() -> None:
     assert (slot.outcome.max_batch_size, slot.outcome.free_bytes, slot.outcome.source) == (125, 980, "measured")
 
 
+def test_a_known_answer_that_fails_by_accident_is_kept() -> None:
+    """A failure of what ran before is no more expected than one in a search: it is believed when it comes twice."""
+    slot, card = Slot(), Card()
+    answering(card, Curve(card, lambda size: 100 + 7 * size), cap=100).find(Shape(), slot)
+    card.free = 980
+    peaks = iter([2000])
+    curve = Curve(card, lambda size: next(peaks, 800))
+    again = answering(card, curve, cap=100).find(Shape(), slot)
+    assert (curve.sizes, again.outcome.max_batch_size, again.outcome.source) == ([100, 100], 100, "cache")
+
+
 def test_a_lowered_record_is_tried_at_a_multiple() -> None:
     """5 % less than a multiple of 8 is none."""
     slot, card = Slot(), Card()

@@ -11,6 +11,7 @@ from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.simulator.source import TraceSource
 from batchfinder.simulator.trace import Mark, Structure, Trace
 from batchfinder.units import GIB, MIB
+from tests.builders.retaking import retaking
 
 SHAPE = Shape(128)
 CARD = DeviceMemory(12 * GIB, 11 * GIB)
@@ -55,23 +56,6 @@ def test_what_it_leaves_out_is_passed_on() -> None:
     asked(3, SHAPE)
     assert asked.unmodelled == ("something",)
     assert asked.source == "simulated"
-
-
-def retaking(batch_size: int, seq_len: int | None) -> Future[Trace]:
-    """Steps that take 8 MiB in small blocks, give them back, and then take a large one of 1 MiB per sample."""
-    order: list[int] = []
-    marks: list[Mark] = []
-    for step in (0, 1):
-        marks.append(Mark(len(order), step, "forward"))
-        small, large = range(9 * step, 9 * step + 8), 9 * step + 8
-        order.extend([*small, *(~block for block in small), large, ~large])
-        marks.append(Mark(len(order), step, "optimizer"))
-    marks.append(Mark(len(order), 1, "end"))
-    operators = (*["small"] * 8, "large") * 2
-    structure = Structure(tuple(order), tuple(marks), operators, ("",) * 18, ("",) * 18)
-    future: Future[Trace] = Future()
-    future.set_result(Trace(batch_size, seq_len, structure, (*[MIB] * 8, batch_size * MIB) * 2, ()))
-    return future
 
 
 def test_what_never_settles_is_thrashing() -> None:

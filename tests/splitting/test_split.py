@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,21 +19,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from batchfinder.errors import InvalidValue, NotSplittable
 from batchfinder.splitting.split import equal_sizes, reorder, split
 from batchfinder.splitting.tree import children
-
-
-class Pair(NamedTuple):
-    """A batch by position and name."""
-
-    one: Any
-    two: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """A batch by field."""
-
-    one: Any
-    two: Any = 0
+from tests.splitting.containers import Pair, Record
 
 
 def batches(samples):

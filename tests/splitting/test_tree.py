@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,22 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
 from batchfinder.splitting.tree import leaves, map_leaves, tensors
-
-
-class Pair(NamedTuple):
-    """A batch by position and name."""
-
-    one: Any
-    two: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """A batch by field."""
-
-    one: Any
-    two: Any = 0
-
+from tests.splitting.containers import Pair, Record
 
 X = torch.arange(4)
 PACKED = pack_sequence([X, X[:2]])

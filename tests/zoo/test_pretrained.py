@@ -109,14 +109,19 @@ def test_a_fake_step_runs(fake_models: dict[str, Any], name: str) -> None:
     assert all(p.grad is not None for p in workload.model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "attention", "gradient_checkpointing"),
+    [
+        (name, attention, gradient_checkpointing)
+        for name in SMALL
+        for attention in ("eager", "sdpa")
+        for gradient_checkpointing in (False, True)
+        if name != "resnet50" or (attention == "eager" and not gradient_checkpointing)  # a CNN has neither
+    ],
+)
 def test_a_real_step_runs(tmp_path: Path, name: str, attention: str, gradient_checkpointing: bool) -> None:
     """A shrunken model of each family, read from a config.json, trains for real with every option that it has."""
     file = write_config(tmp_path, name)
-    if name == "resnet50" and (attention != "eager" or gradient_checkpointing):
-        pytest.skip("a CNN has neither")
     workload = build_workload(str(file), attention=attention, gradient_checkpointing=gradient_checkpointing)
     assert type(workload.model).__name__ == find_model(name).architecture
     assert workload.model.config._attn_implementation == attention
