@@ -9,78 +9,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchfinder.accumulation import AccumulationPlan, plan_accumulation
-    from batchfinder.errors import BatchFinderError
-    from batchfinder.find import find_max_batch_size
-    from batchfinder.huggingface.tune import tune_trainer
-    from batchfinder.lightning.callback import BatchFinder
-    from batchfinder.loop.executable import executable_batch_size
-    from batchfinder.loop.sizes import TunedBatchSize, TunedBatchSizes
-    from batchfinder.loop.tune import tune_batch_size
-    from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
-    from batchfinder.probe import FunctionProbe, Probe
-    from batchfinder.probing.atomic_update import AtomicUpdate
-    from batchfinder.sampling.batch_sampler import LengthBucketBatchSampler
-    from batchfinder.sampling.table import table_of
-    from batchfinder.splitting.shares import split_batch
-    from batchfinder.step.workload import Workload
+    from batchfinder.accumulation import AccumulationPlan as AccumulationPlan
+    from batchfinder.accumulation import plan_accumulation as plan_accumulation
+    from batchfinder.data.bucket_sampler import LengthBucketBatchSampler as LengthBucketBatchSampler
+    from batchfinder.data.size_table import table_of as table_of
+    from batchfinder.data.split import split_batch as split_batch
+    from batchfinder.errors import BatchFinderError as BatchFinderError
+    from batchfinder.find import find_max_batch_size as find_max_batch_size
+    from batchfinder.huggingface.tune import tune_trainer as tune_trainer
+    from batchfinder.lightning.callback import BatchFinder as BatchFinder
+    from batchfinder.loop.executable import executable_batch_size as executable_batch_size
+    from batchfinder.loop.result import TunedBatchSize as TunedBatchSize
+    from batchfinder.loop.result import TunedBatchSizes as TunedBatchSizes
+    from batchfinder.loop.tune import tune_batch_size as tune_batch_size
+    from batchfinder.measure.atomic_update import AtomicUpdate as AtomicUpdate
+    from batchfinder.probe import FunctionProbe as FunctionProbe
+    from batchfinder.probe import Probe as Probe
+    from batchfinder.results import Measurement as Measurement
+    from batchfinder.results import SearchResult as SearchResult
+    from batchfinder.results import Shape as Shape
+    from batchfinder.results import Stop as Stop
+    from batchfinder.results import Trial as Trial
+    from batchfinder.results import Verdict as Verdict
+    from batchfinder.training.workload import Workload as Workload
 
-_HOMES = {
-    "AccumulationPlan": "accumulation",
-    "AtomicUpdate": "probing.atomic_update",
-    "BatchFinder": "lightning.callback",
-    "BatchFinderError": "errors",
-    "FunctionProbe": "probe",
-    "LengthBucketBatchSampler": "sampling.batch_sampler",
-    "Measurement": "outcome",
-    "Outcome": "outcome",
-    "Probe": "probe",
-    "Shape": "outcome",
-    "Stop": "outcome",
-    "Trial": "outcome",
-    "TunedBatchSize": "loop.sizes",
-    "TunedBatchSizes": "loop.sizes",
-    "Verdict": "outcome",
-    "Workload": "step.workload",
-    "executable_batch_size": "loop.executable",
-    "find_max_batch_size": "find",
-    "plan_accumulation": "accumulation",
-    "split_batch": "splitting.shares",
-    "table_of": "sampling.table",
-    "tune_batch_size": "loop.tune",
-    "tune_trainer": "huggingface.tune",
+_PUBLIC = {
+    "accumulation": ("AccumulationPlan", "plan_accumulation"),
+    "data.bucket_sampler": ("LengthBucketBatchSampler",),
+    "data.size_table": ("table_of",),
+    "data.split": ("split_batch",),
+    "errors": ("BatchFinderError",),
+    "find": ("find_max_batch_size",),
+    "huggingface.tune": ("tune_trainer",),
+    "lightning.callback": ("BatchFinder",),
+    "loop.executable": ("executable_batch_size",),
+    "loop.result": ("TunedBatchSize", "TunedBatchSizes"),
+    "loop.tune": ("tune_batch_size",),
+    "measure.atomic_update": ("AtomicUpdate",),
+    "probe": ("FunctionProbe", "Probe"),
+    "results": ("Measurement", "SearchResult", "Shape", "Stop", "Trial", "Verdict"),
+    "training.workload": ("Workload",),
 }
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = [
-    "AccumulationPlan",
-    "AtomicUpdate",
-    "BatchFinder",
-    "BatchFinderError",
-    "FunctionProbe",
-    "LengthBucketBatchSampler",
-    "Measurement",
-    "Outcome",
-    "Probe",
-    "Shape",
-    "Stop",
-    "Trial",
-    "TunedBatchSize",
-    "TunedBatchSizes",
-    "Verdict",
-    "Workload",
-    "executable_batch_size",
-    "find_max_batch_size",
-    "plan_accumulation",
-    "split_batch",
-    "table_of",
-    "tune_batch_size",
-    "tune_trainer",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"batchfinder.{_HOMES[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"batchfinder.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

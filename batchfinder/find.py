@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from batchfinder.outcome import Outcome, Shape, Trial
 from batchfinder.probe import Probe
+from batchfinder.results import SearchResult, Shape, Trial
 from batchfinder.retry import retrying
 from batchfinder.search import Bounds, Doubling, Search
-from batchfinder.search.protocol import S
+from batchfinder.search.base import S
 
 
-class OutcomeSlot(Protocol):
+class ResultEntry(Protocol):
     """A place for one outcome, already keyed by everything that changes the answer."""
 
-    def get(self) -> Outcome | None:
+    def get(self) -> SearchResult | None:
         """The outcome kept here; None when there is none."""
         ...
 
-    def put(self, outcome: Outcome) -> None:
+    def put(self, outcome: SearchResult) -> None:
         """Keep an outcome here."""
         ...
 
@@ -30,9 +30,9 @@ def find_max_batch_size(
     shape: Shape,
     *,
     search: Search[Any] | None = None,
-    cache: OutcomeSlot | None = None,
+    cache: ResultEntry | None = None,
     on_trial: Callable[[Trial], object] | None = None,
-) -> Outcome:
+) -> SearchResult:
     """Find the largest batch size that runs.
 
     A failure on a real device that the search did not expect is believed when it comes twice. Whatever the probe or
@@ -66,7 +66,7 @@ def find_max_batch_size(
         state = search.update(state, trial)
     answer, stop = search.result(state)
     measurements = {trial.batch_size: trial.measurement for trial in trials}
-    outcome = Outcome(
+    outcome = SearchResult(
         shape=shape,
         max_batch_size=answer,
         stop=stop,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.results import Measurement, Shape, Verdict
 
 
 class Probe(Protocol):

@@ -37,7 +37,7 @@ def main() -> int:
     arguments = parser.parse_args()
     # Modules come from the repository's folder: in this one, names could stand in the way of others'.
     sys.path[:] = [str(HERE.parent), *(entry for entry in sys.path if Path(entry or ".").resolve() != HERE)]
-    from batchfinder.probing.cpu import MALLOC
+    from batchfinder.measure.child_probe import MALLOC
 
     if arguments.markdown is not None:
         from benchmarks.peer.report import draw, markdown

@@ -37,11 +37,11 @@ def _record(
     settings: dict[str, Any],
 ) -> Trace:
     """Build and record, in a process of its own."""
-    from batchfinder.step.step import StepSettings
-    from batchfinder.tracing.pretend import PretendMode
-    from batchfinder.tracing.record import record_step
+    from batchfinder.recording.fake_device import FakeDeviceMode
+    from batchfinder.recording.record_step import record_step
+    from batchfinder.training.step import StepSettings
 
-    mode = PretendMode(allow_non_fake_inputs=True)
+    mode = FakeDeviceMode(allow_non_fake_inputs=True)
     with mode:
         workload = build()
     return record_step(workload, StepSettings(**settings), capability, batch_size, seq_len, mode, flash)
@@ -133,7 +133,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
         **settings: Any,
     ) -> Trace:
         # Imported here, once, so that the forks need not; the first optimizer imports the last of these.
-        for module in ("batchfinder.tracing.record", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
+        for module in ("batchfinder.recording.record_step", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
             importlib.import_module(module)
 
         path = Path(folder) / f"{next(number)}.json"

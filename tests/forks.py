@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchfinder.probing.fork import in_fork
-from batchfinder.step.child import Child, answer, end_with_parent, requests_from
+from batchfinder.measure.worker import in_fork
+from batchfinder.training.child_process import Child, answer, end_with_parent, requests_from
 
 ROOT = Path(__file__).parents[1]
 
@@ -98,7 +98,7 @@ def ready_to_search(model: Any) -> None:
     """
     import torch
 
-    import batchfinder.probing.signs  # noqa: F401
+    import batchfinder.measure.oom  # noqa: F401
 
     torch.set_num_threads(1)
     threading.stack_size(1 << 20)  # a search leaves the stack of one thread behind
@@ -109,7 +109,7 @@ def ready_to_search(model: Any) -> None:
 
 def verdict_of(error: Exception) -> str:
     """The name of what an error of the CPU's means; its own words where it means nothing."""
-    from batchfinder.probing.signs import classify
+    from batchfinder.measure.oom import classify
 
     classified = classify(error, device="cpu")
     return str(error) if classified is None else classified.name

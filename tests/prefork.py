@@ -29,16 +29,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from batchfinder.step import child
+from batchfinder.training import child_process
 
 IMPORTED = (
-    *("batchfinder.tracing.pretend", "batchfinder.tracing.record", "batchfinder.zoo.pretrained"),
-    *("batchfinder.zoo.factory", "batchfinder.zoo.fingerprint", "torch.fx.experimental.symbolic_shapes"),
+    *("batchfinder.recording.fake_device", "batchfinder.recording.record_step", "batchfinder.models.pretrained"),
+    *("batchfinder.models.build", "batchfinder.models.fingerprint", "torch.fx.experimental.symbolic_shapes"),
     "torch._dynamo",
 )
-RECORDING = "batchfinder.tracing.server"
+RECORDING = "batchfinder.recording.server"
 _MESSAGE_BYTES = 1 << 18
-_start = child.start
+_start = child_process.start
 
 
 class Fork:
@@ -97,7 +97,7 @@ class Prefork:
         log: Path,
         environment: Mapping[str, str],
     ) -> Fork | subprocess.Popen[bytes]:
-        """What `batchfinder.step.child.start` does, by which other modules' processes are started themselves."""
+        """What `batchfinder.training.child_process.start` does, which starts other modules' processes."""
         if module != self._module:
             return _start(module, descriptors, arguments, log, environment)
         command = {"module": module, "arguments": list(arguments), "cwd": os.getcwd(), "environment": {**environment}}
@@ -111,7 +111,7 @@ class Prefork:
     def patched(self) -> Iterator[None]:
         """Let recorders start their processes so."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(child, "start", self.start)
+            patch.setattr(child_process, "start", self.start)
             yield
 
     def __enter__(self) -> Prefork:

@@ -27,8 +27,8 @@ class SettlingCard:
 
     name = "settling"
     total_bytes = allowance_bytes = 1050
-    enforced = True
-    warms_up = False
+    has_hard_limit = True
+    first_step_overhead = False
 
     def __init__(self) -> None:
         Steps.size = Steps.at_size = Steps.retries = 0
@@ -36,7 +36,7 @@ class SettlingCard:
     def free_bytes(self) -> int:
         return self.total_bytes
 
-    def room_bytes(self, held_bytes: int) -> int:
+    def max_peak_bytes(self, held_bytes: int) -> int:
         return self.total_bytes
 
     def held_bytes(self) -> int:
@@ -45,7 +45,7 @@ class SettlingCard:
     def limited(self, reserve_bytes: int, held_bytes: int) -> nullcontext[None]:
         return nullcontext()
 
-    def leaves_behind(self, left_bytes: int) -> None:
+    def record_leak(self, left_bytes: int) -> None:
         pass
 
     def reset_peak(self) -> None:

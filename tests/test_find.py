@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
 from batchfinder.probe import FunctionProbe
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
 from batchfinder.search import Capped, Doubling, Headroom, Secant
 
 SHAPE = Shape(seq_len=128)
 
 
-class Slot:
+class CacheEntry:
     """A cache slot in memory."""
 
-    def __init__(self, outcome: Outcome | None = None) -> None:
+    def __init__(self, outcome: SearchResult | None = None) -> None:
         self.outcome = outcome
 
-    def get(self) -> Outcome | None:
+    def get(self) -> SearchResult | None:
         return self.outcome
 
-    def put(self, outcome: Outcome) -> None:
+    def put(self, outcome: SearchResult) -> None:
         self.outcome = outcome
 
 
@@ -52,7 +52,7 @@ def test_outcome():
     probe = five()
     probe.source, probe.unmodelled = "measured", ("cuDNN workspaces",)
     outcome = find_max_batch_size(probe, SHAPE)
-    assert outcome == Outcome(
+    assert outcome == SearchResult(
         shape=SHAPE,
         max_batch_size=5,
         stop=Stop.EXACT,
@@ -82,14 +82,14 @@ def test_on_trial():
 
 def test_cache_is_filled():
     """An outcome is put into the cache as it is returned."""
-    slot = Slot()
+    slot = CacheEntry()
     assert find_max_batch_size(five(), SHAPE, cache=slot) == slot.outcome
 
 
 def test_cache_is_used():
     """A cached outcome comes back without a probe, marked as such; the record is left as it is."""
     kept = find_max_batch_size(five(), SHAPE)
-    slot = Slot(kept)
+    slot = CacheEntry(kept)
     outcome = find_max_batch_size(RaisingProbe(AssertionError("probed")), SHAPE, cache=slot, on_trial=pytest.fail)
     assert outcome == replace(kept, source="cache", trials=())
     assert slot.outcome is kept
@@ -98,14 +98,14 @@ def test_cache_is_used():
 def test_cached_zero():
     """A cached 0 is an answer too."""
     kept = find_max_batch_size(FunctionProbe(lambda size, shape: 300, 200), SHAPE)
-    outcome = find_max_batch_size(RaisingProbe(AssertionError("probed")), SHAPE, cache=Slot(kept))
+    outcome = find_max_batch_size(RaisingProbe(AssertionError("probed")), SHAPE, cache=CacheEntry(kept))
     assert (outcome.max_batch_size, outcome.source) == (0, "cache")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("mat1 and mat2 shapes cannot be multiplied")])
 def test_errors_propagate(error):
     """An interrupt or a bug in the user's code comes through unchanged, after the trials so far; nothing is cached."""
-    slot, seen = Slot(), []
+    slot, seen = CacheEntry(), []
     with pytest.raises(type(error)) as caught:
         find_max_batch_size(RaisingProbe(error), SHAPE, cache=slot, on_trial=seen.append)
     assert caught.value is error

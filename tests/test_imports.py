@@ -101,7 +101,7 @@ for name in {names!r}:
 
 # What `zoo` holds for the recording process; `reproduce.models` is all for it.
 NEED_TORCH = frozenset(
-    f"batchfinder.zoo.{name}"
+    f"batchfinder.models.{name}"
     for name in (
         "batches",
         "build",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import doctest
 
 import batchfinder.probe
-from batchfinder.outcome import Measurement, Shape, Verdict
 from batchfinder.probe import FunctionProbe, Probe
+from batchfinder.results import Measurement, Shape, Verdict
 
 
 def test_at_the_capacity():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from batchfinder.cache.exchange import read_export, write_export
 from batchfinder.cache.key import CacheKey
-from batchfinder.cache.record import DamagedRecord, Record
-from batchfinder.cache.store import DamagedRecordWarning, Slot, Store, default_cache_url
+from batchfinder.cache.record import DamagedRecord, Record, read_export, write_export
+from batchfinder.cache.store import CacheEntry, DamagedRecordWarning, Store, default_cache_url
 
 __all__ = [
+    "CacheEntry",
     "CacheKey",
     "DamagedRecord",
     "DamagedRecordWarning",
     "Record",
-    "Slot",
     "Store",
     "default_cache_url",
     "read_export",

@@ -1,18 +1,21 @@
-"""One record: a key, what was found for it, and a checksum over both, as JSON."""
+"""One record: a key, what was found for it, and a checksum over both, as JSON.
+
+Records on their way from one cache to another: one JSON file, each record with its own checksum.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import TypeVar
 
 from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
 
 SCHEMA = 3
 """Also raised when what counts as fitting changes: 3 asks of a size that it goes on fitting."""
@@ -44,7 +47,7 @@ class Record:
     """
 
     key: CacheKey
-    outcome: Outcome
+    outcome: SearchResult
     created: datetime
     label: str = ""
 
@@ -127,7 +130,7 @@ def _checksum(body: dict[str, Json]) -> str:
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
 
 
-def _write_outcome(outcome: Outcome) -> dict[str, Json]:
+def _write_outcome(outcome: SearchResult) -> dict[str, Json]:
     return {
         "seq_len": _index(outcome.shape.seq_len),
         "max_batch_size": operator.index(outcome.max_batch_size),
@@ -166,12 +169,12 @@ def _read_created(value: object) -> datetime:
     return datetime.fromisoformat(_of(str, value, "created"))
 
 
-def _read_outcome(value: object) -> Outcome:
+def _read_outcome(value: object) -> SearchResult:
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(dict, value, "outcome")
     if set(body) != names:
         raise DamagedRecord(f"its outcome is {value!r}")
-    return Outcome(
+    return SearchResult(
         shape=Shape(_optional_int(body["seq_len"], "seq_len")),
         max_batch_size=_of(int, body["max_batch_size"], "max_batch_size"),
         stop=_member(Stop, body["stop"], "stop"),
@@ -223,3 +226,42 @@ def _member(choices: type[T], value: object, what: str) -> T:
     if not isinstance(member, choices):
         raise DamagedRecord(f"its {what} is {value!r}")
     return member
+
+
+FORMAT = 1
+
+
+def write_export(records: Iterable[Record]) -> str:
+    """Write records as one JSON text, `{"batchfinder_cache": 1, "records": [...]}`.
+
+    Args:
+        records: in the order in which they should stand.
+    """
+    texts = [encode(record).decode("ascii").rstrip("\n") for record in records]
+    return f'{{\n"batchfinder_cache": {FORMAT},\n"records": [\n' + ",\n".join(texts) + "\n]\n}\n"
+
+
+def read_export(text: str) -> Iterator[Record]:
+    """Read records back, one at a time; the file may have been formatted anew, its figures must be as they were.
+
+    Args:
+        text: what `write_export` wrote.
+
+    Raises:
+        DamagedRecord: it is no such file, or one of its records is not what was written.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecord("it is cut short or not JSON") from error
+    if not isinstance(body, dict) or not isinstance(body.get("records"), list):
+        raise DamagedRecord("it is JSON, but not an exported cache")
+    if body.get("batchfinder_cache") != FORMAT:
+        raise DamagedRecord(f"its format is {body.get('batchfinder_cache')!r}; this version reads {FORMAT}")
+    for number, members in enumerate(body["records"], 1):
+        try:
+            if not isinstance(members, dict):
+                raise DamagedRecord("it is JSON, but not a cache record")
+            yield decode(write_members(members))
+        except (DamagedRecord, TypeError, ValueError) as damage:
+            raise DamagedRecord(f"record {number} of {len(body['records'])}: {damage}") from damage

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from batchfinder.cache.folder import Folder
 from batchfinder.cache.key import CacheKey
 from batchfinder.cache.record import DamagedRecord, Record, decode, encode
-from batchfinder.outcome import Outcome
+from batchfinder.cache.storage import Storage
+from batchfinder.results import SearchResult
 
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
@@ -54,7 +54,7 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
-        self._folder = Folder(default_cache_url() if url is None else url)
+        self._folder = Storage(default_cache_url() if url is None else url)
 
     @property
     def url(self) -> str:
@@ -64,7 +64,7 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
-    def get(self, key: CacheKey) -> Outcome | None:
+    def get(self, key: CacheKey) -> SearchResult | None:
         """Look an answer up. A damaged record is none: it is named in a `DamagedRecordWarning`.
 
         Args:
@@ -79,7 +79,7 @@ class Store:
         record = self._load(_name(key))
         return None if record is None else record.outcome
 
-    def put(self, key: CacheKey, outcome: Outcome, label: str = "") -> None:
+    def put(self, key: CacheKey, outcome: SearchResult, label: str = "") -> None:
         """Keep an answer, in place of any there was.
 
         Args:
@@ -101,14 +101,14 @@ class Store:
         """
         self._folder.write(_name(record.key), encode(record))
 
-    def slot(self, key: CacheKey, label: str = "") -> Slot:
+    def slot(self, key: CacheKey, label: str = "") -> CacheEntry:
         """One key's place, for a search that should know of nothing else.
 
         Args:
             key: everything that the answer depends on.
             label: what people call the model, for lists.
         """
-        return Slot(self, key, label)
+        return CacheEntry(self, key, label)
 
     def records(self, digest: str = "") -> Iterator[Record]:
         """Every record that can be read, in the order of their digests; damaged ones are warned of and left out.
@@ -178,7 +178,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class CacheEntry:
     """One key's place in a store: what `find_max_batch_size` takes as its cache.
 
     Attributes:
@@ -191,11 +191,11 @@ class Slot:
     key: CacheKey
     label: str = ""
 
-    def get(self) -> Outcome | None:
+    def get(self) -> SearchResult | None:
         """Look the answer up; see `Store.get`."""
         return self.store.get(self.key)
 
-    def put(self, outcome: Outcome) -> None:
+    def put(self, outcome: SearchResult) -> None:
         """Keep an answer; see `Store.put`."""
         self.store.put(self.key, outcome, self.label)
 

@@ -8,10 +8,9 @@ from datetime import UTC, datetime
 
 from batchfinder.cache import DamagedRecord, Record, Store, read_export, write_export
 from batchfinder.cache.record import encode
-from batchfinder.cli.input_file import read_file
-from batchfinder.cli.output_file import write_file
+from batchfinder.cli.files import read_file, write_file
 from batchfinder.errors import InvalidValue, UnknownName
-from batchfinder.report.cache_sheet import list_sheet, record_sheets
+from batchfinder.report.cache import list_sheet, record_sheets
 
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from batchfinder.cli.arguments import (
+from batchfinder.cli.exit_codes import run_verb
+from batchfinder.cli.parser import (
+    cache_arguments,
     estimate_arguments,
     profile_arguments,
     reproduce_arguments,
     sweep_arguments,
     table_arguments,
 )
-from batchfinder.cli.cache_arguments import cache_arguments
-from batchfinder.cli.failing import run_verb
 
 VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "sweep": ("print the largest batch size for each model, GPU and sequence length", sweep_arguments),

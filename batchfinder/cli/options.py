@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
+from batchfinder.cli.parser import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from batchfinder.devices import Device, device_for, device_with_budget, find_gpu
 from batchfinder.errors import InvalidValue
-from batchfinder.simulator.settings import AllocatorSettings
-from batchfinder.step.spec import WorkloadSpec
-from batchfinder.tracing.job import WorkloadFacts
-from batchfinder.tracing.simulation import HowToStep
+from batchfinder.models.catalog import find_model
+from batchfinder.recording.simulation import StepConfig
+from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.training.spec import WorkloadFacts, WorkloadSpec
 from batchfinder.units import parse_bytes
-from batchfinder.zoo.catalogue import find_model
 
 DEFAULT_GPU = "titan x"
 DEFAULT_IMAGE_SIDE = 224
@@ -26,13 +25,13 @@ DEFAULT_SEQ_LEN = 128
 def workload_spec(model: str, arguments: argparse.Namespace) -> WorkloadSpec:
     """How the recording process builds a model asked for on the command line."""
     return WorkloadSpec(
-        builder="batchfinder.zoo:build_workload",
+        builder="batchfinder.models:build_workload",
         arguments={
             "spec": model,
             "attention": arguments.attention,
             "gradient_checkpointing": arguments.gradient_checkpointing,
         },
-        fingerprint="batchfinder.zoo.fingerprint:fingerprint",
+        fingerprint="batchfinder.models.fingerprint:fingerprint",
     )
 
 
@@ -46,13 +45,13 @@ def check_model_name(model: str) -> None:
         find_model(model)
 
 
-def how_to_step(arguments: argparse.Namespace, micro_batches: int = 1) -> HowToStep:
+def how_to_step(arguments: argparse.Namespace, micro_batches: int = 1) -> StepConfig:
     """The step that the options ask for.
 
     Raises:
         InvalidValue: an option's value is none of the known ones.
     """
-    return HowToStep(
+    return StepConfig(
         mode=one_of("--mode", arguments.mode, MODES),
         precision=one_of("--precision", arguments.precision, PRECISIONS),
         optimizer=one_of("--optimizer", arguments.optimizer, OPTIMIZERS),

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from batchfinder.cli.files import check_file, write_file
 from batchfinder.cli.options import (
     DEFAULT_GPU,
     allocator_notes,
@@ -18,17 +19,15 @@ from batchfinder.cli.options import (
     whole_number,
     workload_spec,
 )
-from batchfinder.cli.output_file import check_file, write_file
-from batchfinder.estimate.over_time import over_time
-from batchfinder.outcome import Shape
-from batchfinder.report.drawing import check_picture
-from batchfinder.report.profile_figure import draw_profile
-from batchfinder.report.progress import Activity
-from batchfinder.report.sheet import Columns, Sheet
+from batchfinder.estimate.breakdown import over_time
+from batchfinder.recording.simulation import Simulation
+from batchfinder.report.plots import check_picture, draw_profile
+from batchfinder.report.progress import StatusLine
+from batchfinder.report.table import Columns, Table
+from batchfinder.results import Shape
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.snapshot import pickled, take_snapshot
-from batchfinder.simulator.timeline import Overflow, Timeline
-from batchfinder.tracing.simulation import Simulation
+from batchfinder.simulator.memory_viz import pickled, take_snapshot
+from batchfinder.simulator.replay import OomEvent, Timeline
 from batchfinder.units import format_bytes
 
 # What a reader of `torch.cuda.memory_allocated()` would print after; moving the model and the batch is no stage.
@@ -47,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     check_model_name(model)
     check_picture("--plot", arguments.plot)
     check_file("--snapshot", arguments.snapshot)
-    with Activity() as activity, Simulation(workload_spec(model, arguments), how) as simulation:
+    with StatusLine() as activity, Simulation(workload_spec(model, arguments), how) as simulation:
         activity.doing(f"building {model}")
         seq_len = one_seq_len(asked, simulation.facts())
         activity.doing(f"recording {model}")
@@ -74,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not later.settled:
         notes.append("each further step gives back all cached memory to go on, which counts as not fitting")
     notes += [f"left out: {text}" for text in (*probe.unmodelled, *allocator_notes(settings))]
-    Sheet(title, details, _columns(timeline, how.micro_batches), tuple(notes)).show()
+    Table(title, details, _columns(timeline, how.micro_batches), tuple(notes)).show()
     return 0
 
 
@@ -83,7 +82,7 @@ def _stages(timeline: Timeline) -> list[dict[str, Any]]:
     return [{name: getattr(stage, name) for name in names} for stage in timeline.stages if stage.stage in STAGES]
 
 
-def _oom(oom: Overflow | None) -> dict[str, Any] | None:
+def _oom(oom: OomEvent | None) -> dict[str, Any] | None:
     if oom is None:
         return None
     return {
@@ -96,7 +95,7 @@ def _oom(oom: Overflow | None) -> dict[str, Any] | None:
     }
 
 
-def _out_of_memory(oom: Overflow) -> str:
+def _out_of_memory(oom: OomEvent) -> str:
     return f"out of memory in {oom.moment.stage} of step {oom.moment.step}: {' '.join(oom.message.split())}"
 
 

@@ -8,14 +8,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
 
+from batchfinder.cli.files import check_file, write_file
 from batchfinder.cli.options import one_of
-from batchfinder.cli.output_file import check_file, write_file
-from batchfinder.report.progress import Activity
-from batchfinder.report.sheet import Sheet
-from batchfinder.reproduce import REPRODUCTIONS
-from batchfinder.reproduce.measuring import require_card
-from batchfinder.reproduce.recordings import Recordings
-from batchfinder.reproduce.reproduction import Bench, Reproducer, Reproduction
+from batchfinder.report.progress import StatusLine
+from batchfinder.report.table import Table
+from batchfinder.reproductions import REPRODUCTIONS
+from batchfinder.reproductions.base import Context, Recordings, Reproducer, Reproduction, require_card
 
 ALL = "all"
 
@@ -33,8 +31,8 @@ def main(arguments: argparse.Namespace) -> int:
     found: list[Reproduction] = []
     with Recordings() as recordings:
         for reproducer in reproducers.values():
-            with Activity() as activity:
-                found.append(reproducer.reproduce(Bench(recordings, activity.doing, device)))
+            with StatusLine() as activity:
+                found.append(reproducer.reproduce(Context(recordings, activity.doing, device)))
             if not arguments.json:
                 _show(found[-1], first=len(found) == 1)
     if arguments.json:
@@ -54,7 +52,7 @@ def _show(reproduction: Reproduction, first: bool) -> None:
         sheet.show()
 
 
-def _sheets(reproduction: Reproduction) -> Iterable[Sheet]:
+def _sheets(reproduction: Reproduction) -> Iterable[Table]:
     """Its tables, the last of which has the notes."""
     *others, last = reproduction.sheets
     return (*others, replace(last, notes=(*last.notes, *reproduction.notes)))

@@ -11,18 +11,16 @@ from typing import Any
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
-from batchfinder.cli.sweep_cell import Cell, ModelCells, cache_key
-from batchfinder.cli.sweep_place import CPU, available_bytes
-from batchfinder.cli.sweep_simulated import less
+from batchfinder.cli.sweep_cells import Cell, ModelCells, cache_key, less
+from batchfinder.cli.sweep_request import CPU, available_bytes
 from batchfinder.errors import BatchFinderError
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Outcome, Shape, Stop, Trial
-from batchfinder.probing.cpu import CpuProbe
-from batchfinder.probing.known import SLACK, holds
-from batchfinder.probing.process import ProcessProbe
+from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
+from batchfinder.measure.tuner import SLACK, holds
+from batchfinder.recording.simulation import search_simulated
+from batchfinder.results import SearchResult, Shape, Stop, Trial
 from batchfinder.search import Capped, Search, Secant
 from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.tracing.simulated_search import search_simulated
 
 _AFTER_A_FAILURE = 0.95
 """Of a known answer that no longer runs, where to look next."""
@@ -47,12 +45,12 @@ def measure_cells(cells: ModelCells, doing: Callable[[str], object], found: Call
         ProbeDied: the child process ended, twice, and not for want of memory.
         UserCodeFailed: the user's code raised.
     """
-    with Measuring(cells) as measuring:
+    with MeasuredCells(cells) as measuring:
         for seq_len in sorted(cells.seq_lens, key=lambda length: length or 0, reverse=True):
             found(measuring.cell(seq_len, doing))
 
 
-class Measuring:
+class MeasuredCells:
     """The real steps of one model on one device.
 
     Args:
@@ -67,11 +65,11 @@ class Measuring:
         self._step = cells.simulation.spec, request.how.settings()
         self._facts = cells.simulation.facts()
         self._reserve_bytes = request.reserve_bytes(self._card)
-        self._probe: ProcessProbe | None = None
+        self._probe: ChildProcessProbe | None = None
         self._recordable = True
-        self._longer: Outcome | None = None
+        self._longer: SearchResult | None = None
 
-    def __enter__(self) -> Measuring:
+    def __enter__(self) -> MeasuredCells:
         return self
 
     def __exit__(
@@ -111,7 +109,7 @@ class Measuring:
         seconds = time.perf_counter() - start
         return Cell(self._cells.model, self._facts, self._card, outcome, tuple(trials), seconds, cached)
 
-    def _again(self, known: Outcome, tried: Callable[[Trial], object]) -> Outcome | None:
+    def _again(self, known: SearchResult, tried: Callable[[Trial], object]) -> SearchResult | None:
         """A known answer that was tried once more; None when it does not run any more, or was 0."""
         if known.max_batch_size == 0:
             return None
@@ -120,7 +118,7 @@ class Measuring:
         tried(trial)
         return replace(known, measurement=trial.measurement, free_bytes=self._room()) if trial.fits else None
 
-    def _search(self, shape: Shape, tried: Callable[[Trial], object], failed: int | None) -> Outcome:
+    def _search(self, shape: Shape, tried: Callable[[Trial], object], failed: int | None) -> SearchResult:
         probe = self._prober()
         guesses = [self._predicted(shape), None if failed is None else int(_AFTER_A_FAILURE * failed)]
         predicted = min((guess for guess in guesses if guess is not None), default=None)
@@ -131,7 +129,7 @@ class Measuring:
         outcome = replace(outcome, free_bytes=self._room())
         return outcome if outcome.max_batch_size else self._with_needs(outcome)
 
-    def _with_needs(self, outcome: Outcome) -> Outcome:
+    def _with_needs(self, outcome: SearchResult) -> SearchResult:
         """What a single sample would take: tried where there is more memory than may be used, else simulated."""
         shape, seen = outcome.shape, outcome.measurement
         if self._place.device == CPU:
@@ -172,7 +170,7 @@ class Measuring:
                 self._recordable = False
         return None
 
-    def _prober(self) -> ProcessProbe:
+    def _prober(self) -> ChildProcessProbe:
         """The child process, started when it is first needed; what is free of the card is asked anew then."""
         if self._probe is not None:
             return self._probe
@@ -180,7 +178,7 @@ class Measuring:
         if self._place.device == CPU:
             self._probe = CpuProbe(*self._step, self._room(), flash=flash)
             return self._probe
-        self._probe = ProcessProbe(*self._step, self._place.device, flash=flash)
+        self._probe = ChildProcessProbe(*self._step, self._place.device, flash=flash)
         free_bytes = self._probe.look().free_bytes
         budget = self._place.budget
         usable_bytes = free_bytes if budget is None else budget.of(free_bytes)
@@ -207,7 +205,7 @@ class Measuring:
             usable_bytes=place.allowance_bytes,
             allocator={} if place.device == CPU else simulated.allocator,
             tolerance=request.tolerance,
-            source=ProcessProbe.source,
+            source=ChildProcessProbe.source,
             versions={**self._facts.versions, **place.versions},
             extra=extra,
         )
@@ -218,7 +216,7 @@ def _failed(trials: list[Trial]) -> int | None:
     return trials[-1].batch_size if trials else None
 
 
-def _outgrown(known: Outcome, room_bytes: int) -> bool:
+def _outgrown(known: SearchResult, max_peak_bytes: int) -> bool:
     """Whether so much more is free than when memory set the answer that a larger size may run now."""
     then = known.free_bytes
-    return known.stop is not Stop.CAP and then is not None and room_bytes > then + int(SLACK * then)
+    return known.stop is not Stop.CAP and then is not None and max_peak_bytes > then + int(SLACK * then)

@@ -7,12 +7,12 @@ import json
 import sys
 from typing import Any
 
-from batchfinder.cli.arguments import TABLE_FORMATS
-from batchfinder.cli.input_file import read_file
+from batchfinder.cli.files import read_file
 from batchfinder.cli.options import one_of
+from batchfinder.cli.parser import TABLE_FORMATS
+from batchfinder.data.size_table import checked, to_json, to_lhotse
 from batchfinder.errors import InvalidValue, UnknownName
-from batchfinder.report.rows import SCHEMA
-from batchfinder.sampling.table import checked, to_json, to_lhotse
+from batchfinder.report.sweep import SCHEMA
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from batchfinder.devices.budget import Budget
-from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY, Device, device_for, device_with_budget
-from batchfinder.devices.gpu import Gpu, all_gpus, find_gpu
-from batchfinder.devices.host import host_name
-from batchfinder.devices.instance import Instance, all_instances, find_instance
-from batchfinder.devices.present import PresentGpu, driver_version, parse_nvidia_smi, present_gpus
+from batchfinder.devices.catalog import Gpu, Instance, all_gpus, all_instances, find_gpu, find_instance
+from batchfinder.devices.detect import PresentGpu, driver_version, host_name, parse_nvidia_smi, present_gpus
+from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY, Budget, Device, device_for, device_with_budget
 
 __all__ = [
     "DEFAULT_COMPUTE_CAPABILITY",

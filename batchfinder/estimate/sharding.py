@@ -1,4 +1,6 @@
-"""The step of one GPU as it would be with several that train side by side, each with a batch of its own.
+"""The model's parameters in the units that a sharded model is gathered in.
+
+The step of one GPU as it would be with several that train side by side, each with a batch of its own.
 
 The recorded step is changed and replayed, so segments, the moment of the peak and the smallest card are those of the
 changed step. With `P`, `G` and `O` the bytes of the parameters, the gradients and the optimizer's state and `N` GPUs,
@@ -32,12 +34,52 @@ computes with autocast, where FSDP's mixed precision does not. Left out: what NC
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from batchfinder.estimate.layers import layers_of
-from batchfinder.simulator.added import AddedBlock, with_added
-from batchfinder.simulator.trace import Trace
+from batchfinder.simulator.trace import AddedBlock, Trace, with_added
 from batchfinder.units import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Bytes of parameters as they are stored.
+
+    Attributes:
+        largest: of the largest layer: of all modules that stand in a list (`encoder.layer.7`), the outermost.
+        rest: of everything that is in no layer: embeddings, heads; all of a model without lists.
+    """
+
+    largest: int
+    rest: int
+
+
+def layers_of(trace: Trace) -> Layers:
+    """The layers that wrapping policies make units of, as in `fully_shard(layer)` for each layer, then the whole model.
+
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html: what was not sharded as part of an inner
+    module belongs to the root's own unit.
+
+    Args:
+        trace: whose parameters count.
+    """
+    structure = trace.structure
+    units: dict[str, int] = {}
+    for kind, module, size in zip(structure.kinds, structure.modules, trace.sizes, strict=True):
+        if kind == "parameter":
+            unit = _unit(module)
+            units[unit] = units.get(unit, 0) + size
+    rest = units.pop("", 0)
+    return Layers(max(units.values(), default=0), rest)
+
+
+def _unit(module: str) -> str:
+    """The path of the layer that a module is in; empty for one that is in none."""
+    parts = module.split(".")
+    for index, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: index + 1])
+    return ""
+
 
 FIRST_BUCKET_BYTES = MIB
 BUCKET_BYTES = 25 * MIB

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from batchfinder.data.longest_samples import UnreadableData, batches_of
+from batchfinder.data.sequence_dim import find_sequence
 from batchfinder.errors import InvalidValue
-from batchfinder.sampling.longest import batches_of
-from batchfinder.sampling.reading import UnreadableData
-from batchfinder.splitting.stretch import find_sequence
 
 MakeBatch = Callable[[int, int | None], Any]
 

@@ -1,8 +1,12 @@
-"""The callback: find the largest batch size on fit start, set it, and make up the rest by accumulation."""
+"""The callback: find the largest batch size on fit start, set it, and make up the rest by accumulation.
+
+Training that ran out of memory at a size that was found: the record is lowered, and the user told what to do.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,22 +14,22 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning.callbacks import Callback
 
 from batchfinder.cache import Store
-from batchfinder.lightning.accumulating import Accumulating
-from batchfinder.lightning.batches import ProbeBatches
+from batchfinder.data.loss_weights import Weight
+from batchfinder.distributed.agreement import Ranks
+from batchfinder.errors import BatchFinderError, CacheFailed
+from batchfinder.lightning.accumulation import Accumulating
+from batchfinder.lightning.batch_size import Applied, apply_batch_size
 from batchfinder.lightning.checks import check, check_arguments
-from batchfinder.lightning.evaluation_start import EvaluationStart
-from batchfinder.lightning.feedback import Applied, apply_batch_size
-from batchfinder.lightning.finding import Found
-from batchfinder.lightning.optimizer_setup import OptimizerSetup
-from batchfinder.lightning.participants import ahead_of_tuners
-from batchfinder.lightning.ran_out import ran_out
-from batchfinder.lightning.ranks import ranks_of
-from batchfinder.lightning.serving import Lengths, Train, batches_of, find_sizes, setting_for
-from batchfinder.lightning.split_fit import IN_ORDER, SplitFit, check_split, check_split_arguments
-from batchfinder.outcome import Outcome
-from batchfinder.probing.agreeing import Ranks
-from batchfinder.search.protocol import check_tolerance
-from batchfinder.splitting.weights import Weight
+from batchfinder.lightning.ddp import ranks_of
+from batchfinder.lightning.dry_run_scope import ahead_of_tuners
+from batchfinder.lightning.micro_batching.fit import IN_ORDER, MicroBatchingFit, check_split, check_split_arguments
+from batchfinder.lightning.probe_batches import ProbeBatches
+from batchfinder.lightning.restart import EvaluationRestart, SchedulerSetup
+from batchfinder.lightning.stage_tuner import Found, Lengths, Train, batches_of, find_sizes, setting_for
+from batchfinder.measure.oom import classify
+from batchfinder.measure.tuner import lower
+from batchfinder.results import SearchResult, Verdict
+from batchfinder.search.base import check_tolerance
 from batchfinder.units import parse_bytes
 
 
@@ -116,18 +120,18 @@ class BatchFinder(Accumulating):
         self.probe_callbacks = tuple(probe_callbacks)
         self.predict = predict
         self.batch_size: int | None = None
-        self.outcomes: dict[str, dict[int | None, Outcome]] = {}
+        self.outcomes: dict[str, dict[int | None, SearchResult]] = {}
         self.cache = cache
         self.split_batches = split_batches
         self.weight = weight
         self.recover = recover
         self._in_use: dict[str, Found] = {}
         self._applied: dict[str, Applied] = {}
-        self._optimizer_setup = OptimizerSetup()
-        self._evaluation_start = EvaluationStart()
+        self._optimizer_setup = SchedulerSetup()
+        self._evaluation_start = EvaluationRestart()
         self._train: Train | None = None
         self._ranks = Ranks()
-        self._split: SplitFit | None = None
+        self._split: MicroBatchingFit | None = None
 
     @property
     def micro_batch_sizes(self) -> dict[int | None, int]:
@@ -160,7 +164,7 @@ class BatchFinder(Accumulating):
         if self.split_batches:
             check_split(trainer)
             in_order = self.split_batches == IN_ORDER
-            self._split = SplitFit(self.target_batch_size, self.seq_lens, self.weight, self.recover, in_order)
+            self._split = MicroBatchingFit(self.target_batch_size, self.seq_lens, self.weight, self.recover, in_order)
         self._ranks = ranks_of(trainer)
         training, validation = self._batches(trainer, "fit", trainer.fit_loop), None
         if "validate" in self.also and trainer.enable_validation:
@@ -209,7 +213,7 @@ class BatchFinder(Accumulating):
             found = self._split.in_use() if stage == "fit" else found
             self._split.end()
         if found is not None:
-            ran_out(found, stage, exception, trainer.strategy.root_device.type)
+            on_oom(found, stage, exception, trainer.strategy.root_device.type)
 
     def _batches(self, trainer: Any, stage: str, loop: Any) -> ProbeBatches:
         resized = stage != "fit" or not self.split_batches or self.target_batch_size is not None
@@ -246,3 +250,36 @@ class BatchFinder(Accumulating):
         if size is not None and not (splits and self.target_batch_size is None):
             self._applied[stage] = apply_batch_size(trainer, pl_module, stage, size, self.batch_size_attribute)
         return founds
+
+
+def on_oom(found: Found, stage: str, exception: BaseException, device: str) -> None:
+    """Lower the record where an exception says that memory ran out; say nothing of any other.
+
+    Args:
+        found: what the stage ran with.
+        stage: `fit`, `validate`, `test` or `predict`.
+        exception: what ended the run.
+        device: the type of the device.
+    """
+    if isinstance(exception, BatchFinderError):
+        return  # of the next search, which ended before training began
+    if classify(exception, device=device) not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
+        return
+    happened = f"BatchFinder: {stage} ran out of memory at batch size {found.batch_size}, which ran when it was tried."
+    # A warning of this process, since it may be another rank than the first that ran out.
+    warnings.warn(f"{happened} {_lowered(found, str(exception))}", stacklevel=2)
+
+
+def _lowered(found: Found, message: str) -> str:
+    """Lower the record; returns what a person should know of it."""
+    advice = "Leave more free with BatchFinder(headroom=0.05)."
+    if found.slot is None:
+        return advice
+    try:
+        lowered = lower(found.slot, found.batch_size, message)
+    except CacheFailed as error:
+        return (
+            f"{advice} The cache at {error.url} still says {found.batch_size}, since it cannot be written: "
+            f"{error.reason.rstrip('.')}."
+        )
+    return f"The cache now says {lowered}, which the next start tries before it uses it."

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from batchfinder.errors import InvalidValue
-from batchfinder.lightning.twins import is_a
+from batchfinder.lightning.compat import is_a
 
 _SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 _OTHER_FINDERS = ("BatchSizeFinder",)

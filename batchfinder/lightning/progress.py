@@ -1,12 +1,17 @@
-"""A bar while sizes are tried, in the style of the trainer's own: Rich, TQDM, or none."""
+"""A bar while sizes are tried, in the style of the trainer's own: Rich, TQDM, or none.
+
+What a person reads when a size was found: one line per length.
+"""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
 
-from batchfinder.lightning.twins import is_a
-from batchfinder.outcome import Trial
+from batchfinder.accumulation import AccumulationPlan
+from batchfinder.lightning.compat import is_a
+from batchfinder.measure.tuner import summary
+from batchfinder.results import SearchResult, Trial
 
 
 class Progress:
@@ -54,3 +59,24 @@ class Progress:
             if self._bar is None:
                 self._bar = tqdm(leave=False, bar_format="{desc}")
             self._bar.set_description_str(text)
+
+
+def summary_line(
+    stage: str,
+    outcome: SearchResult,
+    plan: AccumulationPlan | None,
+    limit_bytes: int,
+    reserve_bytes: int,
+    seconds: float,
+) -> str:
+    """Say what was found, at what peak, with what headroom, how it is accumulated, and what it took.
+
+    Args:
+        stage: `train`, `validate`, `test` or `predict`.
+        outcome: what was found; its source is `cache` where nothing was searched.
+        plan: how the target is made up; None without one.
+        limit_bytes: what training could take.
+        reserve_bytes: what of it was kept free.
+        seconds: what it took.
+    """
+    return f"BatchFinder: {stage} {summary(outcome, plan, limit_bytes, reserve_bytes, seconds)}."

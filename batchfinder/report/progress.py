@@ -11,15 +11,14 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from batchfinder.report.rows import SweepRow
-from batchfinder.report.sheet import is_terminal
-from batchfinder.report.sweep_sheet import sweep_sheet
+from batchfinder.report.sweep import SweepRow, sweep_sheet
+from batchfinder.report.table import is_terminal
 
 # The lines of a live table that are not rows: title, details, heading, rule, bar and the empty ones between them.
 _OTHER_LINES = 11
 
 
-class Activity:
+class StatusLine:
     """Says what is being done: beside a spinner on a terminal, a line for each new thing elsewhere."""
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class Activity:
         if is_terminal():
             self._live = Live(self._bar, console=self._console, transient=True, redirect_stdout=False)
 
-    def __enter__(self) -> Activity:
+    def __enter__(self) -> StatusLine:
         if self._live is not None:
             self._live.start()
         return self
@@ -56,7 +55,7 @@ class Activity:
         return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self._console)
 
 
-class SweepProgress(Activity):
+class SweepProgress(StatusLine):
     """Shows rows as they are found.
 
     Args:

@@ -6,11 +6,8 @@ Read in this order: `protocol` (what a search is), `bounds` and `bracket` (what 
 
 from __future__ import annotations
 
-from batchfinder.search.bisection import Bisection
-from batchfinder.search.bounds import DEFAULT_MAX_BATCH_SIZE, Bounds
-from batchfinder.search.bracket import Bracket
-from batchfinder.search.doubling import Doubling
-from batchfinder.search.protocol import Search
+from batchfinder.search.base import DEFAULT_MAX_BATCH_SIZE, Bounds, Bracket, Search
+from batchfinder.search.bisection import Bisection, Doubling
 from batchfinder.search.secant import Secant
 from batchfinder.search.wrappers import Capped, Floored, Headroom, Multiples, Wrapper
 

@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 
 from batchfinder.errors import InvalidValue
-from batchfinder.outcome import Shape, Stop, Trial
-from batchfinder.search.bounds import Bounds
-from batchfinder.search.bracket import Bracket
-from batchfinder.search.fit import Fit
-from batchfinder.search.protocol import Search, check_tolerance
+from batchfinder.results import Shape, Stop, Trial
+from batchfinder.search.base import Bounds, Bracket, Search, check_tolerance
+from batchfinder.search.peak_model import Fit
 
 _SURPRISES = 2
 """Guesses that may be a little too low before the steps grow; while they do not, one failure ends the search."""

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from batchfinder.errors import InvalidValue
-from batchfinder.outcome import Shape, Stop, Trial, Verdict
-from batchfinder.search.bounds import Bounds
-from batchfinder.search.protocol import S, Search
+from batchfinder.results import Shape, Stop, Trial, Verdict
+from batchfinder.search.base import Bounds, S, Search
 from batchfinder.units import format_bytes
 
 

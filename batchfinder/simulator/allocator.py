@@ -14,12 +14,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from batchfinder.simulator.blocks import ADDRESS_BITS, Block, FreeList
-from batchfinder.simulator.expandable import ExpandableSegments
-from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
-from batchfinder.simulator.rounding import MIN_BLOCK_BYTES, SMALL_BLOCK_BYTES, block_size, segment_size
-from batchfinder.simulator.segments import Card, CudaMallocSegments, Segment, SegmentSource, SegmentWatch, describe
-from batchfinder.simulator.settings import DEFAULT_SETTINGS, AllocatorSettings
+from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
+from batchfinder.simulator.blocks import (
+    ADDRESS_BITS,
+    MIN_BLOCK_BYTES,
+    SMALL_BLOCK_BYTES,
+    Block,
+    DeviceMemory,
+    FreeList,
+    SimulatedOutOfMemory,
+    block_size,
+    segment_size,
+)
+from batchfinder.simulator.segments import (
+    Card,
+    CudaMallocSegments,
+    ExpandableSegments,
+    Segment,
+    SegmentSource,
+    SegmentWatch,
+    describe,
+)
 
 UNLIMITED = DeviceMemory(1 << 60, 1 << 60)
 

@@ -1,18 +1,20 @@
-"""A probe that replays the recorded step on a simulated GPU."""
+"""A probe that replays the recorded step on a simulated GPU.
+
+A first guess of the largest batch, from two replays on a card without end.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 
-from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.results import Measurement, Shape, Verdict
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
-from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.replay import replay
-from batchfinder.simulator.settings import AllocatorSettings
-from batchfinder.simulator.settling import MORE_STEPS, Outlook, outlook
-from batchfinder.simulator.source import TraceSource
-from batchfinder.simulator.timeline import Timeline
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.replay import Timeline, replay
+from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import MORE_STEPS, SteadyState, outlook
 from batchfinder.simulator.trace import Trace
 
 
@@ -75,11 +77,11 @@ class SimulatedProbe:
         """The most the allocator would reserve for a size on a card without end."""
         return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
 
-    def outlook(self, batch_size: int, shape: Shape) -> Outlook:
+    def outlook(self, batch_size: int, shape: Shape) -> SteadyState:
         """What becomes of one size that is taken again and again."""
         return self._outlook(self.trace(batch_size, shape))
 
-    def exact_outlook(self, batch_size: int, shape: Shape) -> Outlook:
+    def exact_outlook(self, batch_size: int, shape: Shape) -> SteadyState:
         """The same of one size that is recorded itself: for a single size this is the shorter way."""
         return self._outlook(self.exact_trace(batch_size, shape))
 
@@ -95,8 +97,29 @@ class SimulatedProbe:
         self._unmodelled.update(dict.fromkeys(trace.unmodelled))
         return trace
 
-    def _outlook(self, trace: Trace) -> Outlook:
+    def _outlook(self, trace: Trace) -> SteadyState:
         return outlook(trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator))
 
     def _replay(self, trace: Trace, memory: DeviceMemory) -> Timeline:
         return replay(trace.structure, trace.sizes, CachingAllocator(memory, self.allocator))
+
+
+# A batch of one needs a recording of its own, so neither size is 1.
+_SMALL, _LARGE = 2, 32
+
+
+def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
+    """Where a line through the peaks of two sizes crosses the card's capacity. It is a guess to start a search from.
+
+    Args:
+        probe: knows the card and the step.
+        shape: one sample's shape.
+
+    Returns:
+        A size of at least 2.
+    """
+    low, high = (probe.timeline(size, shape, UNLIMITED).max_allocated_bytes for size in (_SMALL, _LARGE))
+    per_sample = (high - low) / (_LARGE - _SMALL)
+    if per_sample <= 0:
+        return _LARGE
+    return max(_SMALL, int(_SMALL + (probe.memory.capacity_bytes - low) / per_sample))

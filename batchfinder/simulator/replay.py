@@ -1,14 +1,16 @@
-"""Run a recorded step through the simulated allocator."""
+"""Run a recorded step through the simulated allocator.
+
+What a replay found: memory at the end of each stage, the peaks, and where it failed if it did.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import Block
-from batchfinder.simulator.memory import SimulatedOutOfMemory
-from batchfinder.simulator.timeline import Moment, Overflow, StageMemory, Timeline
+from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory
 from batchfinder.simulator.trace import Structure
 
 
@@ -35,7 +37,7 @@ def replay(
     most_allocated = most_reserved = 0
     allocated_peak = reserved_peak = -1
     stages: list[StageMemory] = []
-    oom: Overflow | None = None
+    oom: OomEvent | None = None
     i = -1
     starts = [0, *(mark.position for mark in marks)]
     ends = [*(mark.position for mark in marks), len(order)]
@@ -70,7 +72,7 @@ def replay(
                 if enough(stages):
                     break
     except SimulatedOutOfMemory as error:
-        oom = Overflow(
+        oom = OomEvent(
             moment=_moment(structure, i),
             requested_bytes=error.requested_bytes,
             tried_bytes=error.tried_bytes,
@@ -94,7 +96,7 @@ def alive_at(structure: Structure, position: int) -> list[int]:
 
     Args:
         structure: the events.
-        position: of the event, as in `Moment.position`.
+        position: of the event, as in `PeakEvent.position`.
     """
     alive: dict[int, None] = {}
     for i in structure.order[: position + 1]:
@@ -105,11 +107,104 @@ def alive_at(structure: Structure, position: int) -> list[int]:
     return list(alive)
 
 
-def _moment(structure: Structure, block: int) -> Moment:
+def _moment(structure: Structure, block: int) -> PeakEvent:
     """When a block was allocated. Of marks at one position the last one counts: the others' stages are empty."""
     position = structure.order.index(block)
     number = bisect_right(structure.marks, position, key=lambda mark: mark.position) - 1
     if number < 0:
-        return Moment(position, block, step=-1, stage="", micro_batch=0)
+        return PeakEvent(position, block, step=-1, stage="", micro_batch=0)
     mark = structure.marks[number]
-    return Moment(position, block, mark.step, mark.stage, mark.micro_batch)
+    return PeakEvent(position, block, mark.step, mark.stage, mark.micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The four counters as `torch.cuda` would print them when a stage has ended.
+
+    Attributes:
+        step: which optimizer step, from 0; -1 while the model is being built.
+        stage: the mark's name: `forward`, `backward`, ...
+        micro_batch: which micro-batch of the step.
+        allocated_bytes: in live blocks now.
+        max_allocated_bytes: the most since the trace began.
+        reserved_bytes: taken from the card now.
+        max_reserved_bytes: the most since the trace began.
+        num_alloc_retries: how often the cache had to be released to go on, since the trace began.
+    """
+
+    step: int
+    stage: str
+    micro_batch: int
+    allocated_bytes: int
+    max_allocated_bytes: int
+    reserved_bytes: int
+    max_reserved_bytes: int
+    num_alloc_retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeakEvent:
+    """The allocation with which a maximum was first reached.
+
+    Attributes:
+        position: of the event in `Structure.order`.
+        block: the block that was allocated, by its number.
+        step: the optimizer step it falls in.
+        stage: the stage it falls in; empty before the first mark.
+        micro_batch: the micro-batch it falls in.
+    """
+
+    position: int
+    block: int
+    step: int
+    stage: str
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class OomEvent:
+    """The allocation that the card had no room for.
+
+    Attributes:
+        moment: which event it was. Nothing after it was replayed.
+        requested_bytes: what was asked for.
+        tried_bytes: the segment this needed from the card.
+        allocated_bytes: in live blocks then.
+        reserved_bytes: taken from the card then, after the cache had been released.
+        message: what PyTorch would say.
+    """
+
+    moment: PeakEvent
+    requested_bytes: int
+    tried_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A replayed trace. Running out of memory is part of it, not an exception.
+
+    Attributes:
+        stages: the stages that ended, in order.
+        max_allocated_bytes: the most in live blocks at one time.
+        max_reserved_bytes: the most taken from the card at one time.
+        allocated_peak: when `max_allocated_bytes` was first reached; None if nothing was allocated.
+        reserved_peak: when `max_reserved_bytes` was first reached.
+        num_alloc_retries: how often the cache had to be released to go on.
+        oom: the allocation that failed; None when all of the trace fits.
+    """
+
+    stages: tuple[StageMemory, ...]
+    max_allocated_bytes: int
+    max_reserved_bytes: int
+    allocated_peak: PeakEvent | None
+    reserved_peak: PeakEvent | None
+    num_alloc_retries: int
+    oom: OomEvent | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of the trace ran."""
+        return self.oom is None

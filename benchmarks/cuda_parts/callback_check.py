@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from batchfinder.devices.budget import memory_fraction
+from batchfinder.devices.device import memory_fraction
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.outcome import Outcome
+from batchfinder.results import SearchResult
 
 _VOCABULARY = 500
 _STEPS = 4
@@ -149,7 +149,7 @@ def _found(
     }
 
 
-def _listed(outcome: Outcome) -> list[list[Any]]:
+def _listed(outcome: SearchResult) -> list[list[Any]]:
     trials = outcome.trials
     return [
         [trial.batch_size, trial.measurement.verdict.name, trial.measurement.peak_reserved_bytes] for trial in trials

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchfinder.step.spec import WorkloadSpec
-from batchfinder.tracing.simulation import HowToStep
+from batchfinder.recording.simulation import StepConfig
+from batchfinder.training.spec import WorkloadSpec
 from batchfinder.units import GIB, MIB
 
-BUILDER = "batchfinder.zoo:build_workload"
+BUILDER = "batchfinder.models:build_workload"
 TINY = str(Path(__file__).parent / "bert-tiny")
 _SHOWN = {TINY: "bert-tiny"}
 
@@ -23,8 +23,8 @@ class Cell:
         model: a name of the zoo, or the path of a config.json's folder.
         seq_len: tokens per sample, or the side of an image in pixels.
         batch_size: samples in the micro-batch.
-        precision: a name in `batchfinder.step.precision`.
-        optimizer: a name in `batchfinder.step.optimizers`.
+        precision: a name in `batchfinder.training.step`.
+        optimizer: a name in `batchfinder.training.step`.
         attention: `eager`, `sdpa`, or None for a model without a choice.
         checkpointing: whether activations are computed again in the backward.
     """
@@ -58,9 +58,9 @@ class Cell:
         }
         return WorkloadSpec(BUILDER, arguments)
 
-    def how(self) -> HowToStep:
+    def how(self) -> StepConfig:
         """How the step is taken."""
-        return HowToStep(precision=self.precision, optimizer=self.optimizer)
+        return StepConfig(precision=self.precision, optimizer=self.optimizer)
 
 
 @dataclass(frozen=True)

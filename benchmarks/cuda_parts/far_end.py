@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from batchfinder.step.child import Child, ChildDied
+from batchfinder.training.child_process import Child, ChildDied
 
 WORKER = "benchmarks.cuda_parts.worker"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.snapshot import take_snapshot
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.simulator.memory_viz import take_snapshot
+from batchfinder.simulator.trace import StageMark, Structure, Trace
 
 Event = tuple[str, int, int, str]
 """Action, bytes, address, and for an allocation the innermost lines of Python that asked for it."""
@@ -19,7 +19,7 @@ MARKER_BYTES = 100_003
 
 _KEPT = frozenset({"alloc", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"})
 _FRAMES = 3
-_MACHINERY = ("torch/nn/modules/module.py", "torch/_ops.py", "cuda_parts/", "batchfinder/step/")
+_MACHINERY = ("torch/nn/modules/module.py", "torch/_ops.py", "cuda_parts/", "batchfinder/training/")
 
 
 @dataclass(slots=True)
@@ -94,12 +94,12 @@ def simulated_history(trace: Trace, allocator: CachingAllocator) -> list[Event]:
         allocator: a new one.
     """
     order: list[int] = []
-    marks: list[Mark] = []
+    marks: list[StageMark] = []
     sizes = list(trace.sizes)
     structure = trace.structure
     ends = [*(mark.position for mark in structure.marks[1:]), len(structure.order)]
     for number, (mark, end) in enumerate(zip(structure.marks, ends, strict=True)):
-        marks.append(Mark(len(order), mark.step, mark.stage, mark.micro_batch))
+        marks.append(StageMark(len(order), mark.step, mark.stage, mark.micro_batch))
         order += [len(sizes), ~len(sizes)]
         sizes.append(MARKER_BYTES + 2 * number)
         order += structure.order[mark.position : end]

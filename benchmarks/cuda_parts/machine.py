@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from batchfinder.devices import driver_version, host_name
-from batchfinder.probing.card import CardFacts
+from batchfinder.measure.child_probe import GpuFacts
 
 _VERSIONS = ("torch", "transformers", "pytorch-lightning", "triton", "tenacity", "batchfinder")
 
 
-def hardware(facts: CardFacts | None) -> dict[str, Any]:
+def hardware(facts: GpuFacts | None) -> dict[str, Any]:
     """The machine.
 
     Args:
@@ -24,7 +24,7 @@ def hardware(facts: CardFacts | None) -> dict[str, Any]:
     return {"cpu": host_name(), "cores": os.cpu_count(), "gpu": gpu, "driver": driver_version()}
 
 
-def versions(facts: CardFacts | None) -> dict[str, str]:
+def versions(facts: GpuFacts | None) -> dict[str, str]:
     """Of Python and of the packages that take part, and of CUDA.
 
     Args:

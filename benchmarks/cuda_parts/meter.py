@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from batchfinder.devices.budget import memory_fraction
-from batchfinder.probing.clearing import clear
-from batchfinder.probing.cuda import numbered
-from batchfinder.step.workload import Workload
+from batchfinder.devices.device import memory_fraction
+from batchfinder.measure.cleanup import clear
+from batchfinder.measure.cuda_probe import numbered
+from batchfinder.training.workload import Workload
 from benchmarks.cuda_parts.history import Event, read_history
 
 
@@ -80,7 +80,7 @@ class CudaMeter:
         self._total = torch.cuda.get_device_properties(self.device).total_memory
 
     def clear(self) -> None:
-        """`batchfinder.probing.clearing.clear`."""
+        """`batchfinder.measure.cleanup.clear`."""
         clear(self.device)
 
     def limit(self, limit_bytes: int | None) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
-from batchfinder.simulator.settings import DEFAULT_SETTINGS, AllocatorSettings
+from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
 from benchmarks.cuda_parts import cells
 from benchmarks.cuda_parts.cells import Ladder
 from benchmarks.cuda_parts.check import Check

@@ -8,15 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from batchfinder.outcome import Shape
+from batchfinder.recording.simulation import Simulation, StepConfig, search_simulated
+from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.simulator.settings import AllocatorSettings
 from batchfinder.simulator.trace import Trace
-from batchfinder.step.spec import WorkloadSpec
-from batchfinder.tracing.simulated_search import search_simulated
-from batchfinder.tracing.simulation import HowToStep, Simulation
+from batchfinder.training.spec import WorkloadSpec
 from benchmarks.cuda_parts.cells import BUILDER, Cell, Ladder
 from benchmarks.cuda_parts.stages import Stage, replay_stages
 
@@ -97,7 +96,7 @@ class Predictions:
         with self._opening:
             if cell.model not in self._simulations:
                 spec = WorkloadSpec(BUILDER, {"spec": cell.model})
-                self._simulations[cell.model] = Simulation(spec, HowToStep())
+                self._simulations[cell.model] = Simulation(spec, StepConfig())
             return self._simulations[cell.model].varied(cell.spec(), cell.how())
 
     def _trace(self, cell: Cell) -> Trace:

@@ -13,7 +13,7 @@ from typing import Any
 
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.errors import BatchFinderError
-from batchfinder.probing.card import CardFacts, look_at
+from batchfinder.measure.child_probe import GpuFacts, look_at
 from benchmarks.cuda_parts import part_callback, part_cells, part_maxima, part_tests, part_traces
 from benchmarks.cuda_parts.check import Check
 from benchmarks.cuda_parts.clock import ENDS, Clock
@@ -99,7 +99,7 @@ def _catalogued(name: str) -> Card:
     return Card(device.name, device.total_bytes, device.usable_bytes, device.compute_capability)
 
 
-def _present(facts: CardFacts) -> Card:
+def _present(facts: GpuFacts) -> Card:
     return Card(facts.name, facts.total_bytes, facts.free_bytes, facts.compute_capability)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import Block
-from batchfinder.simulator.memory import SimulatedOutOfMemory
+from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory
 from batchfinder.simulator.trace import Trace
 
 COUNTERS = ("allocated_bytes", "peak_allocated_bytes", "reserved_bytes", "peak_reserved_bytes")

@@ -16,11 +16,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfinder.probing.clearing import clear
+from batchfinder.measure.cleanup import clear
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import Block
-from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
-from batchfinder.step.workload import Workload
+from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
+from batchfinder.training.workload import Workload
 from batchfinder.units import GIB
 from benchmarks.cuda_parts.history import Event
 

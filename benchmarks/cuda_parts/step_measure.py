@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers.initialization import no_init_weights
 
-from batchfinder.probing.clearing import Failure, attempt
-from batchfinder.step.step import Step, StepSettings
-from batchfinder.step.workload import Workload
-from batchfinder.zoo import build_workload
+from batchfinder.measure.cleanup import Failure, attempt
+from batchfinder.models import build_workload
+from batchfinder.training.step import Step, StepSettings
+from batchfinder.training.workload import Workload
 from benchmarks.cuda_parts.cells import Cell
 from benchmarks.cuda_parts.history import MARKER_BYTES, Event
 from benchmarks.cuda_parts.meter import Meter
@@ -46,7 +46,7 @@ def build(cell: Cell) -> Workload:
     return workload
 
 
-class Readings:
+class StageReadings:
     """Listens to `Step.run`: what each stage reached, and left.
 
     Args:
@@ -100,7 +100,7 @@ def measure(
     meter.clear()
     meter.limit(limit_bytes)
     left_over = meter.counters()[:3:2]
-    readings = Readings(meter, with_history)
+    readings = StageReadings(meter, with_history)
     retries, started = meter.retries(), time.perf_counter()
     events: list[Event] = []
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def measure(
     return answer, events
 
 
-def _run(workload: Workload, settings: StepSettings, meter: Meter, readings: Readings, cell: Cell) -> int:
+def _run(workload: Workload, settings: StepSettings, meter: Meter, readings: StageReadings, cell: Cell) -> int:
     """Move and train; returns how many tensors the optimizer's state has, none where a scaler skipped its steps."""
     step = Step(workload, settings, meter.device, None if meter.device.type == "cuda" else _copy)
     with meter.watching():

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from batchfinder.step.child import answer, end_with_parent, requests_from
+from batchfinder.training.child_process import answer, end_with_parent, requests_from
 from benchmarks.cuda_parts.cells import Cell
 from benchmarks.cuda_parts.meter import CudaMeter, Meter
 from benchmarks.cuda_parts.stand_in import StandIn

@@ -17,8 +17,8 @@ def _find(work: Work, tolerance: float, predict: bool | None = None) -> Found:
     if work.card is not None and predict is None:
         predict = True  # the default on a GPU
     finder = BatchFinder(max_batch_size=work.cap, tolerance=tolerance, cache=False, predict=predict)
-    hint = "batchfinder.lightning.finding.hint" if predict else None
-    place = "batchfinder.lightning.serving.memory_of"
+    hint = "batchfinder.lightning.stage_tuner.hint" if predict else None
+    place = "batchfinder.lightning.stage_tuner.memory_of"
     card = nullcontext() if work.card is None else work.card.stands_in(place, hint)
     with card:
         module, state = state_at_start(work, [finder], 2)

@@ -10,15 +10,12 @@ from unittest.mock import patch
 import torch
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Shape
+from batchfinder.results import Measurement, Shape
 from batchfinder.search import Secant
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.predict import predict_max_batch_size
-from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.simulator.repeated import repeated
-from batchfinder.simulator.replay import replay
-from batchfinder.simulator.settling import MORE_STEPS
-from batchfinder.simulator.timeline import StageMemory, Timeline
+from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
+from batchfinder.simulator.replay import StageMemory, Timeline, replay
+from batchfinder.simulator.steady_state import MORE_STEPS, repeated
 from benchmarks.peer.kept import Kept
 
 T = TypeVar("T")
@@ -69,8 +66,8 @@ class SimulatedCard:
     """
 
     name = "simulated"
-    enforced = True
-    warms_up = False
+    has_hard_limit = True
+    first_step_overhead = False
 
     def __init__(self, probe: Remembering, shape: Shape) -> None:
         self._probe = probe
@@ -163,7 +160,7 @@ class SimulatedCard:
         """All of it."""
         return self.total_bytes
 
-    def room_bytes(self, held_bytes: int) -> int:
+    def max_peak_bytes(self, held_bytes: int) -> int:
         """All of it: a copy of the small net is not on the card."""
         return self.total_bytes
 
@@ -175,7 +172,7 @@ class SimulatedCard:
         """The card is its own limit."""
         return nullcontext()
 
-    def leaves_behind(self, left_bytes: int) -> None:
+    def record_leak(self, left_bytes: int) -> None:
         """Nothing is left."""
 
     def reset_peak(self) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from batchfinder.outcome import Shape
-from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.recording.simulation import Simulation, StepConfig
+from batchfinder.results import Shape
+from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.simulator.source import TraceSource
-from batchfinder.step.spec import WorkloadSpec
-from batchfinder.tracing.simulation import HowToStep, Simulation
+from batchfinder.simulator.scaling import TraceSource
+from batchfinder.training.spec import WorkloadSpec
 from batchfinder.units import GIB, MIB, format_bytes
 from benchmarks.peer.card import Remembering, SimulatedCard
 from benchmarks.peer.work import Work
@@ -85,8 +85,8 @@ def simulated_works(cases: tuple[Simulated, ...]) -> Iterator[tuple[Simulated, W
     sources: dict[tuple[str, int], TraceSource] = {}
     with ExitStack() as running:
         for key in dict.fromkeys((case.model, case.seq_len) for case in cases):
-            spec = WorkloadSpec("batchfinder.zoo:build_workload", {"spec": key[0]})
-            simulation = running.enter_context(Simulation(spec, HowToStep()))
+            spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": key[0]})
+            simulation = running.enter_context(Simulation(spec, StepConfig()))
             sources[key] = simulation.source(_CAPABILITY, [key[1]])
             sources[key].prefetch()
         for (_, seq_len), source in sources.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchfinder.probing.signs import classify
+from batchfinder.measure.oom import classify
 from benchmarks.peer.isolated import Failed, isolated
 from benchmarks.peer.work import Work
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from batchfinder.probing.signs import classify
+from batchfinder.measure.oom import classify
 from benchmarks.peer.kept import Kept
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
-from batchfinder.report.drawing import COLOURS, GREY, MARKERS, drawn
+from batchfinder.report.plots import COLOURS, GREY, MARKERS, drawn
 
 Pair = tuple[dict[str, Any], dict[str, Any]]
 """A case, and one of its rows."""

@@ -12,8 +12,8 @@ import numpy
 import torch
 from torch import nn
 
-from batchfinder.devices.budget import memory_fraction
-from batchfinder.probing import address_space
+from batchfinder.devices.device import memory_fraction
+from batchfinder.measure import host_limits
 from benchmarks.peer.card import SimulatedCard
 from benchmarks.peer.meter import Meter
 from benchmarks.peer.nets import NETS
@@ -75,7 +75,7 @@ class Work:
             torch.cuda.set_per_process_memory_fraction(memory_fraction(budget_bytes, total), 0)
             return
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (address_space.size_bytes() + budget_bytes, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (host_limits.size_bytes() + budget_bytes, hard))
 
     def model(self) -> nn.Module:
         """The net, in training."""

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from batchfinder.devices import Device
-from batchfinder.outcome import Shape
-from batchfinder.tracing.simulated_search import search_simulated
-from batchfinder.tracing.simulation import HowToStep, Simulation
+from batchfinder.recording.simulation import Simulation, StepConfig, search_simulated
+from batchfinder.results import Shape
 from batchfinder.units import GIB
 from speed_parts.clock import Clock
 from speed_parts.recorded import spec_of
@@ -64,7 +63,7 @@ def larger(model: str, budgets_gib: Sequence[int], device: Device) -> list[dict[
 def _swept(model: str, seq_lens: Sequence[int], device: Device) -> dict[str, Any]:
     """One sweep with nothing known, the recording process's start included."""
     clock = Clock()
-    with Simulation(spec_of(model), HowToStep()) as simulation:
+    with Simulation(spec_of(model), StepConfig()) as simulation:
         probe = simulation.probe(device, seq_lens)
         outcomes = [search_simulated(probe, Shape(seq_len)) for seq_len in seq_lens]
     return {

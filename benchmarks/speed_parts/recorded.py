@@ -7,11 +7,11 @@ from typing import Any
 
 from batchfinder.devices import Device
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Shape, Verdict
+from batchfinder.recording.simulation import Simulation, StepConfig
+from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.step.spec import WorkloadSpec
-from batchfinder.tracing.simulation import HowToStep, Simulation
+from batchfinder.training.spec import WorkloadSpec
 from speed_parts.clock import Clock
 
 
@@ -42,7 +42,7 @@ def spec_of(model: str) -> WorkloadSpec:
     Args:
         model: a name in the zoo, or a config.
     """
-    return WorkloadSpec("batchfinder.zoo:build_workload", {"spec": model})
+    return WorkloadSpec("batchfinder.models:build_workload", {"spec": model})
 
 
 def recorded_each(model: str, seq_lens: Sequence[int], device: Device) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -58,7 +58,7 @@ def recorded_each(model: str, seq_lens: Sequence[int], device: Device) -> tuple[
     """
     clock = Clock()
     cells = []
-    with Simulation(spec_of(model), HowToStep()) as simulation:
+    with Simulation(spec_of(model), StepConfig()) as simulation:
         probe = RecordedProbe(simulation.probe(device, seq_lens))
         for seq_len in seq_lens:
             outcome = find_max_batch_size(

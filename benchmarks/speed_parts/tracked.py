@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Shape
+from batchfinder.models import build_workload
 from batchfinder.probe import FunctionProbe
+from batchfinder.recording import autocast, fake_device, rnn, sdpa
+from batchfinder.recording.recorder import AllocationRecorder
+from batchfinder.results import Shape
 from batchfinder.search import Secant
-from batchfinder.step.step import Step, StepSettings, call, default_loss
-from batchfinder.step.workload import Workload
-from batchfinder.tracing import attention, autocast, pretend, recurrent
-from batchfinder.tracing.recording import Recording
-from batchfinder.zoo import build_workload
+from batchfinder.training.step import Step, StepSettings, call, default_loss
+from batchfinder.training.workload import Workload
 
 TakeStep = Callable[[int, int], None]
 
@@ -57,21 +57,21 @@ def on_the_pretend_gpu(model: str, capability: tuple[int, int]) -> Iterator[tupl
     Yields:
         As `on_the_cpu`.
     """
-    mode = pretend.PretendMode(allow_non_fake_inputs=True)
+    mode = fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
     with mode:
         workload = build_workload(model)
-    device = pretend.register()
+    device = fake_device.register()
     autocast.register()
-    attention.register(capability, False)
-    recurrent.register()
-    pretend.hide_from_transformers()
+    sdpa.register(capability, False)
+    rnn.register()
+    fake_device.hide_from_transformers()
     step = Step(
-        workload, StepSettings(), device, lambda tensor, dtype: pretend.pretend_copy(tensor, device, mode, dtype)
+        workload, StepSettings(), device, lambda tensor, dtype: fake_device.pretend_copy(tensor, device, mode, dtype)
     )
     # The recording is there for its answers to `.item()`, without which the masks cannot be made.
-    answers = Recording(capability, lambda: "", lambda name: None)
+    answers = AllocationRecorder(capability, lambda: "", lambda name: None)
     with mode, torch.autograd.set_multithreading_enabled(False), answers:
-        pretend.move_module(workload.model, device, mode)
+        fake_device.move_module(workload.model, device, mode)
         yield _ready(workload, step.batch)
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from batchfinder.step.child import answer, end_with_parent, requests_from
+from batchfinder.training.child_process import answer, end_with_parent, requests_from
 
 
 def main(argv: list[str]) -> int:

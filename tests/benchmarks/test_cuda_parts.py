@@ -73,7 +73,7 @@ def test_other_weights_are_told() -> None:
 def test_files_with_gpu_tests() -> None:
     """Those that have the mark, and no others."""
     files = marked_files(ROOT)
-    assert {"tests/probing/test_cuda.py", "tests/lightning/test_gpu.py", "tests/loop/test_tune.py"} <= set(files)
+    assert {"tests/measure/test_cuda.py", "tests/lightning/test_gpu.py", "tests/loop/test_tune.py"} <= set(files)
     assert "tests/test_units.py" not in files
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.replay import replay
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Structure, Trace
 from batchfinder.units import MIB
 from benchmarks.cuda_parts.history import MARKER_BYTES, read_history, simulated_history
 from benchmarks.cuda_parts.stages import beside, peaks, replay_stages
@@ -20,7 +20,12 @@ TRACE = Trace(
     seq_len=None,
     structure=Structure(
         order=(0, 1, 3, 2, ~1, ~2),
-        marks=(Mark(0, -1, "model"), Mark(1, 0, "forward"), Mark(3, 0, "backward"), Mark(6, 0, "end")),
+        marks=(
+            StageMark(0, -1, "model"),
+            StageMark(1, 0, "forward"),
+            StageMark(3, 0, "backward"),
+            StageMark(6, 0, "end"),
+        ),
         operators=("aten._to_copy.default", "aten.mm.default", "aten.mul.Tensor", "aten.empty.memory_format"),
         modules=("", "", "", ""),
         kinds=("parameter", "activation", "temporary", "temporary"),

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from batchfinder.outcome import Shape
-from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.source import TraceSource
+from batchfinder.results import Shape
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.scaling import TraceSource
 from batchfinder.units import MIB
 from benchmarks.peer.card import Remembering, SimulatedCard
 from benchmarks.peer.cases import SIMULATED, simulated_works

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from pytorch_transformers import BertConfig, BertForPreTraining, BertForSequenceClassification
 from torch import nn
 
-from batchfinder.step.workload import Workload
+from batchfinder.training.workload import Workload
 
 SIZES: dict[str, dict[str, int]] = {
     "base": {},

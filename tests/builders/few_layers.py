@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from batchfinder.step.workload import Workload
-from batchfinder.zoo.catalogue import find_model
-from batchfinder.zoo.pretrained import workload_from_row
+from batchfinder.models.catalog import find_model
+from batchfinder.models.pretrained import workload_from_row
+from batchfinder.training.workload import Workload
 
 FEW_LAYERS = {
     "bert-base": {"num_hidden_layers": 2},

@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 import pytest
 
 from batchfinder.cache import DamagedRecord, Record, read_export, write_export
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
 
 FIT = Measurement(Verdict.FITS, 11_000, 12_000, 0.25, "étage\n")
-OUTCOME = Outcome(Shape(128), 32, Stop.EXACT, FIT, (Trial(32, Shape(128), FIT),), "measured", ("NCCL",), 99)
+OUTCOME = SearchResult(Shape(128), 32, Stop.EXACT, FIT, (Trial(32, Shape(128), FIT),), "measured", ("NCCL",), 99)
 
 
 def _records(make_key):

@@ -13,12 +13,12 @@ from batchfinder.cache import DamagedRecord, Record
 from batchfinder.cache.key import canonical_json
 from batchfinder.cache.record import decode, encode
 from batchfinder.errors import InvalidValue
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
 
 CREATED = datetime(2026, 11, 20, 21, 16, 5, tzinfo=UTC)
 FIT = Measurement(Verdict.FITS, 11_000_000_000, 11_200_000_000, 0.25)
 OUT = Measurement(Verdict.OUT_OF_MEMORY, message='CUDA out of memory. Tried to allocate 46.00 MiB "here"\nétage 😀')
-OUTCOME = Outcome(
+OUTCOME = SearchResult(
     shape=Shape(128),
     max_batch_size=32,
     stop=Stop.EXACT,
@@ -42,7 +42,7 @@ measurements = st.builds(
     sizes,
 )
 outcomes = st.builds(
-    Outcome,
+    SearchResult,
     shape=shapes,
     max_batch_size=st.integers(0, 1 << 40),
     stop=st.sampled_from(Stop),
@@ -64,9 +64,20 @@ def test_an_outcome_comes_back_as_it_was(outcome, make_key):
 
 def test_no_field_of_an_outcome_is_forgotten():
     """The record writes every field there is; a new one has to be added here and given a new schema."""
-    names = {cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in (Outcome, Measurement, Trial, Shape)}
+    names = {
+        cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in (SearchResult, Measurement, Trial, Shape)
+    }
     assert names == {
-        Outcome: ("shape", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"),
+        SearchResult: (
+            "shape",
+            "max_batch_size",
+            "stop",
+            "measurement",
+            "trials",
+            "source",
+            "unmodelled",
+            "free_bytes",
+        ),
         Measurement: (
             *("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),
             *("resting_bytes", "forward_bytes"),
@@ -238,7 +249,7 @@ def test_a_cached_answer_is_not_cached_again(make_key):
 
 def test_what_json_cannot_hold_is_refused(make_key):
     """An outcome with an infinite time is refused when it is written, not when it is read."""
-    outcome = Outcome(Shape(), 1, Stop.CAP, Measurement(Verdict.FITS, seconds=float("inf")))
+    outcome = SearchResult(Shape(), 1, Stop.CAP, Measurement(Verdict.FITS, seconds=float("inf")))
     with pytest.raises(InvalidValue) as caught:
         encode(Record(make_key(), outcome, CREATED))
     assert str(caught.value) == (

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from batchfinder.cache import DamagedRecordWarning, Store, default_cache_url
 from batchfinder.errors import CacheFailed
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
 
 
-def _outcome(size: int) -> Outcome:
+def _outcome(size: int) -> SearchResult:
     seen = Measurement(Verdict.FITS, size * 100, size * 120, 0.5)
     out = Measurement(Verdict.OUT_OF_MEMORY, message="CUDA out of memory (simulated)")
     trials = (Trial(size, Shape(128), seen), Trial(size + 1, Shape(128), out))
-    return Outcome(Shape(128), size, Stop.EXACT, seen, trials, "simulated", ("NCCL",))
+    return SearchResult(Shape(128), size, Stop.EXACT, seen, trials, "simulated", ("NCCL",))
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batchfinder.step.child import answer, requests_from
+from batchfinder.training.child_process import answer, requests_from
 
 MIB = 1 << 20
 FREE_BYTES = 384 * MIB

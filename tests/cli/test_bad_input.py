@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from batchfinder.cli.main import main
+from batchfinder.cli.parser import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from tests.cli.command import HERE, Run
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from batchfinder.cache import Record, Store
 from batchfinder.cli.main import main
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
 from tests.cache.conftest import FIELDS, CacheKey
 
 DAY = datetime(2026, 11, 20, 21, 16, 5, tzinfo=UTC)
@@ -20,7 +20,7 @@ def _record(seq_len: int, size: int, day: datetime = DAY) -> Record:
     fit = Measurement(Verdict.FITS, 11 << 30, 12 << 30, 0.25)
     full = Measurement(Verdict.OUT_OF_MEMORY, seconds=0.5, message="CUDA out of memory.")
     trials = (Trial(size, Shape(seq_len), fit), Trial(size + 1, Shape(seq_len), full))
-    outcome = Outcome(Shape(seq_len), size, Stop.EXACT, fit, trials, "simulated", ("NCCL buffers",))
+    outcome = SearchResult(Shape(seq_len), size, Stop.EXACT, fit, trials, "simulated", ("NCCL buffers",))
     return Record(CacheKey(**{**FIELDS, "seq_len": seq_len}), outcome, day, "bert-base")
 
 

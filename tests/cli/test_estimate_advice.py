@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from batchfinder.cli.estimate_advice import Change, changes, combined
-from batchfinder.cli.estimate_request import read_request
+from batchfinder.cli.estimate import Change, changes, combined, read_request
 from batchfinder.cli.main import build_parser
-from batchfinder.report.estimate_findings import Changed
+from batchfinder.report.estimate import Changed
 
 
 def tried(options: str, brings_optimizer: bool = False) -> list[str]:

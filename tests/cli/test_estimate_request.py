@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.estimate_request import EstimateRequest, read_request
+from batchfinder.cli.estimate import EstimateRequest, read_request
 from batchfinder.cli.main import build_parser, main
 from batchfinder.devices import find_gpu
-from batchfinder.tracing.simulation import HowToStep
+from batchfinder.recording.simulation import StepConfig
 from batchfinder.units import GIB
 
 NUMBER = "expected a whole number of at least 1."
@@ -25,7 +25,7 @@ def test_defaults() -> None:
     request = read()
     assert (request.model, request.batch_size, request.seq_len, request.accumulation) == ("bert-base", 8, None, 1)
     assert (request.card.name, request.card.count) == ("Titan X Pascal", 1)
-    assert request.how == HowToStep()
+    assert request.how == StepConfig()
     assert not request.by_module
     assert not request.advice
 
@@ -52,9 +52,9 @@ def test_changed() -> None:
     """Other options lead to another step and another model; the request they are made of stays as it is."""
     request = read("--accumulation", "3")
     other = request.changed(precision="16-mixed", gradient_checkpointing=True)
-    assert other.how == HowToStep(precision="16-mixed", micro_batches=3)
+    assert other.how == StepConfig(precision="16-mixed", micro_batches=3)
     assert other.spec.arguments["gradient_checkpointing"] is True
-    assert request.how == HowToStep(micro_batches=3)
+    assert request.how == StepConfig(micro_batches=3)
     assert request.spec.arguments["gradient_checkpointing"] is False
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from batchfinder.cli import sweep
-from batchfinder.cli.arguments import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from batchfinder.cli.main import VERBS, main
+from batchfinder.cli.parser import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
 from tests.cli.command import COMMAND
 
 
@@ -120,9 +120,9 @@ def test_a_reader_that_has_gone(tmp_path: Path) -> None:
 
 def test_the_options_are_those_of_the_step() -> None:
     """Every precision, optimizer, mode and attention on offer is one that a step knows, and none is missing."""
-    from batchfinder.step.optimizers import OPTIMIZERS as KNOWN_OPTIMIZERS
-    from batchfinder.step.precision import PRECISIONS as KNOWN_PRECISIONS
-    from batchfinder.zoo.pretrained import ATTENTION
+    from batchfinder.models.pretrained import ATTENTION
+    from batchfinder.training.step import OPTIMIZERS as KNOWN_OPTIMIZERS
+    from batchfinder.training.step import PRECISIONS as KNOWN_PRECISIONS
 
     assert set(OPTIMIZERS) == set(KNOWN_OPTIMIZERS)
     assert set(PRECISIONS) == set(KNOWN_PRECISIONS)

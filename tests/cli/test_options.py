@@ -6,7 +6,7 @@ import pytest
 
 from batchfinder.cli.options import allocator_notes, allocator_settings, card, headroom_bytes
 from batchfinder.errors import InvalidValue
-from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 
 GIB = 1 << 30
 

@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from batchfinder.cli import reproduce as command
+import batchfinder.cli.reproduce
 from batchfinder.devices import present_gpus
-from batchfinder.published import titan_x
-from batchfinder.published.bert_2019 import bert_2019
-from batchfinder.reproduce import REPRODUCTIONS
-from batchfinder.reproduce.recordings import Recordings
-from batchfinder.reproduce.titan_x import CARD
-from batchfinder.reproduce.titan_x_sheets import notes, sheets
-from batchfinder.simulator.source import TraceSource
+from batchfinder.reproductions import REPRODUCTIONS
+from batchfinder.reproductions.base import Recordings
+from batchfinder.reproductions.published import published_bert_2019, published_titan_x
+from batchfinder.reproductions.titan_x import CARD, notes, sheets
+from batchfinder.simulator.scaling import TraceSource
 from tests.cli.command import Done, Run, run_command
 
 SETUPS = ("fp32_eager", "fp32_sdpa", "bf16_mixed_sdpa", "bf16_mixed_sdpa_checkpointing")
@@ -176,7 +174,7 @@ def kept(forked_recorders: None) -> Iterator[Kept]:
     """What the commands of this module have recorded; what two of them ask for is recorded once."""
     with Recordings() as recordings, pytest.MonkeyPatch.context() as patch:
         keeping = Kept(recordings)
-        patch.setattr(command, "Recordings", lambda: keeping)
+        patch.setattr(batchfinder.cli.reproduce, "Recordings", lambda: keeping)
         yield keeping
 
 
@@ -271,7 +269,7 @@ def test_titan_x_json(titan: dict[str, Any]) -> None:
             expected["one_change"] = ONE_CHANGE[seq_len]
         assert found == expected
     assert tuple(titan["notes"]) == notes(titan["rows"], [text.removeprefix("left out: ") for text in LEFT_OUT])
-    assert {(row["model"], row["seq_len"]): row["published"] for row in titan["rows"]} == titan_x()
+    assert {(row["model"], row["seq_len"]): row["published"] for row in titan["rows"]} == published_titan_x()
 
 
 def plan(micro_batch_size: int) -> dict[str, int]:
@@ -320,7 +318,7 @@ def test_bert_2019_json(bert_json: dict[str, Any]) -> None:
     """17 memory figures, all within 1 % and the fresh models' to the MiB, and 8 ladders, all met: a row each."""
     assert (bert_json.keys(), bert_json["name"]) == ({"name", "rows", "notes"}, "bert-2019")
     figures, ladders = bert_json["rows"][:17], bert_json["rows"][17:]
-    for row, figure in zip(figures, bert_2019().figures, strict=True):
+    for row, figure in zip(figures, published_bert_2019().figures, strict=True):
         assert row.keys() == {"cell", "published", "ours", "ratio", "unit"}
         assert row["cell"] == f"forward {figure.head} {figure.size} {figure.batch_size}x{figure.seq_len}"
         assert (row["published"], row["unit"]) == (figure.allocated_mib, "MiB")
@@ -328,7 +326,7 @@ def test_bert_2019_json(bert_json: dict[str, Any]) -> None:
         assert 0.99 < row["ratio"] <= 1.0
         # The notebook had other models in the process before this one.
         assert row["ours"] == row["published"] or (figure.head, figure.size) == ("pretraining", "base")
-    for row, ladder in zip(ladders, bert_2019().ladders, strict=True):
+    for row, ladder in zip(ladders, published_bert_2019().ladders, strict=True):
         assert row.keys() == {"cell", "published", "ours", "ratio", "unit", "exact_maximum"}
         no_grad = " no_grad" if ladder.no_grad else ""
         assert row["cell"] == f"ladder {ladder.head} {ladder.size} {ladder.seq_len}{no_grad}"

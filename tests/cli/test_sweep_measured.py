@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 
 from batchfinder.cache import Store
-from batchfinder.cli import sweep_place
+from batchfinder.cli import sweep_request
 from batchfinder.cli.main import build_parser
-from batchfinder.cli.sweep_cell import Cell, ModelCells
-from batchfinder.cli.sweep_measured import Measuring, measure_cells
+from batchfinder.cli.sweep_cells import Cell, ModelCells
+from batchfinder.cli.sweep_measured import MeasuredCells, measure_cells
 from batchfinder.cli.sweep_request import SweepRequest, read_request
-from batchfinder.outcome import Shape, Stop
-from batchfinder.probing import process
-from batchfinder.probing.card import CardFacts
-from batchfinder.tracing.simulated_search import search_simulated
-from batchfinder.tracing.simulation import Simulation
+from batchfinder.measure import child_probe
+from batchfinder.measure.child_probe import GpuFacts
+from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.results import Shape, Stop
 from tests.cli.command import COMMAND, HERE, Done, Run, environment
 
 pytestmark = [
@@ -109,7 +108,7 @@ def test_ctrl_c_ends_the_child(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     command = [*COMMAND, "sweep", "--device", "cpu", "--budget", "1GiB", "--model", "mine:slow_to_record", "--no-cache"]
-    process = subprocess.Popen(
+    child_probe = subprocess.Popen(
         [*command, "--seq-len", "16"],
         cwd=HERE,
         env=environment(tmp_path / "cache", TMPDIR=str(temporary)),
@@ -122,9 +121,9 @@ def test_ctrl_c_ends_the_child(tmp_path: Path) -> None:
     while not _in_a_step(temporary) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _in_a_step(temporary)
-    os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=SECONDS)
-    assert (process.returncode, out) == (130, "")
+    os.kill(child_probe.pid, signal.SIGINT)
+    out, err = child_probe.communicate(timeout=SECONDS)
+    assert (child_probe.returncode, out) == (130, "")
     assert err == "building mine:slow_to_record\nbatchfinder: interrupted\n"
     assert _processes(temporary) == []
     assert list(temporary.glob("batchfinder-*")) == []
@@ -146,10 +145,10 @@ def _in_a_step(temporary: Path) -> bool:
     for number in _processes(temporary):
         with contextlib.suppress(OSError):
             commands.append(Path(f"/proc/{number}/cmdline").read_bytes())
-    return sum(b"batchfinder.probing.worker" in command for command in commands) > 1
+    return sum(b"batchfinder.measure.worker" in command for command in commands) > 1
 
 
-Known = tuple[Measuring, SweepRequest, Store]
+Known = tuple[MeasuredCells, SweepRequest, Store]
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +163,7 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
         ((model, spec),) = request.models
         with (
             Simulation(spec, request.how) as simulation,
-            Measuring(ModelCells(model, simulation, (32, 16), request)) as measuring,
+            MeasuredCells(ModelCells(model, simulation, (32, 16), request)) as measuring,
         ):
             yield measuring, request, store
 
@@ -233,16 +232,16 @@ def recorded() -> Iterator[Simulation]:
             yield simulation
 
 
-FACTS = CardFacts("Tesla T4", 512 * MIB, 384 * MIB, (7, 5), {"torch": "2.13.0"})
+FACTS = GpuFacts("Tesla T4", 512 * MIB, 384 * MIB, (7, 5), {"torch": "2.13.0"})
 Ask = Callable[..., tuple[list[Cell], list[dict[str, Any]]]]
 
 
 @pytest.fixture
 def ask(recorded: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     """`ask(options, *lengths)`: the cells of one sweep on a card that is made up, and what its child was asked."""
-    monkeypatch.setattr(sweep_place, "look_at", lambda device: FACTS)
-    monkeypatch.setattr(sweep_place, "driver_version", lambda: "580.95")
-    monkeypatch.setattr(process, "WORKER", "tests.cli.card_worker")
+    monkeypatch.setattr(sweep_request, "look_at", lambda device: FACTS)
+    monkeypatch.setattr(sweep_request, "driver_version", lambda: "580.95")
+    monkeypatch.setattr(child_probe, "WORKER", "tests.cli.card_worker")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
 
@@ -262,7 +261,7 @@ def test_a_card_is_asked_what_is_free_by_the_child_that_takes_the_steps(
     ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a budget there is no limit but the card's own, and what is free then is what the row says."""
-    monkeypatch.setattr(sweep_place, "look_at", lambda device: replace(FACTS, free_bytes=500 * MIB))
+    monkeypatch.setattr(sweep_request, "look_at", lambda device: replace(FACTS, free_bytes=500 * MIB))
     (cell,), asked = ask("--tolerance 0", 4)
     assert [next(iter(request)) for request in asked[:3]] == ["look", "open", "probe"]
     assert asked[1]["open"]["limit_bytes"] is None

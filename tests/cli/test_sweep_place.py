@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from batchfinder.cli import sweep_place
+from batchfinder.cli import sweep_request
 from batchfinder.cli.main import build_parser
-from batchfinder.cli.sweep_place import Place, choose_place
-from batchfinder.devices.present import PresentGpu
+from batchfinder.cli.sweep_request import Place, choose_place
+from batchfinder.devices.detect import PresentGpu
 from batchfinder.errors import InvalidValue
-from batchfinder.probing.card import CardFacts
+from batchfinder.measure.child_probe import GpuFacts
 
 GIB = 1 << 30
 T4 = PresentGpu(0, "Tesla T4", 15360 << 20, (7, 5))
 UNHEARD_OF = PresentGpu(2, "NVIDIA Unheard-of 9", 10000 << 20, (12, 0))
-FACTS = CardFacts("Tesla T4", 15 * GIB, 14 * GIB, (7, 5), {"torch": "2.13.0", "cuda": "13.0"})
+FACTS = GpuFacts("Tesla T4", 15 * GIB, 14 * GIB, (7, 5), {"torch": "2.13.0", "cuda": "13.0"})
 
 
 def place_for(options: str) -> Place:
@@ -29,8 +29,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[PresentGpu]:
     """The machine's cards, for the test to fill in; nvidia-smi's driver is told."""
     here: list[PresentGpu] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(sweep_place, "present_gpus", lambda: tuple(here))
-    monkeypatch.setattr(sweep_place, "driver_version", lambda: "580.95")
+    monkeypatch.setattr(sweep_request, "present_gpus", lambda: tuple(here))
+    monkeypatch.setattr(sweep_request, "driver_version", lambda: "580.95")
     return here
 
 
@@ -39,11 +39,11 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every card is `FACTS`; which were looked at."""
     devices: list[str] = []
 
-    def look(device: str) -> CardFacts:
+    def look(device: str) -> GpuFacts:
         devices.append(device)
         return FACTS
 
-    monkeypatch.setattr(sweep_place, "look_at", look)
+    monkeypatch.setattr(sweep_request, "look_at", look)
     return devices
 
 
@@ -99,10 +99,10 @@ def test_a_card_that_pytorch_cannot_use(cards: list[PresentGpu], monkeypatch: py
     """It is simulated then, and the note says why; asked for by name, it is an error."""
     cards += [T4, T4, UNHEARD_OF]
 
-    def look(device: str) -> CardFacts:
+    def look(device: str) -> GpuFacts:
         raise InvalidValue("device", device, "cpu, or a card that PyTorch 2.13.0+cpu can use here")
 
-    monkeypatch.setattr(sweep_place, "look_at", look)
+    monkeypatch.setattr(sweep_request, "look_at", look)
     place = place_for("")
     assert (place.device, [card.name for card in place.cards]) == ("simulated", ["T4", "NVIDIA Unheard-of 9"])
     assert place.cards[1].device.usable_bytes == (9700 - 600) << 20
@@ -127,8 +127,8 @@ def test_simulated_cards_that_are_here(cards: list[PresentGpu]) -> None:
 
 def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU needs a budget, which must be there; both messages say how much is."""
-    monkeypatch.setattr(sweep_place, "meminfo", lambda field: 20 * GIB)
-    monkeypatch.setattr(sweep_place, "cgroup", lambda: (None, 0))
+    monkeypatch.setattr(sweep_request, "meminfo", lambda field: 20 * GIB)
+    monkeypatch.setattr(sweep_request, "cgroup", lambda: (None, 0))
     place = place_for("--device cpu --budget 2GiB")
     (card,) = place.cards
     assert (place.device, card.device.usable_bytes, place.allowance_bytes) == ("cpu", 2 * GIB, 2 * GIB)
@@ -144,7 +144,7 @@ def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "--budget: '19GiB' will not do; expected at most 18.00 GiB, which is what can be taken here without calling "
         "the kernel's out-of-memory killer."
     )
-    monkeypatch.setattr(sweep_place, "cgroup", lambda: (3 * GIB, GIB))
+    monkeypatch.setattr(sweep_request, "cgroup", lambda: (3 * GIB, GIB))
     with pytest.raises(InvalidValue, match=r"at most 1\.80 GiB"):
         place_for("--device cpu --budget 2GiB")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from batchfinder.cli.main import build_parser
-from batchfinder.cli.sweep_cell import cache_key
+from batchfinder.cli.sweep import _seq_lens
+from batchfinder.cli.sweep_cells import cache_key
 from batchfinder.cli.sweep_request import SweepRequest, read_request
-from batchfinder.cli.sweep_run import _seq_lens
 from batchfinder.errors import InvalidValue
-from batchfinder.tracing.job import WorkloadFacts
+from batchfinder.training.spec import WorkloadFacts
 
 FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 VARIANTS = (

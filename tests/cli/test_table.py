@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchfinder.cli.main import main
-from batchfinder.report.rows import SCHEMA, SweepRow
+from batchfinder.report.sweep import SCHEMA, SweepRow
 
 CELLS = (
     *(("bert-base", "Titan X Pascal", seq_len, size) for seq_len, size in ((512, 33), (64, 269), (128, 134))),

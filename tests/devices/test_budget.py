@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from batchfinder.devices import Budget
-from batchfinder.devices.budget import memory_fraction
+from batchfinder.devices.device import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.units import GIB
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from batchfinder.devices.catalogue import read_tables
+from batchfinder.devices.catalog import read_tables
 
 
 @pytest.mark.parametrize(("file", "kind"), [("gpus.toml", "gpu"), ("instances.toml", "instance")])

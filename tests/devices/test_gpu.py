@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from batchfinder.devices import Gpu, all_gpus, find_gpu
-from batchfinder.devices.names import gpu_key
+from batchfinder.devices.catalog import gpu_key
 from batchfinder.errors import UnknownName
 from batchfinder.units import GIB
 

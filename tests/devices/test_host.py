@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.devices import host, host_name
+from batchfinder.devices import detect, host_name
 
 
 def test_the_cpu_has_a_name() -> None:
@@ -17,7 +17,7 @@ def test_the_cpu_has_a_name() -> None:
 def test_what_linux_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's name where /proc/cpuinfo has one; the architecture where it has none, or is not there."""
     cpuinfo = tmp_path / "cpuinfo"
-    monkeypatch.setattr(host, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(detect, "_CPUINFO", cpuinfo)
     monkeypatch.setattr(platform, "processor", lambda: "")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert host_name() == "aarch64"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from batchfinder.devices import Instance, all_gpus, all_instances, find_instance
-from batchfinder.devices.names import instance_key
+from batchfinder.devices.catalog import instance_key
 from batchfinder.errors import UnknownName
 
 every_instance = pytest.mark.parametrize("instance", all_instances(), ids=lambda instance: instance.name)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchfinder.devices.names import GpuKey, gpu_key, instance_key, nearest
+from batchfinder.devices.catalog import GpuKey, gpu_key, instance_key, nearest
 
 
 @pytest.mark.parametrize(

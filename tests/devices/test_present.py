@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from batchfinder.devices import PresentGpu, driver_version, find_gpu, parse_nvidia_smi, present_gpus
-from batchfinder.devices.present import _TIMEOUT_SECONDS
+from batchfinder.devices.detect import _TIMEOUT_SECONDS
 from batchfinder.units import MIB
 
 # In the format of nvidia-smi --query-gpu=index,name,memory.total,compute_cap --format=csv,noheader,nounits, with the

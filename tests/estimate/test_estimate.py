@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from batchfinder.estimate.estimate import estimate
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
-from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import alive_at, replay
-from batchfinder.simulator.settings import AllocatorSettings
-from batchfinder.simulator.settling import outlook
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.simulator.steady_state import outlook
+from batchfinder.simulator.trace import StageMark, Structure, Trace
 from batchfinder.units import GIB, MIB
 from tests.builders import few_layers, small
 from tests.builders.small import HIDDEN, IN, OUT
@@ -169,7 +169,7 @@ def test_the_largest(bert: Trace) -> None:
 
 def test_nothing_at_all() -> None:
     """A step that allocates nothing has no peak, and a card of no more than the context will do."""
-    trace = Trace(1, None, Structure((), (Mark(0, 0, "forward"),), (), (), ()), ())
+    trace = Trace(1, None, Structure((), (StageMark(0, 0, "forward"),), (), (), ()), ())
     found = estimate(trace, CARD, CONTEXT)
     assert (found.peak, found.last_segment, found.largest()) == (None, None, ())
     assert found.peak_bytes == found.required_bytes == found.kinds.total == CONTEXT

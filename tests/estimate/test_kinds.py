@@ -1,4 +1,4 @@
-"""Tests of batchfinder/estimate/kinds.py."""
+"""Tests of batchfinder/estimate/estimate.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from batchfinder.estimate.kinds import NAMES, Kinds, bytes_by_kind, kind_of
+from batchfinder.estimate.estimate import NAMES, Kinds, bytes_by_kind, kind_of
 from batchfinder.simulator.trace import Trace
 from tests.builders.small import HIDDEN, IN, OUT
 

@@ -1,8 +1,8 @@
-"""Tests of batchfinder/estimate/layers.py."""
+"""Tests of batchfinder/estimate/sharding.py."""
 
 from __future__ import annotations
 
-from batchfinder.estimate.layers import Layers, layers_of
+from batchfinder.estimate.sharding import Layers, layers_of
 from batchfinder.simulator.trace import Structure, Trace
 
 H = 768

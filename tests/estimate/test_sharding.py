@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.layers import layers_of
-from batchfinder.estimate.sharding import STRATEGIES, bucket_sizes, side_by_side
-from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.estimate.sharding import STRATEGIES, bucket_sizes, layers_of, side_by_side
+from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace
 from batchfinder.units import GIB, MIB

@@ -15,7 +15,7 @@ import torch
 
 from batchfinder import tune_trainer
 from batchfinder.errors import InvalidValue, MissingExtra
-from batchfinder.huggingface.checks import check_trainer
+from batchfinder.huggingface.tune import check_trainer
 from tests.huggingface.trainers import SEEN, LimitedTrainer, Stream, fixed, make_trainer
 
 BY_HAND = "find the size on one device, and set per_device_train_batch_size and gradient_accumulation_steps by hand"

@@ -14,7 +14,7 @@ from transformers import Trainer
 from batchfinder import tune_trainer
 from tests.huggingface import trainers
 from tests.huggingface.trainers import Loud, Stream, Weighing, fixed, language_model, texts
-from tests.probing.state_digest import Digester, differences
+from tests.snapshot.state_digest import Digester, differences
 
 # A target of 24; 5 fit, so it is made of 4 x 6.
 SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6}

@@ -6,11 +6,12 @@ import copy
 import random
 from typing import Any
 
-import nets
 import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import nn
+
+from tests.lightning import nets
 
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB."
 

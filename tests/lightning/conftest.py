@@ -1,15 +1,12 @@
-"""What the tests of the callback share: its cache is the test's own, and the nets are importable."""
+"""What the tests of the callback share: its cache is the test's own."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

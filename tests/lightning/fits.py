@@ -15,7 +15,7 @@ def prepare() -> None:
     import torch
 
     import batchfinder.lightning.callback
-    import batchfinder.probing.signs  # noqa: F401
+    import batchfinder.measure.oom  # noqa: F401
 
     torch.set_num_threads(1)
     # A search leaves the stack of one thread behind, 8 MiB by default: a tenth of the limits that tests can afford.
@@ -58,7 +58,7 @@ def fit(
     import torch
 
     from batchfinder.lightning.callback import BatchFinder
-    from batchfinder.probing.signs import classify
+    from batchfinder.measure.oom import classify
 
     torch.set_num_threads(1)
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does

@@ -10,21 +10,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytorch_lightning as pl
-from bounded import Bounded
 from pytorch_lightning.strategies import DDPStrategy
-from rank_failures import FAILURES
-from rank_fits import fit, ranks, runs_out, sizes, trainer
-from rank_nets import Branching, Evaluated, Grouped, Logged
-from two_runs import same, two_runs
 
 from batchfinder.cache import Store
-from batchfinder.lightning import finding
+from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.hint import _check
-from batchfinder.probing.clearing import clear
-from batchfinder.probing.proc import status
+from batchfinder.lightning.prediction import _check
+from batchfinder.measure.cleanup import clear
+from batchfinder.measure.host_limits import status
+from tests.lightning import nets
+from tests.lightning.bounded import Bounded
+from tests.lightning.rank_failures import FAILURES
+from tests.lightning.rank_fits import fit, ranks, runs_out, sizes, trainer
+from tests.lightning.rank_nets import Branching, Evaluated, Grouped, Logged
+from tests.lightning.two_runs import same, two_runs
 
 
 def identical(rank: int, make: Any, accumulation: int = 1, target: int | None = None, **ddp: Any) -> list[Any]:
@@ -122,7 +122,7 @@ class RunsOut(Bounded):
             runs_out()
 
 
-def ran_out(rank: int) -> list[Any]:
+def on_oom(rank: int) -> list[Any]:
     """One rank lowers the record that all have."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -143,7 +143,7 @@ def stages(rank: int) -> list[Any]:
 
 def limited(rank: int, mib: int) -> list[Any]:
     """A real limit on the address space of each rank, and some steps at the size that was found."""
-    finding.clear = clear
+    stage_tuner.clear = clear
     limit = status("VmSize") + (mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     module = nets.Transformer(rows=200 * ranks(), seq_len=64, width=64)
@@ -161,7 +161,7 @@ def hinted(rank: int) -> list[Any]:
         asked.append([*map(str, _check(trainer, setting)), seconds])
         return 20
 
-    finding.hint = hint
+    stage_tuner.hint = hint
     finder, error = fit(
         Bounded(most=23, rows=48 * ranks()),
         BatchFinder(tolerance=0, cache=False, predict=True),
@@ -185,6 +185,6 @@ CASES: dict[str, Callable[[int], list[Any]]] = {
     "no cache": no_cache,
     "own group": own_group,
     "hinted": hinted,
-    "ran out": ran_out,
+    "ran out": on_oom,
     "stages": stages,
 }

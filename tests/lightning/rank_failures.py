@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from bounded import Bounded, state_of
 from pytorch_lightning.strategies import DDPStrategy
-from rank_fits import fit, ranks, runs_out, sizes, trainer
-from rank_nets import Injected, Unread
 
-from batchfinder.lightning.batches import ProbeBatches
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.finding import Finding
-from batchfinder.lightning.probe import Setting
-from batchfinder.lightning.ranks import agreed_memory, ranks_of
-from batchfinder.outcome import Shape
-from batchfinder.probing.known import Limits
-from batchfinder.probing.memory import HostMemory
+from batchfinder.lightning.ddp import agreed_memory, ranks_of
+from batchfinder.lightning.dry_run import Setting
+from batchfinder.lightning.probe_batches import ProbeBatches
+from batchfinder.lightning.stage_tuner import StageTuner
+from batchfinder.measure.device_memory import HostMemory
+from batchfinder.measure.tuner import SearchLimits
+from batchfinder.results import Shape
+from tests.lightning.bounded import Bounded, state_of
+from tests.lightning.rank_fits import fit, ranks, runs_out, sizes, trainer
+from tests.lightning.rank_nets import Injected, Unread
 
 STAGES = ("forward", "backward", "optimizer")
 
@@ -42,10 +42,12 @@ class Searches(pl.Callback):
             pl_module.stage, pl_module.rank, pl_module.above = STAGES[time_ % 3], time_ % ranks(), 1 + time_ % 2
             with closing(ranks_of(trainer)) as all_ranks:
                 batches = ProbeBatches(trainer, pl_module, trainer.fit_loop._data_source)
-                limits = Limits(3, 0.0, 0, 0.0)
+                limits = SearchLimits(3, 0.0, 0, 0.0)
                 memory = agreed_memory(HostMemory(None), all_ranks)
                 setting = Setting("fit", num_devices=ranks())
-                search = Finding(trainer, self, setting, batches, ([], []), memory, limits, None, str, ranks=all_ranks)
+                search = StageTuner(
+                    trainer, self, setting, batches, ([], []), memory, limits, None, str, ranks=all_ranks
+                )
                 try:
                     found = search.find(Shape(), None)
                 finally:

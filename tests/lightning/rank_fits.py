@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from bounded import MESSAGE
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
+from tests.lightning.bounded import MESSAGE
 
 ranks = dist.get_world_size
 

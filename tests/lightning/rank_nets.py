@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
 import torch
 import torch.distributed as dist
-from bounded import Bounded
 from torch.utils.data import DataLoader
+
+from tests.lightning import nets
+from tests.lightning.bounded import Bounded
 
 
 class Logged(nets.Transformer):

@@ -30,20 +30,21 @@ def several_ranks(cases: str) -> Iterator[Run]:
     Yields:
         Runs a case on a number of ranks, and returns what each came to; of 1, what the process itself did.
     """
-    with forks("several_ranks", Path(__file__).parent) as started:
+    with forks("tests.lightning.several_ranks") as started:
         yield lambda size, case: started.run(size=size, cases=cases, case=case)
 
 
 def prepare() -> None:
     """Import what the cases do."""
-    import rank_cases  # noqa: F401
-    import split_rank_cases  # noqa: F401
     import torch
 
-    from batchfinder.lightning import finding, split_step
+    import tests.lightning.rank_cases
+    import tests.lightning.split_rank_cases  # noqa: F401
+    from batchfinder.lightning import stage_tuner
+    from batchfinder.lightning.micro_batching import closure
 
     # A full collection for each failure and search would take most of the time.
-    finding.clear = split_step.clear = lambda device: None
+    stage_tuner.clear = closure.clear = lambda device: None
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     threading.stack_size(1 << 20)
@@ -53,7 +54,7 @@ def respond(request: dict[str, Any]) -> list[Any]:
     """What each rank of a case came to: `{"size": 2, "cases": "rank_cases", "case": "identical"}`."""
     from tests.forked import at_once
 
-    case = importlib.import_module(request["cases"]).CASES[request["case"]]
+    case = importlib.import_module(f"tests.lightning.{request['cases']}").CASES[request["case"]]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BATCHFINDER_CACHE"] = str(Path(folder) / "cache")
         return at_once(request["size"], case, SECONDS) if request["size"] > 1 else case(0)

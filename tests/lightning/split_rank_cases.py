@@ -10,18 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import nets
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
-from rank_fits import ranks
-from split_rank_nets import Branching, Buggy, Sharing, Tight, Wide
-from varied import Given, Reader
 
-from batchfinder.lightning import finding, split_step
+from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.probing.clearing import clear
+from batchfinder.lightning.micro_batching import closure
+from batchfinder.measure.cleanup import clear
 from tests.forks import lift_limit, limit_growth
+from tests.lightning import nets
+from tests.lightning.rank_fits import ranks
+from tests.lightning.split_rank_nets import Branching, Buggy, Sharing, Tight, Wide
+from tests.lightning.varied import Given, Reader
 
 
 class Neighbour(pl.Callback):
@@ -151,7 +152,7 @@ def found(rank: int, make: Callable[..., Reader] = Reader, **ddp: Any) -> list[A
 
 def limited(rank: int, limit_mib: int, taken_mib: int) -> list[Any]:
     """One process under a real limit, which becomes less from the third step on."""
-    finding.clear = split_step.clear = clear
+    stage_tuner.clear = closure.clear = clear
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
     pl.seed_everything(1, verbose=False)
     module = Wide()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rank_fits import ranks
 from torch import Tensor
-from varied import MESSAGE, Reader
+
+from tests.lightning.rank_fits import ranks
+from tests.lightning.varied import MESSAGE, Reader
 
 STAGES = ("forward", "backward", "update")
 

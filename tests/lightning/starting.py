@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import nets
 import pytorch_lightning as pl
 import torch
 
-from batchfinder.lightning.batches import ProbeBatches
+from batchfinder.lightning.probe_batches import ProbeBatches
+from tests.lightning import nets
 
 
 class Here(nets.Transformer):

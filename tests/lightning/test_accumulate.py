@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.errors import InvalidValue
-from batchfinder.lightning.accumulate import apply_accumulation
-from batchfinder.lightning.last_window import LastWindow
+from batchfinder.lightning.accumulation import LastWindow, apply_accumulation
 from tests.lightning.tiny import Rows, Tiny, trainer
 
 

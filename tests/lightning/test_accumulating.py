@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-import nets
 import pytest
-from bounded import Bounded
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
+from tests.lightning.bounded import Bounded
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
 

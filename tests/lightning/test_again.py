@@ -5,17 +5,17 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
-from bounded import MESSAGE
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader
 
 from batchfinder.errors import OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
+from tests.lightning.bounded import MESSAGE
 
 
 class Sees(pl.Callback):

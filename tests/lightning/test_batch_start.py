@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.aggregation import CatMetric
 
-from batchfinder.lightning.batch_start import BatchStart
+from batchfinder.lightning.micro_batching.recovery import BatchSnapshot
 
 
 class Restless(nn.Module):
@@ -74,7 +74,7 @@ def test_all_comes_back_as_often_as_needed() -> None:
         module(x)  # the metrics and the lists have contents
     buffer, items, weight = module.norm.running_mean, module.seen, module.mean.weight
     before = seen(module)
-    start = BatchStart(module)
+    start = BatchSnapshot(module)
     drawn = module.drawn()
     for _ in range(2):
         module(x).sum().backward()
@@ -95,7 +95,7 @@ def test_gradients_are_those_that_zero_grad_left() -> None:
     module, x = Restless(), torch.randn(3, 2)
     kept, zero, *others = module.parameters()
     kept.grad, zero.grad = torch.ones_like(kept), torch.zeros_like(zero)
-    start = BatchStart(module)
+    start = BatchSnapshot(module)
     start.gradients_zeroed()
     for _ in range(2):
         module(x).sum().backward()
@@ -108,7 +108,7 @@ def test_gradients_are_those_that_zero_grad_left() -> None:
 def test_what_a_failed_step_left_in_an_attribute_is_let_go() -> None:
     """A tensor that the module kept would hold the failed step's memory."""
     module = Restless()
-    start = BatchStart(module)
+    start = BatchSnapshot(module)
     module(torch.randn(3, 2))
     assert module.last is not None
     start.restore()

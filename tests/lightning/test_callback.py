@@ -7,18 +7,18 @@ import resource
 from dataclasses import replace
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
-from bounded import MESSAGE, Bounded
 from torch.utils.data import DataLoader
 
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Verdict
-from batchfinder.probing.known import holds
-from batchfinder.probing.memory import HostMemory
+from batchfinder.measure.device_memory import HostMemory
+from batchfinder.measure.tuner import holds
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Verdict
 from batchfinder.units import MIB
+from tests.lightning import nets
+from tests.lightning.bounded import MESSAGE, Bounded
 
 SIZE = r"\d+(\.\d+)? [KMG]?i?B"
 
@@ -49,10 +49,10 @@ def test_one_line_for_each_length(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_known_answer_holds_while_as_much_is_free() -> None:
     """Or far more than it takes; one that was lowered is always tried again."""
     seen = Measurement(Verdict.FITS, peak_reserved_bytes=900)
-    found = Outcome(Shape(), 8, Stop.EXACT, seen, free_bytes=1000)
+    found = SearchResult(Shape(), 8, Stop.EXACT, seen, free_bytes=1000)
     assert [holds(found, free) for free in (2000, 1000, 990, 989, 950)] == [True, True, True, False, False]
     assert not holds(replace(found, measurement=None), 2000)
-    nothing = Outcome(Shape(), 0, Stop.EXACT, None, free_bytes=1000)
+    nothing = SearchResult(Shape(), 0, Stop.EXACT, None, free_bytes=1000)
     assert [holds(nothing, free) for free in (1000, 900)] == [True, False]
 
 
@@ -138,7 +138,7 @@ def test_headroom_and_limit_are_put_back() -> None:
     memory = HostMemory(None)
     with memory.limited(0, 0):
         whole = resource.getrlimit(resource.RLIMIT_AS)[0]
-    reserve = memory.room_bytes(0) - 64 * MIB  # not of what is free now, which other processes change
+    reserve = memory.max_peak_bytes(0) - 64 * MIB  # not of what is free now, which other processes change
     with memory.limited(reserve, 0):
         lower = resource.getrlimit(resource.RLIMIT_AS)[0]
         with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -15,6 +14,7 @@ from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.checks import check
+from tests.lightning import nets
 
 
 def trainer(**changes: Any) -> Any:

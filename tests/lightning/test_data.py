@@ -10,12 +10,12 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
-from two_runs import Run, two_runs
 
 from batchfinder.lightning.callback import BatchFinder
 from tests.lightning.tiny import Rows, Stream, Tiny, trainer
+from tests.lightning.two_runs import Run, two_runs
 
-Feed = Callable[[int], dict[str, Any]]
+ProbeLoader = Callable[[int], dict[str, Any]]
 
 
 class Noting(Tiny):
@@ -80,7 +80,7 @@ def fixed(size: int) -> dict[str, Any]:
     return {"datamodule": data}
 
 
-FEEDS: dict[str, Feed] = {
+FEEDS: dict[str, ProbeLoader] = {
     "datamodule": lambda size: {"datamodule": Data(size)},
     "datamodule with a fixed size": fixed,
     "loader": lambda size: {"train_dataloaders": shuffled(size)},

@@ -8,15 +8,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
-from two_runs import SIZE, assert_identical, two_runs
 
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.outcome import Trial
+from batchfinder.results import Trial
 from batchfinder.units import GIB
+from tests.lightning import nets
+from tests.lightning.two_runs import SIZE, assert_identical, two_runs
 
 pytestmark = pytest.mark.gpu
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
 
 
 def fit(module: nets.Module, **options: Any) -> pl.Trainer:

@@ -8,22 +8,21 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
-from bounded import MESSAGE, Bounded, state_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfinder.lightning import finding
-from batchfinder.lightning.batches import ProbeBatches
+from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.finding import Finding, Found
-from batchfinder.lightning.probe import Setting
-from batchfinder.lightning.rehearsal import Rehearsal
-from batchfinder.outcome import Shape
-from batchfinder.probing.known import Limits
-from batchfinder.probing.memory import HostMemory
+from batchfinder.lightning.dry_run import DryRun, Setting
+from batchfinder.lightning.probe_batches import ProbeBatches
+from batchfinder.lightning.stage_tuner import Found, StageTuner
+from batchfinder.measure.device_memory import HostMemory
+from batchfinder.measure.tuner import SearchLimits
+from batchfinder.results import Shape
+from tests.lightning import nets
+from tests.lightning.bounded import MESSAGE, Bounded, state_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +55,8 @@ class Searches(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         def search(mode: FailingOperator) -> Found:
             batches = ProbeBatches(trainer, pl_module, trainer.fit_loop._data_source)
-            limits = Limits(3, 0.0, 0, 0.0)
-            search = Finding(
+            limits = SearchLimits(3, 0.0, 0, 0.0)
+            search = StageTuner(
                 trainer, self, Setting("fit", None, 2), batches, ([], []), HostMemory(None), limits, None, str
             )
             ACTIVE.append(mode)
@@ -86,14 +85,14 @@ class Staged(Bounded):
 @pytest.fixture(autouse=True)
 def under_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries run under the mode; a full garbage collection for each of 200 searches would take minutes."""
-    train = Rehearsal.train
+    train = DryRun.train
 
-    def under(self: Rehearsal, *args: Any) -> None:
+    def under(self: DryRun, *args: Any) -> None:
         with ACTIVE[0] if ACTIVE else contextlib.nullcontext():
             train(self, *args)
 
-    monkeypatch.setattr(Rehearsal, "train", under)
-    monkeypatch.setattr(finding, "clear", lambda device: None)
+    monkeypatch.setattr(DryRun, "train", under)
+    monkeypatch.setattr(stage_tuner, "clear", lambda device: None)
 
 
 def run(check: Callable[[pl.Trainer, Callable[[FailingOperator], Found]], None]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from batchfinder.lightning.last_window import LastWindow
+from batchfinder.lightning.accumulation import LastWindow
 from tests.forks import forks
 from tests.lightning.tiny import Rows, Stream, trainer
 

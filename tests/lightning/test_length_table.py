@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfinder.lightning.length_table import LengthTable, smaller
+from batchfinder.lightning.micro_batching.micro_batch import LengthTable, smaller
 
 SIZES: dict[int | None, int] = {512: 8, 128: 40, 256: 18}
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection
 
-from batchfinder.lightning.logged_once import LoggedOnce
+from batchfinder.lightning.micro_batching.closure import LogAggregation
 
 
 def logged(values: list[float], samples: list[int], shares: list[float], left_out: int = 0, **options: Any) -> Any:
     """What Lightning has after micro-batches logged values."""
     results = _ResultCollection(training=True)
     results.batch = torch.zeros(sum(samples) + left_out)
-    with LoggedOnce(results) as once:
+    with LogAggregation(results) as once:
         once.leave_out(left_out)
         for value, count, share in zip(values, samples, shares, strict=True):
             once.micro_batch(torch.zeros(count), count, share)

@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
 import torch
-from bounded import MESSAGE, Bounded
 
 from batchfinder.errors import InvalidValue, OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.outcome import Verdict
-from batchfinder.probing import memory
+from batchfinder.measure import device_memory
+from batchfinder.results import Verdict
+from tests.lightning import nets
+from tests.lightning.bounded import MESSAGE, Bounded
 
 
 def warned(caught: pytest.WarningsRecorder) -> list[str]:
@@ -122,7 +122,7 @@ class Thrashing(Bounded):
 def allocator_that_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's memory says how often `Thrashing` did."""
     monkeypatch.setattr(Thrashing, "retries", 0)
-    monkeypatch.setattr(memory.HostMemory, "retries", lambda self: Thrashing.retries)
+    monkeypatch.setattr(device_memory.HostMemory, "retries", lambda self: Thrashing.retries)
 
 
 @pytest.mark.usefixtures("allocator_that_retries")
@@ -165,9 +165,9 @@ def test_one_sample_that_did_not_fit_before() -> None:
 
 def test_a_system_that_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is asked for."""
-    monkeypatch.setattr(memory, "meminfo", lambda field: None)
-    monkeypatch.setattr(memory, "soft_limit", lambda name: None)
-    monkeypatch.setattr(memory, "cgroup", lambda: (None, 0))
+    monkeypatch.setattr(device_memory, "meminfo", lambda field: None)
+    monkeypatch.setattr(device_memory, "soft_limit", lambda name: None)
+    monkeypatch.setattr(device_memory, "cgroup", lambda: (None, 0))
     with pytest.raises(InvalidValue) as caught:
         nets.trainer(callbacks=[BatchFinder(cache=False)]).fit(Bounded())
     assert str(caught.value) == (

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfinder.errors import NotSplittable
-from batchfinder.lightning.length_table import LengthTable
-from batchfinder.lightning.micro_batches import micro_batches
+from batchfinder.lightning.micro_batching.micro_batch import LengthTable, micro_batches
 
 SIZES: dict[int | None, int] = {4: 9, 8: 4, 16: 2}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
 
 
 class Overflowing(nets.Transformer):

@@ -6,13 +6,13 @@ import io
 import re
 from typing import Any
 
-import nets
 import pytest
-from bounded import Bounded
 from pytorch_lightning.callbacks import RichProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
+from tests.lightning.bounded import Bounded
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # what hides the terminal's cursor, and what brings it back
 

@@ -10,20 +10,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import nets
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from varied import MESSAGE, Given, Reader
 
 from batchfinder.cache import Store
 from batchfinder.errors import SampleDoesNotFit
-from batchfinder.lightning import split_step
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.probing import atomic_update
+from batchfinder.lightning.micro_batching import closure
+from batchfinder.measure import atomic_update
+from tests.lightning import nets
+from tests.lightning.varied import MESSAGE, Given, Reader
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
 
@@ -135,7 +135,7 @@ def bits(module: Reader) -> dict[str, bytes]:
 
 def test_100_failures_leave_every_bit_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward, backward and update of any micro-batch, each retried at its own size: weights, states, logs, data."""
-    for module in (split_step, atomic_update):  # a full garbage collection for each would take most of the time
+    for module in (closure, atomic_update):  # a full garbage collection for each would take most of the time
         monkeypatch.setattr(module, "clear", lambda device: None)
     plain = Noisy(whole := Failing(), rows=96, batch_size=4)
     sizes: dict[int | None, int] = {8: 3, 16: 2}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nets
 import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
-from two_runs import assert_identical, two_runs
+
+from tests.lightning import nets
+from tests.lightning.two_runs import assert_identical, two_runs
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])

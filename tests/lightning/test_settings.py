@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning import callbacks
 from torch.utils.data import DataLoader
-from two_runs import assert_identical, same, two_runs
+
+from tests.lightning import nets
+from tests.lightning.two_runs import assert_identical, same, two_runs
 
 
 class Net(nets.ConvNet):

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from batchfinder import BatchFinder
-from batchfinder.lightning.rehearsal import MOST_BATCHES, Feed
+from batchfinder.lightning.dry_run import MOST_BATCHES, ProbeLoader
 from tests.lightning.tiny import Rows
 from tests.settling_card import ANSWER, SettlingCard, step
 
@@ -47,7 +47,7 @@ def test_the_callback(cap: int) -> None:
         enable_model_summary=False,
         callbacks=[finder],
     )
-    with patch("batchfinder.lightning.serving.memory_of", lambda device, budget: SettlingCard()):
+    with patch("batchfinder.lightning.stage_tuner.memory_of", lambda device, budget: SettlingCard()):
         trainer.fit(Settles())
     assert finder.batch_size == min(cap, ANSWER)
 
@@ -55,7 +55,7 @@ def test_the_callback(cap: int) -> None:
 def fed(more: list[bool], least: int, micro_batches: int = 1, stepped: list[bool] | None = None) -> int:
     """How many batches a feed gives, with answers to what it asks."""
     answers, steps = iter(more), iter(stepped or [])
-    feed = Feed(
+    feed = ProbeLoader(
         lambda: None,
         least,
         1000,

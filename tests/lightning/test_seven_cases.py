@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
-from bounded import MESSAGE, Bounded
 from pytorch_lightning.callbacks import BatchSizeFinder
 
 from batchfinder.errors import OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
+from tests.lightning.bounded import MESSAGE, Bounded
 
 pytestmark = pytest.mark.slow
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
 import pytest
-from varied import Reader
 
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.split_fit import SplitFit
+from batchfinder.lightning.micro_batching.fit import MicroBatchingFit
+from tests.lightning import nets
+from tests.lightning.varied import Reader
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
 )
 def test_lengths(longest: int | None, seq_lens: Any, expected: Any) -> None:
     """The longest, 3/4 of it, 1/2, 3/8 and so on, none of them below 16; or those that were asked for."""
-    assert SplitFit(None, seq_lens, "tokens", True, False).lengths(longest) == expected
+    assert MicroBatchingFit(None, seq_lens, "tokens", True, False).lengths(longest) == expected
 
 
 def test_lengths_below_one_at_which_a_batch_fits_whole() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from several_ranks import Run, several_ranks
-from varied import MESSAGE
+
+from tests.lightning.several_ranks import Run, several_ranks
+from tests.lightning.varied import MESSAGE
 
 pytestmark = pytest.mark.slow
 

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import nets
 import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
-from varied import Given, Reader, Varied, collate
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
+from tests.lightning.varied import Given, Reader, Varied, collate
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import nets
 import pytorch_lightning as pl
 import torch
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
 
 SIZE = 8
 

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from batchfinder.lightning.gradient_sync import gradient_sync
-from batchfinder.lightning.length_table import LengthTable
-from batchfinder.lightning.micro_batches import micro_batches
-from batchfinder.lightning.ranks import ranks_of
-from batchfinder.lightning.recovery import Recovery
-from batchfinder.lightning.split_step import SplitStep
-from batchfinder.probing.atomic_update import AtomicUpdate
+from batchfinder.lightning.ddp import gradient_sync, ranks_of
+from batchfinder.lightning.micro_batching.closure import MicroBatchClosure
+from batchfinder.lightning.micro_batching.micro_batch import LengthTable, micro_batches
+from batchfinder.lightning.micro_batching.recovery import Recovery
+from batchfinder.measure.atomic_update import AtomicUpdate
 
 TOKENS = 11
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -131,7 +129,7 @@ class Given(pl.Callback):
         def take_apart(batch: Any) -> Any:
             return micro_batches(batch, self.table, self.weight, self.in_order)
 
-        self.step = SplitStep(trainer, take_apart, gradient_sync(trainer.strategy, self.recover), recovery)
+        self.step = MicroBatchClosure(trainer, take_apart, gradient_sync(trainer.strategy, self.recover), recovery)
         self.updates = [AtomicUpdate(optimizer) for optimizer in trainer.optimizers if self.recover]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from batchfinder import executable_batch_size
 from batchfinder.errors import InvalidValue, OutOfMemory
-from batchfinder.loop import arguments
+from batchfinder.loop import options
 from tests.loop.loops import MESSAGE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* ran out of memory at batch size")
@@ -172,8 +172,8 @@ def test_what_cannot_be_meant_is_refused_where_it_is_written(options: dict[str, 
 def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would train with another size."""
     train, sizes = make(1000)
-    monkeypatch.setattr(arguments.torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(arguments.torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(options.torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(options.torch.distributed, "get_world_size", lambda: 4)
     with pytest.raises(InvalidValue, match=r"^processes that train together: 4 will not do; "):
         train("data")
     assert sizes == []

@@ -13,9 +13,9 @@ from torch import nn
 
 from batchfinder import executable_batch_size
 from batchfinder.errors import InvalidValue, OutOfMemory
-from batchfinder.outcome import Trial
+from batchfinder.results import Trial
 from tests.loop.loops import MESSAGE
-from tests.probing.state_digest import Digester, differences
+from tests.snapshot.state_digest import Digester, differences
 
 Run = Generator[None, None, tuple[int, int]]
 calls: list[tuple[str, int]] = []  # what functions did; module-level, so that nothing puts it back

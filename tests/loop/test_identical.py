@@ -10,7 +10,7 @@ import torch
 
 from batchfinder import tune_batch_size
 from tests.loop import loops
-from tests.probing.state_digest import Digester, differences
+from tests.snapshot.state_digest import Digester, differences
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
 

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder import tune_batch_size
-from batchfinder.loop import tuning
-from batchfinder.probing import trying
+from batchfinder.loop import tune
+from batchfinder.measure import trial
 from tests.loop import loops
-from tests.probing.state_digest import Digester, differences
+from tests.snapshot.state_digest import Digester, differences
 
 STAGES = ("forward", "loss", "backward", "optimizer", "average")
 EACH = 4
@@ -85,7 +85,7 @@ def searching(request: pytest.FixtureRequest) -> Searching:
 @pytest.fixture(autouse=True)
 def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full garbage collection after each of these tries would take most of the time."""
-    for module in (tuning, trying):
+    for module in (tune, trial):
         monkeypatch.setattr(module, "clear", lambda device: None)
 
 

@@ -51,5 +51,5 @@ def test_executable_batch_size(steps: int, answer: int) -> None:
             yield
         return batch_size
 
-    with patch("batchfinder.loop.first_steps.memory_of", lambda device, budget: SettlingCard()):
+    with patch("batchfinder.loop.executable.memory_of", lambda device, budget: SettlingCard()):
         assert train() == answer

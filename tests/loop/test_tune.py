@@ -18,7 +18,7 @@ import batchfinder
 from batchfinder import AccumulationPlan, tune_batch_size
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, OutOfMemory
-from batchfinder.loop import arguments
+from batchfinder.loop import options
 from tests.loop.loops import MESSAGE
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
@@ -368,7 +368,7 @@ def test_only_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     with pytest.raises(InvalidValue) as caught:
-        arguments.check_alone()
+        options.check_alone()
     assert str(caught.value) == (
         "processes that train together: 4 will not do; expected one, since the others wait for ever when it runs out "
         "of memory; find the size on one device, and give it to plan_accumulation(target_batch_size, size, "

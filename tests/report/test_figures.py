@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 
 from batchfinder.cli.main import main
+from batchfinder.estimate.breakdown import over_time
 from batchfinder.estimate.estimate import estimate
-from batchfinder.estimate.over_time import over_time
 from batchfinder.estimate.sharding import STRATEGIES, side_by_side
-from batchfinder.report import drawing
-from batchfinder.report.estimate_figure import COLOUR_OF, draw_estimate
-from batchfinder.report.estimate_findings import EstimateFindings
-from batchfinder.report.profile_figure import draw_profile
-from batchfinder.report.rows import SweepRow
-from batchfinder.report.sweep_figure import draw_sweep
-from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.report import plots
+from batchfinder.report.estimate import EstimateFindings
+from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep
+from batchfinder.report.sweep import SweepRow
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.trace import StageMark, Structure, Trace
 from batchfinder.units import GIB
 
 TITLE = "bert at batch size 8 on Titan X Pascal, simulated"
@@ -31,13 +29,13 @@ TITLE = "bert at batch size 8 on Titan X Pascal, simulated"
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every figure that is saved, as it is saved."""
     saved: list[Any] = []
-    save = drawing._save
+    save = plots._save
 
     def note(figure: Any, option: str, path: str) -> None:
         save(figure, option, path)
         saved.append(figure)
 
-    monkeypatch.setattr(drawing, "_save", note)
+    monkeypatch.setattr(plots, "_save", note)
     return saved
 
 
@@ -48,7 +46,7 @@ def _trace() -> Trace:
     order = (0, 1, 2, ~2, 3, ~1, 4, 5, 6, ~6, ~5)
     marks = [(0, -1, "model"), (1, 0, "forward"), (2, 0, "backward"), (6, 0, "optimizer"), (7, 1, "forward")]
     names = tuple("abcdefg")
-    structure = Structure(order, tuple(Mark(*mark) for mark in [*marks, (8, 1, "backward")]), names, names, kinds)
+    structure = Structure(order, tuple(StageMark(*mark) for mark in [*marks, (8, 1, "backward")]), names, names, kinds)
     return Trace(8, 128, structure, sizes)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from batchfinder.report.progress import Activity, SweepProgress
+from batchfinder.report.progress import StatusLine, SweepProgress
 from tests.report.test_sweep_sheet import ROW
 
 
@@ -85,7 +85,7 @@ def test_a_live_table(connect: Connect, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_spinner(connect: Connect) -> None:
     """On a terminal what is being done stands beside a spinner, and nothing of it stays."""
     terminal = connect()
-    with Activity() as activity:
+    with StatusLine() as activity:
         activity.doing("building bert-base")
         assert "building bert-base\n" not in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K")
@@ -95,6 +95,6 @@ def test_a_dumb_terminal_gets_plain_lines(connect: Connect, monkeypatch: pytest.
     """A terminal that cannot draw a line anew gets plain ones."""
     monkeypatch.setenv("TERM", "dumb")
     terminal = connect()
-    with Activity() as activity:
+    with StatusLine() as activity:
         activity.doing("building bert-base")
     assert terminal.getvalue() == "building bert-base\n"

@@ -6,8 +6,8 @@ import pytest
 
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Shape
 from batchfinder.probe import FunctionProbe
+from batchfinder.results import Shape
 from batchfinder.search import Bisection, Capped
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
-from batchfinder.search.bounds import DEFAULT_MAX_BATCH_SIZE, Bounds
+from batchfinder.search.base import DEFAULT_MAX_BATCH_SIZE, Bounds
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=200)
 

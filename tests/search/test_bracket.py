@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchfinder.outcome import Measurement, Shape, Stop, Trial, Verdict
-from batchfinder.search.bounds import Bounds
-from batchfinder.search.bracket import Bracket
+from batchfinder.results import Measurement, Shape, Stop, Trial, Verdict
+from batchfinder.search.base import Bounds, Bracket
 
 
 def trial(size: int, verdict: Verdict) -> Trial:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Verdict
 from batchfinder.search import (
     DEFAULT_MAX_BATCH_SIZE,
     Bisection,
@@ -159,7 +159,7 @@ def cases(draw) -> Case:
     return case
 
 
-def run(case: Case, probe: CurveProbe) -> Outcome:
+def run(case: Case, probe: CurveProbe) -> SearchResult:
     """Find, and check what holds for any curve."""
     outcome = find_max_batch_size(probe, Shape(), search=case.search)
     probed = [trial.batch_size for trial in outcome.trials]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Outcome, Shape, Stop, Trial, Verdict
 from batchfinder.probe import FunctionProbe
+from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
 from batchfinder.search import Bounds, Bracket, Headroom, Secant
-from batchfinder.search.fit import Fit
+from batchfinder.search.peak_model import Fit
 from batchfinder.search.secant import SecantState
 from batchfinder.units import GIB, MIB
 
@@ -36,7 +36,7 @@ def truth(probe: FunctionProbe) -> int:
     return low
 
 
-def failures(outcome: Outcome) -> int:
+def failures(outcome: SearchResult) -> int:
     """How many probes failed."""
     return sum(not trial.fits for trial in outcome.trials)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Outcome, Shape, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.units import GIB, MIB
 
@@ -69,7 +69,7 @@ def truth(probe: FlatThenAffine) -> int:
 
 def found(probe: FlatThenAffine, tolerance: float = 0.01) -> tuple[int, int]:
     """How many probes the search took and how many failed; the answer is right."""
-    outcome: Outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.limit, tolerance))
+    outcome: SearchResult = find_max_batch_size(probe, Shape(), search=Secant(probe.limit, tolerance))
     answer = truth(probe)
     assert answer - max(1, tolerance * answer) * (tolerance > 0) <= outcome.max_batch_size <= answer
     return len(outcome.trials), sum(not trial.fits for trial in outcome.trials)

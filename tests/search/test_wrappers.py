@@ -8,8 +8,8 @@ import pytest
 
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Measurement, Shape, Stop, Trial, Verdict
 from batchfinder.probe import FunctionProbe
+from batchfinder.results import Measurement, Shape, Stop, Trial, Verdict
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE, Capped, Doubling, Floored, Headroom, Multiples, Wrapper
 from batchfinder.units import GIB, MIB
 

@@ -1,4 +1,4 @@
-"""Tests of batchfinder/simulator/added.py."""
+"""Tests of batchfinder/simulator/trace.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfinder.simulator.added import AddedBlock, with_added
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.replay import alive_at, replay
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.simulator.trace import AddedBlock, StageMark, Structure, Trace, with_added
 
 # Block 0 is the model's, 1 and 2 are the step's.
 TRACE = Trace(
@@ -19,7 +18,12 @@ TRACE = Trace(
     seq_len=None,
     structure=Structure(
         order=(0, 1, 2, ~1),
-        marks=(Mark(0, -1, "model"), Mark(1, 0, "forward"), Mark(3, 0, "backward"), Mark(4, 0, "end")),
+        marks=(
+            StageMark(0, -1, "model"),
+            StageMark(1, 0, "forward"),
+            StageMark(3, 0, "backward"),
+            StageMark(4, 0, "end"),
+        ),
         operators=("a", "b", "c"),
         modules=("", "first", "second"),
         kinds=("parameter", "activation", "activation"),
@@ -34,7 +38,12 @@ def test_a_block_that_stays() -> None:
     trace = with_added(TRACE, [AddedBlock(7, 1, None, "communication", "bucket", "there")])
     assert trace.structure == Structure(
         order=(0, 1, 2, 3, ~2),
-        marks=(Mark(0, -1, "model"), Mark(1, 0, "forward"), Mark(4, 0, "backward"), Mark(5, 0, "end")),
+        marks=(
+            StageMark(0, -1, "model"),
+            StageMark(1, 0, "forward"),
+            StageMark(4, 0, "backward"),
+            StageMark(5, 0, "end"),
+        ),
         operators=("a", "bucket", "b", "c"),
         modules=("", "there", "first", "second"),
         kinds=("parameter", "communication", "activation", "activation"),

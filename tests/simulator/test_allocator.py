@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import Block
-from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
-from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.units import KIB, MIB
 
 

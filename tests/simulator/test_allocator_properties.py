@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import Block
-from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
-from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.units import KIB, MIB
 
 FREE, GAP = "free", "gap"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchfinder.errors import InvalidValue, OutOfMemory
-from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory, format_size
+from batchfinder.simulator.blocks import DeviceMemory, SimulatedOutOfMemory, format_size
 from batchfinder.units import GIB, KIB, MIB
 
 

@@ -1,4 +1,4 @@
-"""Tests of batchfinder/simulator/predict.py, on a step made of formulas."""
+"""Tests of batchfinder/simulator/probe.py, on a step made of formulas."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from concurrent.futures import Future
 import pytest
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.outcome import Shape
+from batchfinder.results import Shape
 from batchfinder.search import Secant
-from batchfinder.simulator.memory import DeviceMemory
-from batchfinder.simulator.predict import predict_max_batch_size
-from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.simulator.source import TraceSource
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
+from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.trace import StageMark, Structure, Trace
 from batchfinder.units import GIB, MIB
 
 SHAPE = Shape(128)
@@ -23,7 +22,7 @@ def probe(card: DeviceMemory, per_sample: int = 24 * MIB) -> SimulatedProbe:
     """A gibibyte of weights and something per sample."""
 
     def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
-        structure = Structure((0, 1), (Mark(0, -1, "model"),), ("a", "b"), ("", ""), ("parameter", "activation"))
+        structure = Structure((0, 1), (StageMark(0, -1, "model"),), ("a", "b"), ("", ""), ("parameter", "activation"))
         future: Future[Trace] = Future()
         future.set_result(Trace(batch_size, seq_len, structure, (GIB, batch_size * per_sample)))
         return future

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from batchfinder.outcome import Shape, Verdict
-from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.results import Shape, Verdict
+from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe
-from batchfinder.simulator.settings import AllocatorSettings
-from batchfinder.simulator.source import TraceSource
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.trace import StageMark, Structure, Trace
 from batchfinder.units import GIB, MIB
 from tests.builders.retaking import retaking
 
@@ -20,7 +20,11 @@ CARD = DeviceMemory(12 * GIB, 11 * GIB)
 def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
     """A gibibyte of weights and 24 MiB per sample of 128 tokens."""
     structure = Structure(
-        (0, 1, ~1), (Mark(0, -1, "model"), Mark(1, 0, "forward")), ("a", "b"), ("", ""), ("parameter", "activation")
+        (0, 1, ~1),
+        (StageMark(0, -1, "model"), StageMark(1, 0, "forward")),
+        ("a", "b"),
+        ("", ""),
+        ("parameter", "activation"),
     )
     sizes = (GIB, batch_size * (seq_len or 1) * 24 * MIB // 128)
     future: Future[Trace] = Future()

@@ -1,4 +1,4 @@
-"""Tests of batchfinder/simulator/repeated.py: a longer recording is the answer key."""
+"""Tests of batchfinder/simulator/steady_state.py: a longer recording is the answer key."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from batchfinder.simulator.repeated import repeated
-from batchfinder.simulator.trace import Mark, Structure
+from batchfinder.simulator.steady_state import repeated
+from batchfinder.simulator.trace import StageMark, Structure
 from tests.builders import few_layers, small
 from tests.conftest import Record
 
@@ -45,7 +45,7 @@ def test_a_single_pass_is_not_repeated(record: Record) -> None:
 @pytest.mark.parametrize("released", [0, 1])
 def test_what_has_no_place_is_not_guessed(released: int) -> None:
     """A step that releases the model's own memory, or what none of its blocks replaces, cannot be repeated."""
-    marks = (Mark(0, -1, "model"), Mark(1, 0, "forward"), Mark(2, 1, "forward"), Mark(4, 1, "end"))
+    marks = (StageMark(0, -1, "model"), StageMark(1, 0, "forward"), StageMark(2, 1, "forward"), StageMark(4, 1, "end"))
     names = ("model", "first", "second")
     structure = Structure((0, 1, 2, ~released), marks, names, ("",) * 3, ("",) * 3)
     assert repeated(structure, 1) is None

@@ -7,17 +7,15 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import Block
-from batchfinder.simulator.memory import DeviceMemory, SimulatedOutOfMemory
-from batchfinder.simulator.replay import alive_at, replay
-from batchfinder.simulator.settings import AllocatorSettings
-from batchfinder.simulator.timeline import Moment, StageMemory
-from batchfinder.simulator.trace import Mark, Structure
+from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
+from batchfinder.simulator.replay import PeakEvent, StageMemory, alive_at, replay
+from batchfinder.simulator.trace import StageMark, Structure
 from batchfinder.units import MIB
 
 
-def structure(order: list[int], marks: tuple[Mark, ...] = ()) -> Structure:
+def structure(order: list[int], marks: tuple[StageMark, ...] = ()) -> Structure:
     """A trace without names."""
     blank = ("",) * sum(i >= 0 for i in order)
     return Structure(tuple(order), marks, blank, blank, blank)
@@ -27,12 +25,12 @@ def structure(order: list[int], marks: tuple[Mark, ...] = ()) -> Structure:
 ORDER = [0, 1, 2, 3, ~2, 4, ~1, 5, ~4]
 SIZES = [12 * MIB, 14 * MIB, 30 * MIB, 0, 12 * MIB, 24 * MIB]
 MARKS = (
-    Mark(0, -1, "model"),
-    Mark(1, 0, "forward"),
-    Mark(4, 0, "loss"),
-    Mark(4, 0, "backward", 1),
-    Mark(7, 0, "optimizer"),
-    Mark(9, 0, "end"),
+    StageMark(0, -1, "model"),
+    StageMark(1, 0, "forward"),
+    StageMark(4, 0, "loss"),
+    StageMark(4, 0, "backward", 1),
+    StageMark(7, 0, "optimizer"),
+    StageMark(9, 0, "end"),
 )
 TRACE = structure(ORDER, MARKS)
 
@@ -61,8 +59,8 @@ def test_peaks_name_the_allocation_that_reached_them() -> None:
     """The most allocated and the most reserved are reached at different moments."""
     timeline = replay(TRACE, SIZES, CachingAllocator())
     assert (timeline.max_allocated_bytes, timeline.max_reserved_bytes) == (56 * MIB, 80 * MIB)
-    assert timeline.allocated_peak == Moment(2, 2, 0, "forward", 0)
-    assert timeline.reserved_peak == Moment(7, 5, 0, "optimizer", 0)
+    assert timeline.allocated_peak == PeakEvent(2, 2, 0, "forward", 0)
+    assert timeline.reserved_peak == PeakEvent(7, 5, 0, "optimizer", 0)
 
 
 def test_a_smaller_card_makes_do_by_releasing_its_cache() -> None:
@@ -81,7 +79,7 @@ def test_a_failure_is_a_value() -> None:
     assert [stage.stage for stage in timeline.stages] == ["model", "forward", "loss", "backward"]
     oom = timeline.oom
     assert oom is not None
-    assert oom.moment == Moment(7, 5, 0, "optimizer", 0)
+    assert oom.moment == PeakEvent(7, 5, 0, "optimizer", 0)
     assert (oom.requested_bytes, oom.tried_bytes) == (24 * MIB, 24 * MIB)
     assert (oom.allocated_bytes, oom.reserved_bytes) == (24 * MIB, 42 * MIB)
     assert oom.message.startswith(
@@ -89,13 +87,13 @@ def test_a_failure_is_a_value() -> None:
         "18.00 MiB is free. Including non-PyTorch memory, this process has 46.00 MiB memory in use. Of the allocated "
         "memory 24.00 MiB is allocated by PyTorch, and 18.00 MiB is reserved by PyTorch but unallocated."
     )
-    assert timeline.allocated_peak == Moment(2, 2, 0, "forward", 0)
+    assert timeline.allocated_peak == PeakEvent(2, 2, 0, "forward", 0)
 
 
 def test_moments_fall_in_the_stage_that_began_last() -> None:
     """A failure in the first stage or in the last one names that stage."""
-    marks = (Mark(0, -1, "model"), Mark(1, 0, "forward", 2))
-    for capacity, moment in ((11, Moment(0, 0, -1, "model", 0)), (13, Moment(1, 1, 0, "forward", 2))):
+    marks = (StageMark(0, -1, "model"), StageMark(1, 0, "forward", 2))
+    for capacity, moment in ((11, PeakEvent(0, 0, -1, "model", 0)), (13, PeakEvent(1, 1, 0, "forward", 2))):
         timeline = replay(structure([0, 1], marks), [12 * MIB, 14 * MIB], CachingAllocator(capacity * MIB))
         assert timeline.oom is not None
         assert timeline.oom.moment == moment
@@ -105,14 +103,14 @@ def test_a_trace_without_marks_or_events_is_replayed() -> None:
     """There need be no stages, and an empty trace has no peaks."""
     timeline = replay(structure(ORDER), SIZES, CachingAllocator())
     assert timeline.stages == ()
-    assert timeline.allocated_peak == Moment(2, 2, -1, "", 0)
+    assert timeline.allocated_peak == PeakEvent(2, 2, -1, "", 0)
     empty = replay(structure([]), [], CachingAllocator())
     assert (empty.fits, empty.max_reserved_bytes, empty.allocated_peak, empty.reserved_peak) == (True, 0, None, None)
 
 
 def test_events_before_the_first_mark_count() -> None:
     """What comes before the first mark is replayed too, and belongs to no stage."""
-    timeline = replay(structure([0, 1], (Mark(1, 0, "forward"),)), [12 * MIB, 14 * MIB], CachingAllocator())
+    timeline = replay(structure([0, 1], (StageMark(1, 0, "forward"),)), [12 * MIB, 14 * MIB], CachingAllocator())
     assert [stage.allocated_bytes for stage in timeline.stages] == [26 * MIB]
 
 
@@ -146,7 +144,7 @@ def traces(draw: st.DrawFn) -> tuple[Structure, list[int]]:
             order.append(len(sizes))
             sizes.append(draw(st.one_of(st.integers(0, 3 * MIB), st.integers(0, 40 * MIB))))
     cuts = sorted(draw(st.lists(st.integers(0, len(order)), max_size=4)))
-    return structure(order, tuple(Mark(cut, 0, f"stage {i}") for i, cut in enumerate(cuts))), sizes
+    return structure(order, tuple(StageMark(cut, 0, f"stage {i}") for i, cut in enumerate(cuts))), sizes
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from batchfinder.simulator.rounding import block_size, segment_size
-from batchfinder.simulator.settings import AllocatorSettings
+from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.blocks import block_size, segment_size
 from batchfinder.units import KIB, MIB
 
 

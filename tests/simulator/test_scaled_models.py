@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from batchfinder.simulator.source import TraceSource
+from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import Trace
-from batchfinder.step.workload import Workload
+from batchfinder.training.workload import Workload
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 Record = Callable[..., Trace]

@@ -1,4 +1,4 @@
-"""Tests of batchfinder/simulator/settling.py: a long recording on cards of every size is the answer key."""
+"""Tests of batchfinder/simulator/steady_state.py: a long recording on cards of every size is the answer key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.replay import replay
-from batchfinder.simulator.settling import MORE_STEPS, outlook
+from batchfinder.simulator.steady_state import MORE_STEPS, outlook
 from batchfinder.simulator.trace import Structure, Trace
 from batchfinder.units import MIB
 from tests.builders import few_layers

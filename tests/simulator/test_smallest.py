@@ -1,15 +1,15 @@
-"""Tests of batchfinder/simulator/smallest.py."""
+"""Tests of batchfinder/simulator/steady_state.py."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.memory import DeviceMemory
+from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import replay
-from batchfinder.simulator.settings import DEFAULT_SETTINGS, AllocatorSettings
-from batchfinder.simulator.smallest import smallest_usable_bytes
+from batchfinder.simulator.steady_state import smallest_usable_bytes
 from batchfinder.simulator.trace import Structure
 from batchfinder.units import MIB
 

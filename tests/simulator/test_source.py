@@ -1,4 +1,4 @@
-"""Tests of batchfinder/simulator/source.py, with recordings made of formulas."""
+"""Tests of batchfinder/simulator/scaling.py, with recordings made of formulas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from batchfinder.errors import RecordingFailed
-from batchfinder.simulator.source import TraceSource
+from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import Structure, Trace
 
 SEQ_LENS = (64, 128, 256, 320, 384, 512)

@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from batchfinder.simulator.trace import Mark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Structure, Trace
 
 TRACE = Trace(
     batch_size=3,
     seq_len=None,
     structure=Structure(
         order=(0, 1, ~0, 2),
-        marks=(Mark(0, -1, "model"), Mark(1, 0, "forward", 1)),
+        marks=(StageMark(0, -1, "model"), StageMark(1, 0, "forward", 1)),
         operators=("aten.a", "aten.b", "aten.a"),
         modules=("", "encoder.0", "encoder.0"),
         kinds=("parameter", "activation", "temporary"),

@@ -1,0 +1,213 @@
+"""Named byte strings in a directory at any fsspec URL, each replaced whole or not at all.
+
+On a local directory a write goes to a temporary file beside its target, is flushed to disk, and takes the target's
+place by `os.replace` (fsspec's own `mv` is `shutil.move`, which may copy, and moves *into* a directory). On other file
+systems it is one put of one object, which is atomic on object stores; where it is not (sftp, ftp), a reader may meet a
+record cut short, which the record's checksum finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from batchfinder.errors import CacheFailed
+from batchfinder.retry import retrying
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
+
+_PASSING = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, ConnectionError | TimeoutError) or (isinstance(error, OSError) and error.errno in _PASSING)
+
+
+def _may_pass_on_write(error: Exception) -> bool:
+    # Somebody else cleared the directory between two of our steps.
+    return _may_pass(error) or isinstance(error, FileNotFoundError)
+
+
+class Storage:
+    """A directory of named byte strings. Nothing is imported, opened or created before the first use.
+
+    Args:
+        url: a path or any fsspec URL; a relative path means the current directory of now, not of the first use.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        text = os.fspath(url)
+        self.url = text if "://" in text or "::" in text else os.path.abspath(os.path.expanduser(text))
+        self._swept = False
+
+    def read(self, name: str) -> bytes | None:
+        """Return a name's bytes, None when there are none.
+
+        Raises:
+            CacheFailed: the place cannot be read.
+        """
+        with self._failures():
+            try:
+                return retrying(_may_pass)(self._read)(name)
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Give a name these bytes, in place of any it had.
+
+        Raises:
+            CacheFailed: the place cannot be written.
+        """
+        with self._failures():
+            retrying(_may_pass_on_write)(self._write)(name, data)
+            if self._is_local and not self._swept:
+                self._swept = True
+                self._remove_temporary(older_than=STALE_SECONDS)
+
+    def names(self) -> list[str]:
+        """Return every name, sorted; temporary files have none.
+
+        Raises:
+            CacheFailed: the place cannot be read.
+        """
+        with self._failures():
+            return sorted(name for name, _ in self._entries() if not _TEMPORARY.fullmatch(name))
+
+    def remove(self, name: str) -> bool:
+        """Remove a name; returns whether it was there.
+
+        Raises:
+            CacheFailed: the place cannot be written.
+        """
+        with self._failures():
+            try:
+                retrying(_may_pass)(self._fs.rm_file)(self._path(name))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def remove_temporary(self) -> None:
+        """Remove the temporary files of every writer; one that is writing now starts its write again.
+
+        Raises:
+            CacheFailed: the place cannot be written.
+        """
+        with self._failures():
+            self._remove_temporary(older_than=0.0)
+
+    def check_writable(self) -> None:
+        """Write and remove a file, to find out now rather than after an hour's work.
+
+        Raises:
+            CacheFailed: the place cannot be written.
+        """
+        with self._failures():
+            name = f".writable.{os.urandom(16).hex()}.tmp"
+            self._make_directory()
+            self._put(name, b"batchfinder was here\n")
+            self._fs.rm_file(self._path(name))
+
+    @cached_property
+    def _opened(self) -> tuple[AbstractFileSystem, str, bool]:
+        from fsspec.core import url_to_fs  # 45 ms, most of it asyncio
+        from fsspec.implementations.local import LocalFileSystem
+
+        fs, root = url_to_fs(self.url)
+        return fs, root, isinstance(fs, LocalFileSystem)
+
+    @property
+    def _fs(self) -> Any:
+        return self._opened[0]
+
+    @property
+    def _is_local(self) -> bool:
+        return self._opened[2]
+
+    def _path(self, name: str) -> str:
+        return f"{self._opened[1].rstrip('/')}/{name}"
+
+    def _read(self, name: str) -> bytes:
+        data: bytes = self._fs.cat_file(self._path(name))
+        return data
+
+    def _write(self, name: str, data: bytes) -> None:
+        self._make_directory()
+        if not self._is_local:
+            self._put(name, data)
+            return
+        temporary = f".{name}.{os.urandom(16).hex()}.tmp"
+        try:
+            self._put(temporary, data)
+            os.replace(self._path(temporary), self._path(name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(temporary))
+            raise
+
+    def _put(self, name: str, data: bytes) -> None:
+        if self._is_local:
+            with self._fs.open(self._path(name), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        try:
+            self._fs.pipe_file(self._path(name), data)
+        except FileNotFoundError:
+            # Object stores need no directories. Elsewhere make the last one only: with its parents, s3fs would create
+            # a bucket out of a misspelt name.
+            self._fs.mkdir(self._opened[1], create_parents=False)
+            self._fs.pipe_file(self._path(name), data)
+
+    def _make_directory(self) -> None:
+        if self._is_local:
+            self._fs.makedirs(self._opened[1], exist_ok=True)
+
+    def _entries(self) -> Iterator[tuple[str, float]]:
+        """Every file's name and time of last change (0 where the file system keeps none)."""
+        self._fs.invalidate_cache(self._opened[1])  # s3fs and others remember listings
+        try:
+            entries = self._fs.ls(self._opened[1], detail=True)
+        except FileNotFoundError:
+            return
+        if not self._fs.isdir(self._opened[1]):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        for entry in entries:
+            if entry["type"] == "file":
+                yield entry["name"].rsplit("/", 1)[-1], entry.get("mtime", 0.0)
+
+    def _remove_temporary(self, older_than: float) -> None:
+        now = time.time()
+        for name, changed in self._entries():
+            if _TEMPORARY.fullmatch(name) and now - changed >= older_than:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(self._path(name))
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn whatever a file system raises into `CacheFailed`: cloud libraries have trees of their own."""
+        try:
+            yield
+        except Exception as error:
+            raise CacheFailed(self.url, self._reason(error)) from error
+
+    def _reason(self, error: Exception) -> str:
+        if isinstance(error, OSError) and self._is_file():
+            return "it is a file, not a directory"
+        words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return words.rstrip(". \n") or type(error).__name__
+
+    def _is_file(self) -> bool:
+        with contextlib.suppress(Exception):
+            return bool(self._fs.isfile(self._opened[1]))
+        return False

@@ -1,0 +1,181 @@
+"""Taking a batch apart into micro-batches, each of the batch's own make.
+
+A batch in micro-batches and what each one's loss counts, for a loop of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from batchfinder.data.batch import Layout, Path, children, rebuild, samples_in
+from batchfinder.data.loss_weights import Weight, weigh
+from batchfinder.data.padding import trim
+from batchfinder.errors import InvalidValue, NotSplittable
+
+
+def split(batch: Any, sizes: Sequence[int], layout: Layout | None = None) -> list[Any]:
+    """Take a batch apart into micro-batches of given sizes, in order.
+
+    Tensors and arrays with as many rows as the batch has samples are split along their first dimension, into views of
+    the same memory; lists and tuples with one item per sample are cut. What else the batch holds goes to each part as
+    it is. The containers are of the batch's own types; the batch itself is not changed.
+
+    Args:
+        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
+        sizes: samples of each part; together as many as the batch has.
+        layout: what earlier batches have told of which parts follow the samples; it learns from this one.
+
+    Raises:
+        InvalidValue: a size is below 1, or nothing in the batch has as many rows or items as the sizes add up to.
+        NotSplittable: it holds a tensor of a layout that cannot be cut.
+
+    Example:
+        >>> [part["x"].tolist() for part in split({"x": torch.arange(5)}, [3, 2])]
+        [[0, 1, 2], [3, 4]]
+    """
+    sizes = [int(size) for size in sizes]
+    if not sizes or min(sizes) < 1:
+        raise InvalidValue("sizes", sizes, "at least one, each 1 or more")
+    stops = list(accumulate(sizes))
+    return _chosen(
+        batch, [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)], stops[-1], layout
+    )
+
+
+def reorder(batch: Any, order: Sequence[int], layout: Layout | None = None) -> Any:
+    """A copy of a batch with its samples in another order.
+
+    Args:
+        batch: as for `split`.
+        order: the positions of all samples, in the order they are to have.
+        layout: as for `split`.
+
+    Raises:
+        InvalidValue: nothing in the batch has as many rows or items as the order.
+        NotSplittable: it holds a tensor of a layout that cannot be cut.
+    """
+    return _chosen(batch, [list(order)], len(order), layout)[0]
+
+
+def equal_sizes(samples: int, largest: int) -> list[int]:
+    """The fewest parts of which none is too large, as equal as can be, larger ones first.
+
+    Args:
+        samples: how many there are to share out.
+        largest: what a part may have at most.
+
+    Raises:
+        InvalidValue: either is below 1.
+
+    Example:
+        >>> equal_sizes(10, 4)
+        [4, 3, 3]
+    """
+    if samples < 1:
+        raise InvalidValue("samples", samples, "1 or more")
+    if largest < 1:
+        raise InvalidValue("largest", largest, "1 or more")
+    parts = -(-samples // largest)
+    size, more = divmod(samples, parts)
+    return [size + 1] * more + [size] * (parts - more)
+
+
+def _chosen(batch: Any, choices: Sequence[slice | list[int]], samples: int, layout: Layout | None) -> list[Any]:
+    """The samples of each choice, as a batch."""
+    layout = layout or Layout()
+    if not _follows(batch, (), samples, layout):
+        raise InvalidValue(
+            "sizes", samples, "as many samples as the batch has; nothing in it has so many rows or items"
+        )
+    layout.learn(batch, samples)
+    return [_part(batch, (), choice, samples, layout) for choice in choices]
+
+
+def _follows(value: Any, path: Path, samples: int, layout: Layout) -> bool:
+    reading = layout.read(value, path, samples)
+    if reading == "inside":
+        return any(_follows(child, (*path, key), samples, layout) for key, child in children(value) or ())
+    return reading != "whole"
+
+
+def _part(value: Any, path: Path, choice: slice | list[int], samples: int, layout: Layout) -> Any:
+    reading = layout.read(value, path, samples)
+    if reading == "whole":
+        return value
+    if reading == "rows":
+        return _rows(value, choice)
+    if reading == "items":
+        return _items(value, choice)
+    inside = children(value) or []
+    part = rebuild(value, [(key, _part(child, (*path, key), choice, samples, layout)) for key, child in inside])
+    encodings = getattr(value, "_encodings", None)  # of a BatchEncoding: one per sample, beside the tensors
+    if isinstance(encodings, list) and len(encodings) == samples:
+        part._encodings = _items(encodings, choice)
+    return part
+
+
+def _items(value: Any, choice: slice | list[int]) -> Any:
+    return type(value)(value[choice] if isinstance(choice, slice) else [value[index] for index in choice])
+
+
+def _rows(leaf: Any, choice: slice | list[int]) -> Any:
+    if isinstance(leaf, PackedSequence):
+        padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+        lengths = lengths[choice]
+        return pack_padded_sequence(padded[choice, : int(lengths.max())], lengths, True, enforce_sorted=False)
+    if isinstance(leaf, np.ndarray):
+        return leaf[choice]
+    if not isinstance(leaf, Tensor):
+        return _items(leaf, choice)
+    if leaf.is_nested:
+        return torch.nested.as_nested_tensor(_items(list(leaf.unbind()), choice), layout=leaf.layout)
+    if leaf.layout is torch.strided:
+        return leaf[choice] if isinstance(choice, slice) else leaf.index_select(0, _index(leaf, choice))
+    if leaf.layout is torch.sparse_coo:
+        return leaf.index_select(0, _index(leaf, choice))
+    raise NotSplittable(f"it holds a tensor of layout {leaf.layout}, of which no rows can be taken")
+
+
+def _index(tensor: Tensor, choice: slice | list[int]) -> Tensor:
+    chosen = choice if isinstance(choice, list) else list(range(choice.start, choice.stop))
+    return torch.tensor(chosen, device=tensor.device)
+
+
+def split_batch(batch: Any, largest: int, weight: Weight = "samples") -> list[tuple[Any, float]]:
+    """Take a batch apart into the fewest micro-batches that fit, so that their gradients make the batch's.
+
+    Each micro-batch is trimmed to its own longest sample where `attention_mask` and the rest of the batch allow it. One
+    of which nothing counts (every label is ignored) is left out.
+
+    Args:
+        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
+        largest: samples that a micro-batch may have at most.
+        weight: what the loss is a mean over: `samples`; `tokens`, those whose label is not -100; `next_tokens`, these
+            without each sequence's first label, which causal language models never predict; `sum`, for a loss that is
+            a sum; or a function that says of a micro-batch how much it counts (the denominator of its mean).
+
+    Returns:
+        Micro-batches of the batch's own make, each with the factor for its loss.
+
+    Raises:
+        InvalidValue: `largest` is below 1, or the weight cannot be meant.
+        NotSplittable: the batch cannot be taken apart, or the weight cannot be had from it.
+
+    Example:
+        >>> import torch
+        >>> x, weight = torch.tensor([1.0, 2.0, 6.0]), torch.tensor(1.0, requires_grad=True)
+        >>> for part, factor in split_batch(x, largest=2):
+        ...     ((weight * part).mean() * factor).backward()
+        >>> weight.grad
+        tensor(3.)
+    """
+    parts = split(batch, equal_sizes(samples_in(batch), largest))
+    factors = weigh(parts, weight)
+    return [(trim(part), factor) for part, factor in zip(parts, factors, strict=True) if factor]

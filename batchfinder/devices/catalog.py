@@ -1,0 +1,253 @@
+"""Reads the catalogue's TOML files, which are part of the package.
+
+Makes names comparable: what people type, what a driver prints and what the catalogue says meet in one key.
+
+The GPUs in gpus.toml, and finding one by almost any of its names.
+
+The cloud instances in instances.toml, and finding one by its provider's name for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from batchfinder.errors import UnknownName
+
+
+def read_tables(file: str, kind: str) -> list[dict[str, Any]]:
+    """Read one catalogue file.
+
+    Args:
+        file: the file's name, in this package.
+        kind: the name of its array of tables: `gpu` or `instance`.
+
+    Returns:
+        The tables, in the order of the file.
+    """
+    text = files("batchfinder.devices").joinpath(file).read_text(encoding="utf-8")
+    tables: list[dict[str, Any]] = tomllib.loads(text)[kind]
+    return tables
+
+
+_SIZE = re.compile(r"(?<![a-z0-9.])(\d+)\s*(?:gib|gb|g)(?![a-z0-9.])")
+_NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|corporation|memory|vram|ram|gpu")
+_FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|oam|dgxs")
+_PROVIDER = re.compile(r"(?:(?:ml|aws|amazon|ec2|sagemaker|azure|microsoft|gcp|google|cloud|standard)[^a-z0-9]+)+")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKey:
+    """A GPU's name, taken apart.
+
+    Attributes:
+        model: the model without vendor, size and punctuation: `v100sxm2`, `rtx3090`, `titanxpascal`.
+        size_gb: the memory size in the name; None when there is none.
+    """
+
+    model: str
+    size_gb: int | None
+
+    @property
+    def text(self) -> str:
+        """One string for both: `v10032gb`."""
+        return self.model if self.size_gb is None else f"{self.model}{self.size_gb}gb"
+
+    def without_form(self) -> GpuKey:
+        """The same without board and memory type: `NVIDIA H100 80GB HBM3` and `V100-SXM2-32GB` lose their tails."""
+        return GpuKey(_FORM.sub("", self.model), self.size_gb)
+
+
+def gpu_key(name: str) -> GpuKey:
+    """Take a GPU's name apart.
+
+    Args:
+        name: as typed or printed: `Tesla V100-SXM2-32GB`, `rtx 3090`, `a100_80g`.
+    """
+    text = name.lower().replace("_", " ").replace("-", " ")
+    sizes = _SIZE.findall(text)
+    model = re.sub(r"[^a-z0-9]", "", _NOISE.sub("", _SIZE.sub(" ", text)))
+    return GpuKey(model, int(sizes[0]) if sizes else None)
+
+
+def instance_key(name: str) -> str:
+    """Make an instance's name comparable: `ml.p3.2xlarge` to `p32xlarge`, `Standard_NC24s_v3` to `nc24sv3`.
+
+    Args:
+        name: as typed, with or without the provider in front.
+    """
+    text = name.strip().lower()
+    prefix = _PROVIDER.match(text)
+    return re.sub(r"[^a-z0-9]", "", text[prefix.end() :] if prefix else text)
+
+
+def nearest(key: str, names: Mapping[str, str], limit: int = 5) -> tuple[str, ...]:
+    """Find the known names most like one that is not known.
+
+    Args:
+        key: the key that was not found.
+        names: every known key and the name it stands for; several keys may stand for one name.
+        limit: how many names at most.
+
+    Returns:
+        Names, best first, each once; empty when none is like it.
+    """
+    close = difflib.get_close_matches(key, names, n=4 * limit, cutoff=0.5)
+    return tuple(dict.fromkeys(names[match] for match in close))[:limit]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as software sees it; a card with two of them (K80, MI250X) counts as two.
+
+    Attributes:
+        name: what a report calls it.
+        aliases: other names it is found by.
+        vendor: `NVIDIA` or `AMD`.
+        class_gb: the marketing size, which tells cards of one family apart; not a capacity.
+        memory_bytes: what the driver reports as total.
+        context_bytes: what the CUDA context and libraries take of it before the first tensor.
+        compute_capability: major and minor; None for AMD.
+        architecture: the chip's family, with the gfx name for AMD.
+        multiprocessors: streaming multiprocessors, or compute units for AMD.
+        source: where `memory_bytes` comes from.
+        context_source: where `context_bytes` comes from.
+        estimated: the fields that are not figures printed for this very card.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    vendor: str
+    class_gb: int
+    memory_bytes: int
+    context_bytes: int
+    compute_capability: tuple[int, int] | None
+    architecture: str
+    multiprocessors: int
+    source: str
+    context_source: str
+    estimated: tuple[str, ...] = ()
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left for the caching allocator of one process that has the card to itself."""
+        return self.memory_bytes - self.context_bytes
+
+
+@cache
+def all_gpus() -> tuple[Gpu, ...]:
+    """Every GPU of the catalogue, by generation."""
+    return tuple(_gpu(table) for table in read_tables("gpus.toml", "gpu"))
+
+
+def find_gpu(name: str) -> Gpu:
+    """Find a GPU by a name as typed, or as a driver prints it.
+
+    Case, spaces, hyphens, underscores and vendor words do not matter. A memory size must be the card's own. A family
+    without a size means its smaller card (`V100` 16 GB, `A100` 40 GB), `H100` the SXM card, `Titan X` the Pascal one.
+
+    Args:
+        name: `v100-32gb`, `Tesla T4`, `NVIDIA GeForce RTX 3090`, `titan x maxwell`.
+
+    Raises:
+        UnknownName: there is no such GPU in the catalogue; after a wrong size, the family's cards are named.
+    """
+    key = gpu_key(name)
+    known = _by_key()
+    for attempt in (key, key.without_form()):
+        if attempt.text in known:
+            return known[attempt.text]
+    raise UnknownName("GPU", name, _family(key) or nearest(key.text, {text: gpu.name for text, gpu in known.items()}))
+
+
+@cache
+def _by_key() -> dict[str, Gpu]:
+    """Every key a GPU is found by: each name and alias, as it stands and with the card's size."""
+    known: dict[str, Gpu] = {}
+    for gpu in all_gpus():
+        for name in (gpu.name, *gpu.aliases):
+            key = gpu_key(name)
+            known[key.text] = gpu
+            known.setdefault(GpuKey(key.model, gpu.class_gb).text, gpu)
+    return known
+
+
+def _family(key: GpuKey) -> tuple[str, ...]:
+    """The cards whose name differs from this one in the size only."""
+    if key.size_gb is None:
+        return ()
+    models = {key.model, key.without_form().model}
+    return tuple(
+        gpu.name for gpu in all_gpus() if any(gpu_key(name).model in models for name in (gpu.name, *gpu.aliases))
+    )
+
+
+def _gpu(table: dict[str, Any]) -> Gpu:
+    capability = table.get("compute_capability")
+    lists = {field: tuple(table.get(field, ())) for field in ("aliases", "estimated")}
+    return Gpu(**{**table, **lists, "compute_capability": _major_minor(capability) if capability else None})
+
+
+def _major_minor(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A rented machine and the GPUs in it.
+
+    Attributes:
+        name: the provider's name for it.
+        aliases: other names it is found by.
+        provider: `AWS`, `Azure` or `Google Cloud`.
+        gpu: the GPU, one of them.
+        num_gpus: how many GPUs a process sees there.
+        source: where the GPU and the number come from.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    provider: str
+    gpu: Gpu
+    num_gpus: int
+    source: str
+
+
+@cache
+def all_instances() -> tuple[Instance, ...]:
+    """Every instance of the catalogue, by provider."""
+    return tuple(_instance(table) for table in read_tables("instances.toml", "instance"))
+
+
+def find_instance(name: str) -> Instance:
+    """Find an instance by a name as typed.
+
+    Case and punctuation do not matter; `ml.`, `Standard_` and the provider's name may be in front or missing.
+
+    Args:
+        name: `ml.p3.16xlarge`, `NC24s v3`, `Standard_ND96asr_v4`, `a2-highgpu-8g`.
+
+    Raises:
+        UnknownName: there is no such instance in the catalogue.
+    """
+    key = instance_key(name)
+    known = _instances_by_key()
+    if key not in known:
+        raise UnknownName("instance", name, nearest(key, {text: found.name for text, found in known.items()}))
+    return known[key]
+
+
+@cache
+def _instances_by_key() -> dict[str, Instance]:
+    return {instance_key(name): instance for instance in all_instances() for name in (instance.name, *instance.aliases)}
+
+
+def _instance(table: dict[str, Any]) -> Instance:
+    return Instance(**{**table, "aliases": tuple(table.get("aliases", ())), "gpu": find_gpu(table["gpu"])})

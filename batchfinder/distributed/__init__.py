@@ -1,0 +1,1 @@
+"""Agreement between the ranks of a distributed run, and steps that run on one rank alone."""

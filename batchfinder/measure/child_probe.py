@@ -1,0 +1,266 @@
+"""The near end: one child process per workload and settings, started when first asked and again when it has died.
+
+Nothing here imports torch.
+
+What a card says of itself, asked in a process of its own. Nothing here imports torch.
+
+Real training on this machine's CPU under a memory limit: real allocator errors, a sharp and repeatable answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from batchfinder.errors import BatchFinderError, ContextDied, InvalidValue, UserCodeFailed
+from batchfinder.measure.oom import decode
+from batchfinder.results import Measurement, Shape, Verdict
+from batchfinder.retry import retrying
+from batchfinder.training.child_process import Child, ChildDied, revive
+from batchfinder.training.spec import WorkloadSpec
+
+
+class ChildProcessProbe:
+    """A probe whose steps are taken by a child process: it survives crashes, kills and dead contexts.
+
+    A death, of the process or of the card's context, is believed when it comes twice. Errors of the user's code are
+    raised here as `UserCodeFailed`.
+
+    Args:
+        spec: how to build the workload there.
+        settings: the fields of a `StepSettings`; raised to what shows the peak (`enough`).
+        device: as `torch.device` takes it.
+        limit_bytes: what model and steps may take together; None for all there is.
+        threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
+        environment: variables to set for the child.
+        flash: whether attention must run as the flash kernel.
+
+    Attributes:
+        limit_bytes: as it was given; may be changed until the first probe.
+
+    Example:
+        >>> spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": "bert-base"})  # doctest: +SKIP
+        >>> with ChildProcessProbe(spec, {}, "cuda:0") as probe:  # doctest: +SKIP
+        ...     probe(8, Shape(128)).fits
+    """
+
+    source = "measured"
+    unmodelled: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        spec: WorkloadSpec,
+        settings: Mapping[str, Any],
+        device: str,
+        limit_bytes: int | None = None,
+        threads: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        flash: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.limit_bytes = limit_bytes
+        self.device = device
+        self._open = {
+            "builder": spec.builder,
+            "arguments": spec.arguments,
+            "settings": dict(settings),
+            "device": device,
+            "threads": threads,
+            "flash": flash,
+        }
+        self._environment = {"PYTHONUNBUFFERED": "1", **(environment or {})}
+        self._child: Child | None = None
+        self._opened = False
+
+    def __enter__(self) -> ChildProcessProbe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """Try one size in the child.
+
+        Raises:
+            UserCodeFailed: the user's code raised, while the workload was built or in a step.
+            ContextDied: twice, the user's code left the card's context dead behind it.
+            ProbeDied: the child died twice in a way that says nothing about memory.
+        """
+        what = f"{self._name()} at batch size {batch_size}"
+        if shape.seq_len is not None:
+            what += f", sequence length {shape.seq_len}"
+        try:
+            return retrying((ChildDied, ContextDied), attempts=2, wait=0.0)(self._once)(batch_size, shape, what)
+        except ChildDied as death:
+            return decode(death, what, self.device.partition(":")[0])
+
+    def look(self) -> GpuFacts:
+        """Ask the card, in the child that then takes the steps: what is free when they begin.
+
+        Raises:
+            InvalidValue: there is no such card, or PyTorch cannot use it.
+            UserCodeFailed: PyTorch raised, as it does where another process has the card for itself.
+        """
+        self.close()
+        return query_gpu_properties(self._start(), self.device)
+
+    def close(self) -> None:
+        """End the child and everything it started."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+        self._opened = False
+
+    def _start(self) -> Child:
+        self._child = Child(WORKER, environment=self._environment)
+        return self._child
+
+    def _once(self, batch_size: int, shape: Shape, what: str) -> Measurement:
+        child = self._child or self._start()
+        if not self._opened:
+            opened = self._ask(child, {"open": {**self._open, "limit_bytes": self.limit_bytes}})
+            if "error" in opened:
+                self.close()
+                raise _error(opened, self._name())
+            self._opened = True
+        answer = self._ask(child, {"probe": {"batch_size": batch_size, "seq_len": shape.seq_len}})
+        if "exit" in answer:  # of the fork that took the steps; the child itself lives
+            raise ChildDied(answer["exit"], child.last_words())
+        if "error" in answer:
+            if self.device != "cpu":
+                self.close()
+            raise _error(answer, what)
+        measurement = answer["measurement"]
+        return Measurement(**{**measurement, "verdict": Verdict[measurement["verdict"]]})
+
+    def _ask(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return child.ask(request)
+        except ChildDied:
+            self.close()
+            raise
+
+    def _name(self) -> str:
+        return str(self.spec.arguments.get("spec", self.spec.builder))
+
+
+def _error(answer: Mapping[str, Any], what: str) -> BatchFinderError:
+    """The error in an answer, and whether the card's context died of it."""
+    error = revive(answer["error"], what)
+    if answer.get("context") == "dead" and isinstance(error, UserCodeFailed):
+        return ContextDied(error.what, error.traceback)
+    return error
+
+
+WORKER = "batchfinder.measure.worker"
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """A card as CUDA sees it.
+
+    Attributes:
+        name: as the driver prints it.
+        total_bytes: what it has.
+        free_bytes: what is free of it for the allocator of a process that has its context already.
+        compute_capability: major and minor.
+        versions: of PyTorch and of CUDA or HIP.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int]
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def look_at(device: str) -> GpuFacts:
+    """Ask a card, in a process that ends then.
+
+    Args:
+        device: as `torch.device` takes it.
+
+    Raises:
+        InvalidValue: there is no such card, or PyTorch cannot use it.
+    """
+    with Child(WORKER) as child:
+        return query_gpu_properties(child, device)
+
+
+def query_gpu_properties(child: Child, device: str) -> GpuFacts:
+    """Ask a card, in a process that is there already.
+
+    Args:
+        child: runs `WORKER`, and has opened nothing yet.
+        device: as `torch.device` takes it.
+
+    Raises:
+        InvalidValue: there is no such card, or PyTorch cannot use it.
+        UserCodeFailed: PyTorch raised, as it does where another process has the card for itself.
+    """
+    try:
+        answer = child.ask({"look": {"device": device}})
+    except ChildDied as death:
+        expected = f"a card that PyTorch can use; the process that looked at it ended with {death.exit_code}"
+        raise InvalidValue("device", device, f"{expected}: {death.last_words or 'it printed nothing'}") from death
+    if "error" in answer:
+        raise revive(answer["error"], f"looking at {device}")
+    card = answer["card"]
+    return GpuFacts(**{**card, "compute_capability": tuple(card["compute_capability"])})
+
+
+MALLOC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "4096",
+    "PYTHONMALLOC": "malloc",
+}
+"""Makes glibc return freed memory to the system, and Python ask glibc for each object. With glibc's defaults the limit
+drifts, because freed memory stays in the arenas of threads (measured: a search answered 118, which then failed; with
+these, 163 ran and 164 failed every time). Python's own allocator maps 1 MiB at a time, and whether a step needs one
+more such arena is chance (measured: peaks of one size 180 KiB apart, and once 1 MiB; with these, 50 KiB).
+
+Source: https://man7.org/linux/man-pages/man3/mallopt.3.html, https://docs.python.org/3/c-api/memory.html
+"""
+
+
+class CpuProbe(ChildProcessProbe):
+    """Takes real steps in forks of a child process, each under RLIMIT_AS.
+
+    The limit counts as a card's memory does: the model's parameters and buffers, gradients, optimizer state,
+    activations, and what the step maps besides (stacks of its threads, scratch memory of kernels), but not Python,
+    PyTorch and the user's libraries. `peak_reserved_bytes` is the kernel's own high-water mark of the same count
+    (`VmPeak`), so a size runs exactly when its peak is within the limit. What PyTorch's CPU allocator hands out is not
+    counted, so `peak_allocated_bytes` is None.
+
+    Args:
+        spec: how to build the workload in the child.
+        settings: the fields of a `StepSettings`.
+        limit_bytes: bytes for model and steps.
+        threads: threads of PyTorch's operators; None for PyTorch's own choice.
+        flash: whether attention must run as the flash kernel.
+
+    Raises:
+        InvalidValue: the limit is not positive.
+    """
+
+    unmodelled = ("fragmentation of glibc's heap: measured with malloc set to return freed memory at once",)
+
+    def __init__(
+        self,
+        spec: WorkloadSpec,
+        settings: Mapping[str, Any],
+        limit_bytes: int,
+        threads: int | None = None,
+        flash: bool = False,
+    ) -> None:
+        if limit_bytes <= 0:
+            raise InvalidValue("limit_bytes", limit_bytes, "a positive number of bytes")
+        # Without a card to be seen, the autograd engine starts no threads that a fork would lose.
+        environment = {**MALLOC, "CUDA_VISIBLE_DEVICES": ""}
+        super().__init__(spec, settings, "cpu", limit_bytes, threads, environment, flash)

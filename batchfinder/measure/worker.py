@@ -1,0 +1,307 @@
+"""As many steps as show the peak, and no more.
+
+Work in a fork of this process, which may crash there.
+
+The far end: a process that builds one workload and takes real steps with it.
+
+    {"look": {"device": "cuda:0"}}               -> {"card": {...CardFacts}} or {"error": ...}
+    {"open": {...}}                              -> {"opened": {...}} or {"error": ...}
+    {"probe": {"batch_size": 8, "seq_len": 64}}  -> {"measurement": {...}}, {"error": ...}, or {"exit": -11}
+
+An error has `"context": "dead"` beside it where nothing more can be done on the card by that process.
+
+On the CPU each probe runs in a fork, whose address space is limited: every probe starts from the same slate, its peak
+is the kernel's own count, and a crash takes nothing along. CUDA cannot be used in a fork, so there the process itself
+takes the steps, and ends after an error that may have killed its context.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from batchfinder.errors import InvalidValue
+from batchfinder.measure import host_limits
+from batchfinder.measure.cleanup import Failure, attempt, clear
+from batchfinder.measure.cuda_probe import CudaProbe, gpu_facts
+from batchfinder.measure.trial import StageReadings
+from batchfinder.results import Measurement, Shape, Verdict
+from batchfinder.training.child_process import answer, describe, end_with_parent, requests_from
+from batchfinder.training.step import OnStage, Step, StepSettings
+from batchfinder.training.workload import Workload
+from batchfinder.units import format_bytes
+
+STEPS = 2
+"""Adam's state appears in the first step, so the peak comes in the second."""
+
+MICRO_BATCHES = 2
+"""The second micro-batch of a step runs with the gradients of the first alive; a third adds nothing."""
+
+
+def enough(settings: StepSettings) -> StepSettings:
+    """The settings to probe with: at least two optimizer steps, and two micro-batches where there are any more.
+
+    Args:
+        settings: how the training run takes its steps.
+    """
+    return replace(settings, steps=max(STEPS, settings.steps), micro_batches=min(MICRO_BATCHES, settings.micro_batches))
+
+
+def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do something in a fork of this process.
+
+    Returns:
+        What it returned, `{"error": ...}` for what it raised, or `{"exit": code}` where it died.
+    """
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            result = work()
+        except BaseException as error:
+            result = {"error": describe(error)}
+        answer(writing, result)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        data = stream.read()
+    _, status = os.waitpid(process, 0)
+    if not data.endswith(b"\n"):
+        return {"exit": os.waitstatus_to_exitcode(status)}
+    answered: dict[str, Any] = json.loads(data)
+    return answered
+
+
+_NO_KERNEL = "No available kernel"
+_OTHER_ATTENTION = (
+    "sdpa or eager: PyTorch has no flash kernel for this step here; on a card it needs compute capability 8.0, half "
+    "precision, heads of at most 256 and no mask, on a CPU no dropout in the attention"
+)
+
+_MORE = 8
+"""Part of the limit that is added to see whether a crash was for want of memory."""
+
+
+class WorkerState:
+    """One workload, ready to be probed.
+
+    Args:
+        workload: as it was built, on the CPU.
+        settings: how its steps are taken.
+        device: where.
+        limit_bytes: what model and steps may take together; None for all there is.
+        threads: threads of PyTorch's operators on the CPU.
+        flash: whether attention must run as the flash kernel.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: StepSettings,
+        device: torch.device,
+        limit_bytes: int | None,
+        threads: int,
+        flash: bool = False,
+    ) -> None:
+        self.workload = workload
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.threads = threads
+        self.flash = flash
+        self.step = Step(workload, enough(settings), device)
+        if device.type == "cpu":
+            workload.model.to(dtype=self.step.precision.weights)
+            self.held_bytes = _storage_bytes(workload.model)
+            clear(device)
+        else:
+            self.cuda = CudaProbe(self._step_on_card, device, limit_bytes)
+
+    def probe(self, batch_size: int, seq_len: int | None) -> dict[str, Any]:
+        """Try one size."""
+        if self.device.type != "cpu":
+            return measurement_to_json(self.cuda(batch_size, Shape(seq_len)))
+        limit = self.limit_bytes
+        if limit is not None and self.held_bytes > limit:
+            message = f"the model alone takes {format_bytes(self.held_bytes)} of {format_bytes(limit)}"
+            return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
+        seen = in_fork(partial(self.limited, batch_size, seq_len, limit))
+        if limit is None or seen.get("exit", -signal.SIGKILL) == -signal.SIGKILL:
+            return seen
+        # Native code that does not check its allocations crashes at the limit. Does it with a little more, too?
+        with_more = in_fork(partial(self.limited, batch_size, seq_len, limit + limit // _MORE))
+        if "measurement" not in with_more:
+            return seen
+        message = f"it crashed (exit code {seen['exit']}) for want of memory: with 1/{_MORE} more it did not"
+        return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
+
+    def limited(self, batch_size: int, seq_len: int | None, limit_bytes: int | None) -> dict[str, Any]:
+        """Take the steps within a limit; the model is left changed, so this is for a fork.
+
+        Args:
+            batch_size: samples in a micro-batch.
+            seq_len: tokens per sample; None for data of one fixed shape.
+            limit_bytes: what model and steps may take together; None for all there is.
+        """
+        base_bytes = host_limits.size_bytes() - self.held_bytes
+        total = sys.maxsize if limit_bytes is None else base_bytes + limit_bytes
+        torch.set_num_threads(self.threads)
+        readings = StageReadings(
+            lambda: host_limits.size_bytes() - base_bytes, lambda: host_limits.peak_bytes() - base_bytes
+        )
+
+        def steps() -> None:
+            # The limit is lifted while the error unwinds: recognising it takes memory too.
+            with host_limits.limited_to(total):
+                self._steps(batch_size, seq_len, readings)
+
+        start = time.perf_counter()
+        outcome = attempt(steps, "cpu")
+        seconds = time.perf_counter() - start
+        if isinstance(outcome, Failure):
+            return measurement_to_json(Measurement(outcome.verdict, seconds=seconds, message=outcome.message))
+        peak = host_limits.peak_bytes() - base_bytes
+        resting, forward = readings.resting_bytes, readings.forward_bytes
+        seen = Measurement(Verdict.FITS, None, peak, seconds, resting_bytes=resting, forward_bytes=forward)
+        return measurement_to_json(seen)
+
+    def _step_on_card(self, batch_size: int, seq_len: int | None) -> None:
+        # Inside the attempt, so that a model too large for the card is an out-of-memory like any other.
+        self.workload.model.to(self.device, self.step.precision.weights)
+        try:
+            self._steps(batch_size, seq_len, self.cuda.readings, self.cuda.settling.goes_on)
+        finally:
+            self.workload.model.zero_grad(set_to_none=True)
+            self.step.optimizer = None
+
+    def _steps(
+        self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool] = lambda: False
+    ) -> None:
+        if not self.flash:
+            self.step.run(batch_size, seq_len, on_stage, more)
+            return
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                self.step.run(batch_size, seq_len, on_stage, more)
+        except RuntimeError as error:
+            if _NO_KERNEL not in str(error):
+                raise
+            raise InvalidValue("attention", "flash", _OTHER_ATTENTION) from None
+
+
+def measurement_to_json(measurement: Measurement) -> dict[str, Any]:
+    """A measurement as JSON values, in an answer."""
+    return {"measurement": {**asdict(measurement), "verdict": measurement.verdict.name}}
+
+
+def open_workload(
+    builder: str,
+    arguments: dict[str, Any],
+    settings: dict[str, Any],
+    device: str,
+    limit_bytes: int | None,
+    threads: int | None,
+    flash: bool = False,
+) -> WorkerState:
+    """Build what is to be probed.
+
+    Args:
+        builder: `module:function`, which returns a `Workload`.
+        arguments: its keyword arguments.
+        settings: the fields of a `StepSettings`.
+        device: as `torch.device` takes it.
+        limit_bytes: what model and steps may take together; None for all there is.
+        threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
+        flash: whether attention must run as the flash kernel.
+
+    Raises:
+        InvalidValue: there is no such device here.
+    """
+    if device != "cpu":
+        _check_card(device)
+    threads = threads or torch.get_num_threads()
+    if device == "cpu":
+        _warm_up()
+    module, _, attribute = builder.partition(":")
+    workload: Workload = getattr(importlib.import_module(module), attribute)(**arguments)
+    return WorkerState(workload, StepSettings(**settings), torch.device(device), limit_bytes, threads, flash)
+
+
+def look(device: str) -> dict[str, Any]:
+    """What there is to know about a card, as an answer.
+
+    Args:
+        device: as `torch.device` takes it.
+
+    Raises:
+        InvalidValue: there is no such card here.
+    """
+    _check_card(device)
+    return {"card": gpu_facts(torch.device(device))}
+
+
+def _check_card(device: str) -> None:
+    if not torch.cuda.is_available():
+        raise InvalidValue("device", device, f"cpu, or a card that PyTorch {torch.__version__} can use here")
+    count = torch.cuda.device_count()
+    if (torch.device(device).index or 0) >= count:
+        raise InvalidValue("device", device, f"one of {', '.join(f'cuda:{index}' for index in range(count))}")
+
+
+def _warm_up() -> None:
+    """Load what the first optimizer would (seconds, for `torch._dynamo`), once and outside every limit.
+
+    One thread only: OpenMP's threads do not survive a fork. And no backward, whose engine does not either.
+    """
+    torch.set_num_threads(1)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()
+
+
+def _storage_bytes(model: nn.Module) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def main(argv: list[str]) -> int:
+    """Serve: request pipe, answer pipe."""
+    requests, answers = int(argv[0]), int(argv[1])
+    end_with_parent(requests)
+    served: WorkerState | None = None
+    for request in requests_from(requests):
+        try:
+            if "look" in request:
+                message: dict[str, Any] = look(**request["look"])
+            elif "open" in request:
+                served = open_workload(**request["open"])
+                gc.freeze()
+                message = {"opened": {}}
+            else:
+                assert served is not None
+                message = served.probe(**request["probe"])
+        except Exception as error:
+            message = {"error": describe(error)}
+            if served is not None and served.device.type != "cpu" and served.cuda.is_dead():
+                message["context"] = "dead"
+        answer(answers, message)
+        if "error" in message and served is not None and served.device.type != "cpu":
+            return 0  # it may be in any state; the next probe gets a new process
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,236 @@
+"""From what was given for `--model` to something that can be trained.
+
+Workloads of the user's own: `package.module:factory` is imported, called, and what it returns is understood.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
+from batchfinder.models.catalog import find_model
+from batchfinder.models.fake_init import pretend_initialisation
+from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
+from batchfinder.models.synthetic_batches import TextBatches
+from batchfinder.training.workload import Workload
+
+_ATTENTION = ("eager", "sdpa", "flash")
+
+
+def build_workload(spec: str, *, attention: str | None = None, gradient_checkpointing: bool = False) -> Workload:
+    """Build the model that a name, a path or a factory stands for.
+
+    Inside a `FakeTensorMode` the model is made of fake tensors and takes no memory. No generator of random numbers that
+    the user owns moves while a named model or a config is built.
+
+    Args:
+        spec: a model of the zoo (`list_models`), a path to a config.json or to its folder, or `package.module:factory`.
+            A path that exists wins over a name, where it is written with a path separator.
+        attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
+            scaled_dot_product_attention), or None for the model's default.
+        gradient_checkpointing: whether activations inside the model's layers are computed again in the backward.
+
+    Raises:
+        UnknownName: no such model.
+        InvalidValue: the config, the factory or an option cannot be used with this model.
+        UserCodeFailed: the user's code raised.
+    """
+    if attention is not None and attention not in _ATTENTION:
+        raise InvalidValue("attention", attention, f"one of {', '.join(_ATTENTION)}")
+    workload = _workload(spec, attention)
+    if gradient_checkpointing:
+        _checkpoint(workload.model, spec)
+    return workload
+
+
+def _workload(spec: str, attention: str | None) -> Workload:
+    if is_factory(spec):
+        workload = workload_from_factory(spec)
+        if attention is not None:
+            _change_attention(workload.model, attention, spec)
+        return workload
+    path = Path(spec).expanduser()
+    like_a_path = os.sep in spec or spec.endswith(".json")
+    if like_a_path and path.exists():
+        return _from_path(path, attention)
+    try:
+        row = find_model(spec)
+    except UnknownName:
+        if path.exists():
+            return _from_path(path, attention)
+        if spec.endswith(".json") or spec.startswith((".", "~", os.sep)):
+            raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
+        raise
+    from batchfinder.models.pretrained import workload_from_row
+
+    return workload_from_row(row, attention)
+
+
+def _from_path(path: Path, attention: str | None) -> Workload:
+    from batchfinder.models.pretrained import workload_from_path
+
+    return workload_from_path(path, attention)
+
+
+def _change_attention(model: Any, attention: str, spec: str) -> None:
+    if not hasattr(model, "set_attn_implementation"):
+        raise InvalidValue("attention", attention, f"no option: {spec} chooses the attention of its model itself")
+    from batchfinder.models.pretrained import use_attention
+
+    use_attention(model, attention, spec)
+
+
+def _checkpoint(model: Any, spec: str) -> None:
+    # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    name = type(model).__name__
+    if not callable(enable):
+        raise InvalidValue("gradient_checkpointing", True, f"no option: {spec} enables it in its model ({name}) itself")
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        raise InvalidValue("gradient_checkpointing", True, f"a model that supports it, which {spec} ({name}) does not")
+    enable()
+
+
+_SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_EXPECTED = (
+    "a factory that returns a Workload, an nn.Module that takes input_ids, "
+    "or a LightningModule with make_batch(batch_size, seq_len)"
+)
+
+
+def is_factory(spec: str) -> bool:
+    """Whether this is written `package.module:factory`."""
+    return _SPEC.fullmatch(spec) is not None
+
+
+def workload_from_factory(spec: str) -> Workload:
+    """Import and call a factory.
+
+    The current directory is put on the module search path and stays there, since the user's code may import from it
+    later.
+
+    Args:
+        spec: `package.module:factory`.
+
+    Raises:
+        InvalidValue: there is no such module or attribute, or what it returned cannot be trained.
+        UserCodeFailed: importing or calling it raised.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    factory: Any = _import(spec, module_name)
+    for part in attribute.split("."):
+        if not hasattr(factory, part):
+            raise InvalidValue("model", spec, f"a factory that exists, and {module_name} has no {attribute}")
+        factory = getattr(factory, part)
+    if not callable(factory):
+        raise InvalidValue("model", spec, f"something that can be called, and it is of type {type(factory).__name__}")
+    with pretend_initialisation():
+        return understand(run_user_code(spec, factory), spec)
+
+
+def understand(made: Any, spec: str) -> Workload:
+    """Turn what a factory returned into a workload.
+
+    Args:
+        made: a Workload, a transformers model, a module with a training step, or a module that takes token ids.
+        spec: the name the messages call it by.
+
+    Raises:
+        InvalidValue: it is none of these.
+        UserCodeFailed: its `configure_optimizers` raised.
+    """
+    if isinstance(made, Workload):
+        return made
+    if not isinstance(made, nn.Module):
+        raise InvalidValue("model", spec, f"{_EXPECTED}; it returned {_describe(made)}")
+    make_batch = getattr(made, "make_batch", None)
+    if has_training_step(made):
+        if not callable(make_batch):
+            raise InvalidValue("model", spec, f"{_EXPECTED}; its {type(made).__name__} has no make_batch")
+        return workload_from_training_step(made, spec, run_user_code)
+    if callable(make_batch):
+        return Workload(made, make_batch)
+    # A transformers model cannot exist unless the user's code has imported the library already.
+    pretrained = "transformers.modeling_utils" in sys.modules
+    if pretrained:
+        from batchfinder.models.pretrained import is_pretrained, workload_from_model
+
+        if is_pretrained(made):
+            return workload_from_model(made, spec)
+    return Workload(made, _token_batches(made, spec))
+
+
+def run_user_code(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call code of the user's.
+
+    Raises:
+        UserCodeFailed: it raised, with the traceback from its first frame on; an error of ours passes unchanged.
+    """
+    try:
+        return function(*args)
+    except BatchFinderError:
+        raise
+    except (Exception, SystemExit) as error:
+        # A SystemExit here would end the command without a word.
+        raise UserCodeFailed(what, _traceback(error)) from None
+
+
+def _import(spec: str, module_name: str) -> Any:
+    def load() -> Any:
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            # Only the module itself, or a package it is in: a dependency that is missing is the user's error.
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            where = f"in {os.getcwd()} or on the Python path"
+            raise InvalidValue("model", spec, f"a module that exists: there is no {error.name} {where}") from None
+
+    return run_user_code(f"importing {module_name}", load)
+
+
+def _traceback(error: BaseException) -> str:
+    """Write a traceback that starts in the user's code: our frames and the import machinery before it are left out."""
+    frame = error.__traceback__
+    while frame is not None and _is_machinery(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return "".join(traceback.TracebackException(type(error), error, frame).format())
+
+
+def _is_machinery(file: str) -> bool:
+    return file.startswith((_OURS, "<frozen importlib")) or file == importlib.__file__
+
+
+def _describe(made: Any) -> str:
+    if made is None:
+        return "None (is its return statement missing?)"
+    if isinstance(made, type):
+        return f"the class {made.__name__} itself"
+    return f"something of type {type(made).__module__}.{type(made).__qualname__}".replace("builtins.", "")
+
+
+def _token_batches(model: nn.Module, spec: str) -> TextBatches:
+    config = getattr(model, "config", None)
+    vocab_size = config.get("vocab_size") if isinstance(config, dict) else getattr(config, "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if vocab_size is None:
+        expected = "a module with config.vocab_size or an nn.Embedding, to draw input_ids from, or a Workload"
+        raise InvalidValue("model", spec, f"{expected}; {type(model).__name__} has neither")
+    named = "input_ids" in inspect.signature(model.forward).parameters
+    return TextBatches(vocab_size, keyword="input_ids" if named else None)

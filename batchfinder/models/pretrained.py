@@ -1,0 +1,205 @@
+"""Workloads of transformers models, with random weights: the package's only importer of transformers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.models.catalog import ModelRow, families
+from batchfinder.models.fake_init import is_pretending
+from batchfinder.models.synthetic_batches import ImageBatches, TextBatches
+from batchfinder.training.workload import Workload
+
+# How our names for attention are spelt in transformers, and the attribute of a model class that says it has it. Flash
+# attention is reached through PyTorch's scaled_dot_product_attention: transformers' own needs a package that is not on
+# every machine, and what is simulated must not depend on the machine.
+ATTENTION = {
+    "eager": ("eager", ""),
+    "sdpa": ("sdpa", "_supports_sdpa"),
+    "flash": ("sdpa", "_supports_flash_attn"),
+}
+
+
+def workload_from_row(row: ModelRow, attention: str | None) -> Workload:
+    """Build a named model.
+
+    Args:
+        row: its figures.
+        attention: `eager`, `sdpa`, `flash`, or None for the model's default.
+
+    Raises:
+        InvalidValue: the model does not have this attention.
+    """
+    model_class = getattr(transformers, row.architecture)
+    return _build(model_class, model_class.config_class.from_dict(dict(row.config)), attention, row.name)
+
+
+def workload_from_path(path: Path, attention: str | None) -> Workload:
+    """Build the model that a config.json describes, with the head it names or else the usual one for its type.
+
+    Args:
+        path: the file, or the folder that holds it.
+        attention: `eager`, `sdpa`, `flash`, or None for the model's default.
+
+    Raises:
+        InvalidValue: no config can be read there, or the model does not have this attention.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        figures = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidValue("model", str(path), f"a readable config.json ({error.strerror})") from error
+    except ValueError as error:
+        raise InvalidValue("model", str(file), f"a config.json that is valid JSON ({error})") from error
+    model_type = figures.get("model_type") if isinstance(figures, dict) else None
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        version = f"transformers {transformers.__version__}"
+        raise InvalidValue("model", str(file), f"a config.json whose model_type {version} knows, not {model_type!r}")
+    try:
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(figures)
+        model_class = _head(config, figures.get("architectures") or [])
+        return _build(model_class, config, attention, str(path))
+    except BatchFinderError:
+        raise
+    except Exception as error:  # the library validates figures with exceptions of every kind
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidValue("model", str(file), f"figures that transformers accepts ({said})") from error
+
+
+def workload_from_model(model: nn.Module, what: str) -> Workload:
+    """Wrap a transformers model that exists already, with the batches its head takes."""
+    return Workload(model, **_batches(model, what))
+
+
+def is_pretrained(model: object) -> bool:
+    """Whether this is a transformers model."""
+    return isinstance(model, transformers.PreTrainedModel)
+
+
+def use_attention(model: Any, attention: str, what: str) -> None:
+    """Change the attention of a transformers model that exists already.
+
+    Raises:
+        InvalidValue: the model does not have this attention.
+    """
+    model.set_attn_implementation(_attention(type(model), attention, what))
+
+
+def _build(model_class: Any, config: Any, attention: str | None, what: str) -> Workload:
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    if attention is not None:
+        config._attn_implementation = _attention(model_class, attention, what)
+    if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
+        config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
+    with _undisturbed():
+        model = model_class(config)
+        # Where initialisation was skipped, so was the tying of embeddings that is done with it.
+        model.tie_weights()
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # the library's own fallback, which it takes with a warning
+    return workload_from_model(model, what)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Build without log lines, without moving the random generators, and without initialising pretend weights."""
+    from transformers.initialization import no_init_weights
+
+    level = transformers.logging.get_verbosity()
+    with ExitStack() as stack:
+        stack.callback(transformers.logging.set_verbosity, level)
+        transformers.logging.set_verbosity(logging.ERROR)
+        if is_pretending():
+            # Fake tensors have no values to initialise; ViT's initialisation even reads one back, which they cannot.
+            stack.enter_context(no_init_weights())
+        else:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield
+
+
+def _attention(model_class: Any, attention: str, what: str) -> str:
+    has = [ours for ours, (_, flag) in ATTENTION.items() if not flag or getattr(model_class, flag, False)]
+    if attention not in has:
+        raise InvalidValue("attention", attention, f"{' or '.join(has)}, which is what {what} has")
+    return ATTENTION[attention][0]
+
+
+def _head(config: Any, architectures: list[str]) -> Any:
+    for name in architectures:
+        if families().labels(name) is not None and hasattr(transformers, name):
+            return getattr(transformers, name)
+    from transformers.models.auto import modeling_auto as auto
+
+    kinds: list[Any] = [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
+    if config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # an encoder
+        kinds.append(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+    kinds += [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
+    if getattr(config, "is_encoder_decoder", False):
+        kinds = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES]
+    for kind in kinds:
+        if config.model_type in kind:
+            return getattr(transformers, kind[config.model_type])
+    raise InvalidValue(
+        "model", config.model_type, "a model of text or of image classification; a package.module:factory can do others"
+    )
+
+
+def _batches(model: nn.Module, what: str) -> dict[str, Any]:
+    labels = families().labels(type(model).__name__)
+    build = {"input_ids": _text_batches, "pixel_values": _image_batches}.get(getattr(model, "main_input_name", ""))
+    if labels is None or build is None:
+        raise InvalidValue(
+            "model", what, f"a head with a known batch, which {type(model).__name__} is not; return a Workload instead"
+        )
+    return build(model, labels)
+
+
+def _text_batches(model: Any, labels: Any) -> dict[str, Any]:
+    config = model.config.get_text_config()
+    bounds = [b if isinstance(b := label.below, int) or b == "seq_len" else getattr(config, b) for label in labels]
+    longest = _max_seq_len(config)
+    make_batch: Callable[[int, int | None], Any] = TextBatches(
+        vocab_size=config.vocab_size,
+        labels=tuple(replace(label, below=below) for label, below in zip(labels, bounds, strict=True)),
+        attention_mask="attention_mask" in inspect.signature(model.forward).parameters,
+        max_seq_len=longest,
+    )
+    return {"make_batch": make_batch, "max_seq_len": longest}
+
+
+def _image_batches(model: Any, labels: Any) -> dict[str, Any]:
+    config = model.config
+    interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+    patch = config.patch_size if interpolates and isinstance(config.patch_size, int) else 1
+    side = getattr(config, "image_size", 224)
+    make_batch = ImageBatches(
+        num_labels=config.num_labels,
+        channels=getattr(config, "num_channels", 3),
+        side=side if isinstance(side, int) else max(side),
+        smallest_side=max(patch, families().smallest_side.get(config.model_type, 1)),
+        multiple=patch,
+        # A table of positions is what ties a model to one side; a CNN has an image_size too, but only as a note.
+        resizable=interpolates or not (hasattr(config, "image_size") and hasattr(config, "num_attention_heads")),
+        interpolate=interpolates,
+    )
+    return {"make_batch": make_batch, "seq_len_unit": "pixels"}
+
+
+def _max_seq_len(config: Any) -> int | None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if config.model_type in families().unlimited or not isinstance(positions, int) or positions < 1:
+        return None
+    before_first = config.pad_token_id + 1 if config.model_type in families().after_padding else 0
+    return positions - int(before_first)

@@ -1,0 +1,194 @@
+"""CUDA's autocast policy, for the pretend GPU.
+
+PyTorch keeps the lists of operators per policy in `aten/src/ATen/autocast_mode.h` as macros for any backend to use
+(https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and the
+lists after it). What each policy does is in the same file; what is cached and what is banned is in
+https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp. A cast of a leaf fp32 parameter is kept
+until the outermost autocast region ends: this is why a mixed-precision step holds half-precision copies of the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.library import Library, fallthrough_kernel
+
+from batchfinder.recording.fake_device import DEVICE_TYPE
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+LOWER_PRECISION = _names("""
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
+    bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
+    rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+""")
+FP32 = _names("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
+    pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
+    nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+""")
+FP32_SET_OPT_DTYPE = _names("""
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""")
+PROMOTE = _names("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""")
+# The overload that takes the output's type, for those that are sent to another overload.
+FP32_APPEND_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+_cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+
+@functools.cache
+def register() -> Library:
+    """Install the policies on the pretend GPU's autocast key. Once per process.
+
+    Returns:
+        The library that holds the registrations; they last as long as it does.
+    """
+    others = Library("_", "IMPL", "AutocastPrivateUse1")
+    others.fallback(fallthrough_kernel)
+    library = Library("aten", "IMPL", "AutocastPrivateUse1")
+    policies: tuple[tuple[tuple[str, ...], Callable[[Any], Callable[..., Any]]], ...] = (
+        (LOWER_PRECISION, _to_lower_precision),
+        (FP32, _to_fp32),
+        (FP32_SET_OPT_DTYPE, _to_fp32_by_dtype),
+        (PROMOTE, _to_widest),
+    )
+    for names, policy in policies:
+        for name in names:
+            operator = _find(name)
+            if operator is not None:
+                library.impl(name, policy(operator))
+    for name, typed in FP32_APPEND_DTYPE.items():
+        library.impl(name, _to_typed_overload(_find(name), _find(typed)))
+    library.impl("binary_cross_entropy", _refused)
+    _forget_with_torch()
+    library.others = others  # type: ignore[attr-defined]
+    return library
+
+
+def _find(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    packet_found = getattr(torch.ops.aten, packet, None)
+    return getattr(packet_found, overload or "default", None) if packet_found is not None else None
+
+
+def _forget_with_torch() -> None:
+    """Drop the cached casts whenever PyTorch drops its own: at the end of the outermost region."""
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        _cache.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_both
+
+
+def _eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == DEVICE_TYPE
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """One argument in `dtype`, from the cache where CUDA would have it there."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, dtype) for item in value)
+    if not _eligible(value) or value.dtype is dtype:
+        return value
+    keep = (
+        dtype is torch.get_autocast_dtype(DEVICE_TYPE)
+        and value.dtype is torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+    if not keep:
+        return value.to(dtype)
+    known = _cache.get(id(value))
+    if known is not None and known[0]() is value:
+        return known[1]
+    cast = value.to(dtype)
+    _cache[id(value)] = (weakref.ref(value), cast)
+    return cast
+
+
+def _casting(operator: Any, choose: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            dtype = choose(args)
+            cast = {name: _cast(value, dtype) for name, value in kwargs.items()}
+            return operator(*(_cast(value, dtype) for value in args), **cast)
+
+    return kernel
+
+
+def _to_lower_precision(operator: Any) -> Callable[..., Any]:
+    return _casting(operator, lambda args: torch.get_autocast_dtype(DEVICE_TYPE))
+
+
+def _to_fp32(operator: Any) -> Callable[..., Any]:
+    return _casting(operator, lambda args: torch.float32)
+
+
+def _to_widest(operator: Any) -> Callable[..., Any]:
+    def widest(args: tuple[Any, ...]) -> torch.dtype:
+        flat = [item for value in args for item in (value if isinstance(value, (list, tuple)) else [value])]
+        if any(_eligible(value) and value.dtype is torch.float32 for value in flat):
+            return torch.float32
+        return torch.get_autocast_dtype(DEVICE_TYPE)
+
+    return _casting(operator, widest)
+
+
+def _to_fp32_by_dtype(operator: Any) -> Callable[..., Any]:
+    """These take the output's type as an argument: fp32 is asked for there, and the input itself is not copied."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            names = [argument.name for argument in operator._schema.arguments]
+            given = kwargs.get("dtype", args[names.index("dtype")] if len(args) > names.index("dtype") else None)
+            if given is None and _eligible(args[0]):
+                args, kwargs = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def _to_typed_overload(operator: Any, typed: Any) -> Callable[..., Any]:
+    """`norm` without an output type: the overload with one is asked for fp32, and the input itself is not copied."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            rest = operator._schema.arguments[len(args) :]
+            filled = [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
+            return typed(*filled, dtype=torch.float32 if _eligible(args[0]) else args[0].dtype)
+
+    return kernel
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "binary_cross_entropy (BCELoss) is refused under autocast, on CUDA as here: "
+        "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) and leave out the sigmoid"
+    )

@@ -1,0 +1,210 @@
+"""Answers for code that reads a value from a tensor that has none.
+
+`.item()`, `bool(tensor)` and operators whose output's shape depends on values must not end a recording. Each gets one
+fixed, plausible answer, and the recording says that it did so.
+
+Packed sequences without their lengths: all are taken to be as long as the longest one can be.
+
+Source: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/PackedSequence.cpp (read in a copy of
+2024), for sequences of one length.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from batchfinder.recording.kernel_memory import aten
+
+
+def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | None) -> bool | int | float:
+    """What a tensor of one element may be taken to hold.
+
+    Args:
+        tensor: one element.
+        made_by: the operator that made its storage.
+        filled_with: the constant it was made with, if it was.
+
+    Returns:
+        The constant it was made with; else True for `all`, False for `any` and other tests (nothing is masked, nothing
+        is infinite), 1 for numbers.
+    """
+    if filled_with is not None:
+        value: float = filled_with
+    elif tensor.dtype is torch.bool:
+        value = made_by.startswith("aten.all")
+    else:
+        value = 1.0
+    if tensor.dtype is torch.bool:
+        return bool(value)
+    return float(value) if tensor.dtype.is_floating_point else int(value)
+
+
+_COPIES = frozenset({aten._to_copy.default, aten.clone.default})
+_COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
+    aten.eq.Scalar: operator.eq,
+    aten.ne.Scalar: operator.ne,
+    aten.gt.Scalar: operator.gt,
+    aten.ge.Scalar: operator.ge,
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+}
+# Where the value that fills a new tensor stands among the arguments.
+_FILLED = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::scalar_tensor": 0}
+
+
+def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor], float | None]) -> float | None:
+    """The value that every element of an operator's new tensor is taken to have; None where nothing is known of it.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        known: what is known of the tensors among these.
+
+    Returns:
+        The constant that a tensor is filled with, also if it is a copy; the number of elements for the sum of a mask
+        (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for `mask.all()`); what a comparison
+        of such a number comes to.
+    """
+    if func in _COPIES:
+        return known(args[0])
+    if func is aten.sum.default and args[0].dtype is torch.bool:
+        each = known(args[0])
+        return float(args[0].numel()) * (1.0 if each is None else each)
+    if func in _COMPARISONS:
+        compared = known(args[0])
+        return None if compared is None else float(_COMPARISONS[func](compared, args[1]))
+    name = func._schema.name
+    if name in ("aten::zeros", "aten::zeros_like", "aten::new_zeros"):
+        return 0.0
+    if name in ("aten::ones", "aten::ones_like", "aten::new_ones"):
+        return 1.0
+    if name in _FILLED:
+        value = args[_FILLED[name]] if len(args) > _FILLED[name] else None
+        return float(value) if isinstance(value, (bool, int, float)) else None
+    return None
+
+
+def filled_in_place(func: Any, args: tuple[Any, ...]) -> float | None:
+    """The value that an in-place operator fills its tensor with; None if it does anything else."""
+    if func is aten.zero_.default:
+        return 0.0
+    if func is aten.fill_.Scalar and isinstance(args[1], (bool, int, float)):
+        return float(args[1])
+    return None
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device=tensor.device)
+
+
+def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    size = torch.broadcast_shapes(tensor.shape, mask.shape).numel()
+    return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+
+
+def _unique(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    index = torch.empty(tensor.numel(), dtype=torch.int64, device=tensor.device)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device), index, torch.empty_like(index)
+
+
+def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    dtype = torch.int64 if weights is None else weights.dtype
+    return torch.empty(max(minlength, tensor.numel()), dtype=dtype, device=tensor.device)
+
+
+def _index(tensor: torch.Tensor, indices: Any) -> torch.Tensor:
+    """`tensor[mask]`: a mask stands for one index per dimension, of as many rows as it has elements."""
+    rows: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            rows.append(index)
+        else:
+            rows += [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
+    output: torch.Tensor = aten.index.Tensor(tensor, rows)
+    return output
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+# As large as they can get: every element is selected, every element is different.
+LARGEST_OUTPUT: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique,
+    aten.bincount.default: _bincount,
+    aten.index.Tensor: _index,
+}
+
+
+def largest_output(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What to run in place of an operator whose output's shape depends on values; None where the shape is known."""
+    if func is aten.index.Tensor and not any(index is not None and index.dtype in _MASKS for index in args[1]):
+        return None
+    return LARGEST_OUTPUT.get(func)
+
+
+_known: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+@functools.cache
+def register() -> tuple[Library, ...]:
+    """Let the pretend GPU pack sequences and unpack them. Once per process.
+
+    Returns:
+        The libraries that hold the registrations; they last as long as these do.
+    """
+    LARGEST_OUTPUT[aten._pack_padded_sequence.default] = _pack
+    libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
+    for library in libraries:
+        library.impl("_pack_padded_sequence_backward", _pack_backward)
+        library.impl("_pad_packed_sequence", _unpack)
+    return libraries
+
+
+def known_element(tensor: torch.Tensor) -> int | None:
+    """What each element is of a list of lengths, or of samples per step, that was made here; None for other tensors."""
+    known = _known.get(tensor.untyped_storage()._cdata)
+    return None if known is None or known[0]() is None else known[1]
+
+
+def _counts(number: int, each: int) -> torch.Tensor:
+    """That many equal numbers on the CPU, where such lists belong. The code reads them, so they are remembered."""
+    counts = torch.empty(number, dtype=torch.int64, device="cpu")
+    storage = counts.untyped_storage()
+    _known[storage._cdata] = (weakref.ref(storage), each)
+    return counts
+
+
+def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """All steps of the first sample of each, then the second: a copy, made of another one if batches come first."""
+    by_step = (padded.transpose(0, 1) if batch_first else padded).contiguous()
+    return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
+
+
+def _pack_backward(
+    grad: torch.Tensor, input_size: list[int], batch_sizes: torch.Tensor, batch_first: bool
+) -> torch.Tensor:
+    size = list(input_size)
+    if batch_first:
+        size[:2] = size[1], size[0]
+    padded = torch.zeros(size, dtype=grad.dtype, device=grad.device)
+    padded.copy_(grad.view(size))
+    return padded.transpose(0, 1) if batch_first else padded
+
+
+def _unpack(
+    packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    steps = batch_sizes.size(0)
+    batch, rest = packed.size(0) // steps, packed.shape[1:]
+    length = max(steps, total_length)
+    padded = torch.full((length, batch, *rest), padding_value, dtype=packed.dtype, device=packed.device)
+    padded.narrow(0, 0, steps).narrow(1, 0, batch).copy_(packed.view(steps, batch, *rest))
+    return (padded.transpose(0, 1) if batch_first else padded), _counts(batch, steps)

@@ -1,0 +1,244 @@
+"""Memory that CUDA's kernels take for themselves, which no operator's output shows.
+
+Two sorts. The cuBLAS workspace stays: it is taken from the caching allocator the first time that a thread multiplies
+matrices on a stream, and the backward runs on a thread of its own, so a training step ends up with two. Scratch tensors
+come and go within one kernel; those that are as large as an activation are modelled, the rest is named in
+docs/simulator.md.
+
+What the attention kernels allocate besides their outputs, in bytes.
+
+Tensors are (batch, heads, tokens, head size), as the operators take them; inside, the kernels work on
+(batch, tokens, heads, head size) and copy what does not lie in memory in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchfinder.recording.fake_device import DEVICE_TYPE
+
+aten = torch.ops.aten
+
+# What asks for a cuBLAS handle. An addmm with a bias runs in cuBLASLt, which shares cuBLAS's workspace.
+MATRIX_PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.mm.dtype,
+        aten.bmm.default,
+        aten.bmm.dtype,
+        aten.addmm.default,
+        aten.addmm.dtype,
+        aten.baddbmm.default,
+        aten.baddbmm.dtype,
+        aten.addbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.dot.default,
+        aten.vdot.default,
+        aten._addmm_activation.default,
+    }
+)
+
+# Sizes of what a kernel allocates, from the operator's arguments. The recording allocates them after the operator's
+# outputs and releases them, last first, at the kernel's end; so what counts is what is alive at one time.
+Scratch = Callable[..., list[int]]
+
+# Operators that have no fake kernel, or one that leaves out memory, with what makes their outputs instead. Filled up by
+# `recurrent.register`.
+REPLACED: dict[Any, Callable[..., Any]] = {}
+
+
+def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator does nothing but write to lists of tensors on the pretend GPU, as an optimizer's step does.
+
+    Such a kernel takes no memory and its tensors have no values, so there is nothing to be done. To compute what it
+    would do to hundreds of shapes is a fifth of a recording's time.
+    """
+    return _writes_lists(func) and all(tensor.device.type == DEVICE_TYPE for tensor in args[0])
+
+
+@functools.cache
+def _writes_lists(func: Any) -> bool:
+    return func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """Bytes of one cuBLAS workspace: `:4096:2:16:8` (KiB x count pairs), or 32 MiB on Hopper and Blackwell.
+
+    One belongs to each pair of handle and stream, and a thread has handles of its own. cuBLASLt shares it
+    (https://github.com/pytorch/pytorch/pull/168175), so it takes nothing more.
+
+    Source: `parseChosenWorkspaceSize`, `setWorkspaceForHandle` and `getCUDABlasLtWorkspace` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/cuda/CublasHandlePool.cpp; Blackwell since
+    https://github.com/pytorch/pytorch/pull/175344.
+    """
+    return 32 << 20 if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) << 10
+
+
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> list[int]:
+    """The softmax itself, and which scores and which rows are masked: the output is chosen from them.
+
+    Source: `_safe_softmax` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/attention.cpp.
+    """
+    if scores.numel() == 0:
+        return []
+    size = (dtype or scores.dtype).itemsize
+    return [size * scores.numel(), scores.numel(), scores.numel() // scores.size(dim)]
+
+
+# Filled up by `attention.register` with the scratch of the simulated GPU's attention kernels.
+SCRATCH: dict[Any, Scratch] = {aten._safe_softmax.default: _safe_softmax}
+
+
+_FP32 = 4
+
+
+def attention_scratch(capability: tuple[int, int]) -> dict[Any, Scratch]:
+    """The entries of `kernels.SCRATCH` for the attention operators.
+
+    Args:
+        capability: the simulated GPU's compute capability.
+    """
+
+    def efficient_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> list[int]:
+        query, _key, value = rest[:3]
+        return efficient_backward_bytes(capability, grad, query, value)
+
+    return {
+        aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
+        aten._scaled_dot_product_efficient_attention.default: efficient_forward_bytes,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    }
+
+
+def flash_backward_bytes(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> list[int]:
+    """Copies of `grad` and `out` if not in token order; the rows' sums and dq in fp32; dk and dv for shared heads.
+
+    The sums of grad x out and dq are padded to a multiple of 128 tokens, and dq's heads to one of 32 (64 above 128).
+    Where query heads share key heads, dk and dv are made once for each query head and summed after that.
+
+    Source: `_flash_attention_backward` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/attention_backward.cu and
+    `mha_bwd` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    batch, heads, tokens, head = query.shape
+    padded, head_padded = _round_up(tokens, 128), _round_up(head, 32 if head <= 128 else 64)
+    sizes = [_bytes(tensor) for tensor in (grad, out) if not _in_token_order(tensor)]
+    sizes += [_FP32 * batch * heads * padded, _FP32 * batch * padded * heads * head_padded]
+    if key.size(1) != heads:
+        sizes += 2 * [query.element_size() * batch * key.size(2) * heads * head]
+    return sizes
+
+
+def efficient_forward_bytes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> list[int]:
+    """The output in fp32, for half types whose value heads are too wide to be kept in registers (above 128).
+
+    Source: `_efficient_attention_forward` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/attention.cu and
+    `kNeedsOutputAccumulatorBuffer` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_forward.h.
+    """
+    if query.element_size() == 2 and value.size(-1) > 128:
+        return [_FP32 * query.numel() // query.size(-1) * value.size(-1)]
+    return []
+
+
+def efficient_backward_bytes(
+    capability: tuple[int, int], grad: torch.Tensor, query: torch.Tensor, value: torch.Tensor
+) -> list[int]:
+    """A copy of `grad` if not in token order; delta, the rows' sums of grad x out; then the kernel's workspace.
+
+    fp32 kernels (and half ones with wide heads on compute capability 7.0) have delta made by tensor operators, through
+    the product in fp32, which is as large as the output. After that comes the workspace: dq in fp32, in tiles, for half
+    types and from compute capability 7.0 on for all (the keys are then split between blocks), and tiles of dk and dv
+    where these are not kept in registers. Returned is the one of the two moments that is larger for whole tiles.
+
+    Left out: 16 bytes of locks per 16 KiB of dq; the product's row sums where the workspace is as large as the product;
+    and that not one but up to 200 / (batch x heads) tiles of dk and dv are made at once.
+
+    Source: `_efficient_attention_backward` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/attention_backward.cu and
+    `workspace_size` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h.
+    """
+    batch, heads, tokens, head = query.shape
+    value_head = value.size(-1)
+    half = query.element_size() == 2
+    tile_queries, tile_keys, in_registers = _tiles(capability, half, max(head, value_head))
+    rows = batch * heads
+
+    copies = [] if _in_token_order(grad) else [_bytes(grad)]
+    delta = _FP32 * rows * tokens
+
+    # Half types are converted first: grad and out, then their product.
+    products = 0
+    if not half:
+        products = 1
+    elif not in_registers and (7, 0) <= capability < (7, 5):
+        products = 3
+    columns = _round_up(head, tile_keys) if half or capability >= (7, 0) else 0
+    # Decided by the heads alone, so that it is the same at every length.
+    if products * value_head > columns:
+        return [*copies, delta, *(products * [_FP32 * rows * tokens * value_head]), delta]
+
+    workspace = _FP32 * rows * _round_up(tokens, tile_queries) * columns
+    if half and not in_registers:
+        workspace += _FP32 * rows * tile_keys * (_round_up(head, tile_queries) + _round_up(value_head, tile_queries))
+    return [*copies, delta, workspace]
+
+
+def _tiles(capability: tuple[int, int], half: bool, head: int) -> tuple[int, int, bool]:
+    """Queries and keys per tile of the kernel for this head size, and whether dk and dv stay in its registers.
+
+    The first kernel on the list that supports the head size and fits the GPU's shared memory is taken. Of what fits,
+    only this is assumed: the 128 x 128 kernel is too large for the 99 KiB of compute capability 8.6, 8.9 and 12.
+
+    Source: the lists in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernels/cutlassB.h.
+    """
+    if head <= 64 or capability < (7, 0):
+        return 64, 64, half and head <= 64
+    if not half:
+        return 128 if capability >= (8, 0) else 64, 64, False
+    if head > 128 or capability < (8, 0):
+        return 128, 64, head <= 128
+    if capability in ((8, 6), (8, 9)) and head <= 96:
+        return 128, 64, True
+    if capability in ((8, 6), (8, 9)) or capability[0] == 12:
+        return 64, 64, False
+    return 128, 128, True
+
+
+def _in_token_order(tensor: torch.Tensor) -> bool:
+    """Whether a (batch, heads, tokens, head size) tensor is contiguous as (batch, tokens, heads, head size)."""
+    expected = 1
+    for dim in (3, 1, 2, 0):
+        if tensor.size(dim) != 1:
+            if tensor.stride(dim) != expected:
+                return False
+            expected *= tensor.size(dim)
+    return True
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.element_size() * tensor.numel()
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

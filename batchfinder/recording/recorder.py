@@ -1,0 +1,197 @@
+"""Writing down each allocation and release that a piece of code makes on the pretend GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchfinder.recording import fake_values, kernel_memory
+from batchfinder.recording.fake_device import DEVICE_TYPE
+from batchfinder.simulator.trace import StageMark, Structure
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """Watches every operator; a storage seen for the first time on the pretend GPU is an allocation.
+
+    The release is noticed when the storage object dies, which on CPython is the moment its last reference goes, as it
+    is on a GPU.
+
+    Args:
+        capability: the simulated GPU's compute capability, for the kernels' own memory.
+        module: names the module at work.
+        on_operator: called with each operator's name before it runs.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        module: Callable[[], str],
+        on_operator: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
+        self._module = module
+        self._on_operator = on_operator
+        self._names: dict[Any, str] = {}
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._constants: dict[int, float] = {}
+        self._workspaces: set[bool] = set()
+        self.order: list[int] = []
+        self.marks: list[StageMark] = []
+        self.sizes: list[int] = []
+        self.operators: list[str] = []
+        self.modules: list[str] = []
+        self.kinds: list[str] = []
+        self._shapes: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+        self.unmodelled: dict[str, None] = {}
+
+    def mark(self, step: int, stage: str, micro_batch: int = 0) -> None:
+        """A stage starts here."""
+        self.marks.append(StageMark(len(self.order), step, stage, micro_batch))
+
+    def structure(self) -> Structure:
+        """All that was seen, but for the sizes."""
+        return Structure(
+            tuple(self.order), tuple(self.marks), tuple(self.operators), tuple(self.modules), tuple(self.kinds)
+        )
+
+    def shapes(self) -> tuple[str, ...]:
+        """For each block its first tensor's type and dimensions, as in `Trace.shapes`."""
+        written: dict[tuple[torch.dtype, tuple[int, ...]] | None, str] = {None: ""}
+        for shape in self._shapes:
+            if shape is not None and shape not in written:
+                written[shape] = f"{str(shape[0]).removeprefix('torch.')}{list(shape[1])}"
+        return tuple([written[shape] for shape in self._shapes])
+
+    def label(self, tensors: Iterable[torch.Tensor | None], kind: str, module: str) -> None:
+        """Say what the storages of these tensors are for and which module holds them.
+
+        Those on other devices are passed over.
+        """
+        for tensor in tensors:
+            if tensor is not None and tensor.device.type == DEVICE_TYPE:
+                block = self._block_of(tensor)
+                if block >= 0:
+                    self.kinds[block] = kind
+                    self.modules[block] = module
+
+    def label_alive(self, first: int, kind: str) -> None:
+        """Say what the blocks from number `first` on that are still alive are for."""
+        for block, _ in self._live.values():
+            if block >= first and self.kinds[block] == "temporary":
+                self.kinds[block] = kind
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Autograd asks for tensors' devices more often than for anything else.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = str(func)
+        self._on_operator(name)
+        if func is _ITEM:
+            if args[0].device.type == DEVICE_TYPE:
+                return self._read(args[0])
+            known = fake_values.known_element(args[0])
+            if known is not None:
+                return known
+        if kernel_memory.only_writes(func, args):
+            return None
+        if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
+            self._take_workspace(name)
+        largest = fake_values.largest_output(func, args)
+        if largest is not None:
+            self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
+            output = largest(*args, **kwargs)
+        else:
+            output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            self._see(output, func, name, args)
+        elif isinstance(output, (tuple, list)):
+            for item in output:
+                if isinstance(item, torch.Tensor):
+                    self._see(item, func, name, args)
+                elif isinstance(item, (tuple, list)):
+                    for inner in item:
+                        if isinstance(inner, torch.Tensor):
+                            self._see(inner, func, name, args)
+        if func._schema.is_mutable:
+            self._forget_constant(func, args)
+        scratch = kernel_memory.SCRATCH.get(func)
+        if scratch is not None:
+            blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
+            self.order.extend(~block for block in reversed(blocks))
+        return output
+
+    def _allocate(self, size: int, name: str, kind: str) -> int:
+        block = len(self.sizes)
+        self.sizes.append(size)
+        self.operators.append(name)
+        self.modules.append(self._module())
+        self.kinds.append(kind)
+        self._shapes.append(None)
+        self.order.append(block)
+        return block
+
+    def _see(self, tensor: torch.Tensor, func: Any, name: str, args: tuple[Any, ...]) -> None:
+        if tensor.device.type != DEVICE_TYPE:
+            return
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        if identity in self._live:
+            return
+        block = self._allocate(storage.nbytes(), name, "temporary")
+        self._shapes[block] = (tensor.dtype, tuple(tensor.shape))
+        constant = fake_values.constant_of(func, args, self._constant)
+        if constant is not None:
+            self._constants[block] = constant
+
+        def released(_: Any, identity: int = identity, block: int = block) -> None:
+            del self._live[identity]
+            self.order.append(~block)
+
+        self._live[identity] = (block, weakref.ref(storage, released))
+
+    def _forget_constant(self, func: Any, args: tuple[Any, ...]) -> None:
+        """What an in-place operator has written to is no constant any more, unless it filled it."""
+        written = args[0] if args else None
+        if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:
+            filled = fake_values.filled_in_place(func, args)
+            block = self._block_of(written)
+            if filled is None:
+                self._constants.pop(block, None)
+            else:
+                self._constants[block] = filled
+
+    def _take_workspace(self, name: str) -> None:
+        in_backward = torch._C._current_autograd_node() is not None
+        if in_backward not in self._workspaces:
+            self._workspaces.add(in_backward)
+            self._allocate(self._workspace_bytes, name, "workspace")
+
+    def _block_of(self, tensor: torch.Tensor) -> int:
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return known[0] if known else -1
+
+    def _constant(self, tensor: torch.Tensor) -> float | None:
+        """What every element of a tensor's storage is known to be."""
+        return self._constants.get(self._block_of(tensor)) if tensor.device.type == DEVICE_TYPE else None
+
+    def _read(self, tensor: torch.Tensor) -> bool | int | float:
+        block = self._block_of(tensor)
+        made_by = self.operators[block] if block >= 0 else ""
+        answer = fake_values.plausible_scalar(tensor, made_by, self._constants.get(block))
+        origin = made_by or "an unknown operator"
+        self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {answer}"] = None
+        return answer

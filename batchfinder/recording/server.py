@@ -1,0 +1,226 @@
+"""The recording process: builds workloads once, and forks for each recording.
+
+A fork keeps the pretend GPU, which can never be taken back, and any crash inside a recording away from the built
+workload. Requests and answers are lines of JSON on two pipes of their own; what the user's code prints goes to a log.
+
+    {"open": {...WorkloadSpec}}       -> {"facts": {...WorkloadFacts}} or {"error": ...}
+    {"record": {...RecordingJob}, "id": 7}
+                                      -> {"id": 7, "exit": 0}; the trace lies in 7.json beside the log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import mmap
+import os
+import selectors
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from batchfinder.errors import UserCodeFailed
+from batchfinder.training.child_process import describe_ours, end_with_parent, is_ours, without_cpp
+
+OPERATOR_BYTES = 256
+_NO_KERNEL = ("prim.", "profiler.")
+_SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
+
+
+def describe(error: BaseException, folder: Path) -> dict[str, Any]:
+    """An exception as JSON: ours whole, anybody else's by its text and a traceback without our frames and torch's."""
+    if is_ours(error):
+        return describe_ours(error)
+    inner = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).resolve().parent.parent, *_torch_folder()))
+    frames = traceback.extract_tb(error.__traceback__)
+    kept = [frame for frame in frames if not frame.filename.startswith(inner)]
+    text = "".join(
+        ["Traceback (most recent call last):\n", *traceback.format_list(kept), *traceback.format_exception_only(error)]
+    )
+    module = type(error).__module__
+    message = without_cpp(f"{type(error).__name__}: {error}")
+    return {"type": "", "message": message, "traceback": without_cpp(text), "module": module}
+
+
+def _torch_folder() -> list[Path]:
+    """Where torch lies, if it has been imported."""
+    torch = sys.modules.get("torch")
+    return [Path(torch.__file__).resolve().parent] if torch is not None and torch.__file__ else []
+
+
+class RecordingServer:
+    """Serves requests until its pipe of requests closes.
+
+    Args:
+        requests: file descriptor to read from.
+        answers: file descriptor to write to.
+        folder: where traces, operators' names and the log lie.
+        workers: how many recordings may run at once.
+    """
+
+    def __init__(self, requests: int, answers: int, folder: Path, workers: int) -> None:
+        self.requests = requests
+        self.answers = answers
+        self.folder = folder
+        self.workers = workers
+        self.workload: Any = None
+        self.not_built: BaseException | None = None
+        self.mode: Any = None
+        self._waiting: list[dict[str, Any]] = []
+        self._running: dict[int, tuple[int, int]] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def serve(self) -> None:
+        """Answer until the parent hangs up."""
+        self._selector.register(self.requests, selectors.EVENT_READ)
+        buffer = b""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd != self.requests:
+                    self._reap(key.fd)
+                    continue
+                chunk = os.read(self.requests, 1 << 16)
+                if not chunk:
+                    return
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                for line in lines:
+                    self._handle(json.loads(line))
+            self._start()
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        os.write(self.answers, json.dumps(answer, default=repr).encode() + b"\n")
+
+    def _handle(self, request: dict[str, Any]) -> None:
+        if "open" in request:
+            try:
+                facts = self._open(**request["open"])
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self.not_built = error
+                self._answer({"error": describe(error, self.folder)})
+            else:
+                self._answer({"facts": facts})
+        else:
+            self._waiting.append(request)
+
+    def _open(self, builder: str, arguments: dict[str, Any], fingerprint: str) -> dict[str, Any]:
+        from batchfinder.recording.fake_device import FakeDeviceMode
+
+        self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
+        self.workload = self._build(builder, arguments)
+        return {
+            "fingerprint": _load(fingerprint)(self.workload) if fingerprint else "",
+            "max_seq_len": self.workload.max_seq_len,
+            "seq_len_unit": self.workload.seq_len_unit,
+            "brings_optimizer": self.workload.optimizer is not None,
+            "versions": _versions(),
+        }
+
+    def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
+        build = _load(builder)
+        with self.mode, contextlib.suppress(UserCodeFailed):
+            return build(**arguments)
+        # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
+        return build(**arguments)
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self.workers:
+            request = self._waiting.pop(0)
+            done, child_end = os.pipe()
+            process = os.fork()
+            if process == 0:
+                os.close(done)
+                os.close(self.answers)  # else nobody would see the server's end before the fork's
+                end_with_parent(self.requests, self.folder)
+                self._record(request)
+            os.close(child_end)
+            self._running[done] = (process, request["id"])
+            self._selector.register(done, selectors.EVENT_READ)
+
+    def _reap(self, done: int) -> None:
+        process, number = self._running.pop(done)
+        self._selector.unregister(done)
+        os.close(done)
+        _, status = os.waitpid(process, 0)
+        self._answer({"id": number, "exit": os.waitstatus_to_exitcode(status)})
+
+    def _record(self, request: dict[str, Any]) -> None:
+        """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
+        number = request["id"]
+        log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            result = {"trace": self._trace(request["record"], self.folder / f"{number}.operator").to_json()}
+        except BaseException as error:
+            result = {"error": describe(error, self.folder)}
+        partial = self.folder / f"{number}.partial"
+        partial.write_text(json.dumps(result, default=repr))
+        partial.rename(self.folder / f"{number}.json")
+        os._exit(0)
+
+    def _trace(self, job: dict[str, Any], operator_file: Path) -> Any:
+        from batchfinder.recording.record_step import record_step
+        from batchfinder.training.step import StepSettings
+
+        other = job["workload"]
+        if other is None and self.not_built is not None:
+            raise self.not_built
+        return record_step(
+            self.workload if other is None else self._build(other["builder"], other["arguments"]),
+            StepSettings(**job["settings"]),
+            tuple(job["capability"]),
+            job["batch_size"],
+            job["seq_len"],
+            self.mode,
+            job["flash"],
+            _operator_writer(operator_file),
+        )
+
+
+def _operator_writer(path: Path) -> Callable[[str], None]:
+    """A function that leaves the name it is given in a file's memory, where it survives this process."""
+    path.write_bytes(b" " * OPERATOR_BYTES)
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), OPERATOR_BYTES)
+
+    def write(name: str) -> None:
+        if not name.startswith(_NO_KERNEL):
+            memory[:] = name.encode()[:OPERATOR_BYTES].ljust(OPERATOR_BYTES)
+
+    return write
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _SHOWN_VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Run a server: request pipe, answer pipe, folder, number of workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests, folder = int(argv[0]), Path(argv[2])
+    end = end_with_parent(requests, folder)
+    RecordingServer(requests, int(argv[1]), folder, int(argv[3])).serve()
+    end.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,364 @@
+"""What all pictures share: matplotlib, loaded when one is asked for, colours, and files.
+
+Nothing is set for the process: figures are made without pyplot, so a caller's own plots keep their style.
+
+An estimate as bars: what the memory at the peak is for, and what the card has.
+
+The memory of a step over its events, as a stacked area by kind.
+
+A sweep as a picture: the largest batch over the sequence length, and the memory over the batch size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchfinder.errors import InvalidValue, MissingExtra
+from batchfinder.estimate.breakdown import OverTime
+from batchfinder.estimate.estimate import NAMES, Estimate
+from batchfinder.report.estimate import EstimateFindings
+from batchfinder.report.sweep import SweepRow
+from batchfinder.simulator.trace import StageMark
+from batchfinder.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000")
+"""Eight colours that colour-blind readers can tell apart: Okabe and Ito, https://jfly.uni-koeln.de/color/."""
+
+GREY = "#8c8c8c"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+"""With the colours, so that lines can be told apart without them."""
+
+_ENDINGS = (".png", ".svg")
+_STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e3e3e3",
+    "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "svg.hashsalt": "batchfinder",
+    "svg.fonttype": "none",
+}
+
+
+def check_picture(option: str, path: str | None) -> None:
+    """Find out before the work whether a picture could be drawn and written.
+
+    Args:
+        option: what the path was given for.
+        path: as it was given; None for no picture.
+
+    Raises:
+        InvalidValue: it is no file that ends in .png or .svg, in a folder that exists.
+        MissingExtra: there is no matplotlib.
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in _ENDINGS or Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+        raise InvalidValue(option, path, "a file that ends in .png or .svg, in a folder that exists")
+    if find_spec("matplotlib") is None:
+        raise MissingExtra("matplotlib", "plot", "drawing")
+
+
+@contextmanager
+def drawn(option: str, path: str, columns: int = 1, width: float = 9.0, height: float = 5.0) -> Iterator[list[Axes]]:
+    """Axes side by side to draw on; they are written to a file at the end.
+
+    Args:
+        option: what the path was given for.
+        path: ends in .png or .svg.
+        columns: how many.
+        width: of all, in inches.
+        height: in inches.
+
+    Raises:
+        InvalidValue: it cannot be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield list(figure.subplots(1, columns, squeeze=False)[0])
+        _save(figure, option, path)
+
+
+def _save(figure: Figure, option: str, path: str) -> None:
+    # No date in an SVG: the same figures make the same file.
+    metadata = {"Date": None} if path.lower().endswith(".svg") else None
+    try:
+        figure.savefig(path, dpi=150, metadata=metadata)
+    except OSError as error:
+        raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
+
+
+COLOUR_OF = dict(zip(NAMES, (*COLOURS, GREY, "#bfbfbf"), strict=True))
+_LIGHT = ("gradients", "temporary", "workspace", "fragmentation", "context")
+_LEAST_SHARE = 0.06
+"""Of the longest bar: a part that is shorter has no room for its figure."""
+
+
+def draw_estimate(found: EstimateFindings, path: str) -> None:
+    """Draw a bar for one GPU alone, and one for each way that several can share the work.
+
+    Args:
+        found: what was found.
+        path: ends in .png or .svg.
+    """
+    bars = {"one GPU": found.estimate, **found.strategies}
+    capacity = found.estimate.capacity_bytes
+    longest = max(capacity, *(bar.peak_bytes for bar in bars.values()))
+    with drawn("--plot", path, width=10.0, height=2.6 + 0.5 * len(bars)) as (axes,):
+        for place, bar in enumerate(bars.values()):
+            start = 0
+            for kind, size in bar.kinds.shown().items():
+                axes.barh(place, size / GIB, left=start / GIB, color=COLOUR_OF[kind], height=0.6)
+                if size > _LEAST_SHARE * longest:
+                    middle = (start + size / 2) / GIB
+                    ink = "black" if kind in _LIGHT else "white"
+                    # Opaque, so that the card's line passes behind it.
+                    box = {"facecolor": COLOUR_OF[kind], "edgecolor": "none", "pad": 1}
+                    figure = f"{size / GIB:.2f}"
+                    axes.text(middle, place, figure, ha="center", va="center", color=ink, fontsize=9, bbox=box)
+                start += size
+            axes.text((start + 0.01 * longest) / GIB, place, format_bytes(start), va="center", weight="bold")
+        axes.axvline(capacity / GIB, color="black", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{found.gpu}, {format_bytes(capacity)}" + (" each" if found.num_gpus > 1 else ""),
+            (capacity / GIB, 1.0),
+            (0, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="right" if capacity > 0.5 * longest else "left",
+            va="bottom",
+        )
+        axes.set_yticks(range(len(bars)), list(bars))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(0, 1.14 * longest / GIB)
+        axes.set_xlabel("GiB on each GPU at the peak")
+        axes.set_title(_title(found), loc="left", pad=18)
+        shown = [kind for kind in NAMES if any(kind in _held(bar) for bar in bars.values())]
+        handles = [axes.barh(0, 0, color=COLOUR_OF[kind], label=NAMES[kind]) for kind in shown]
+        axes.figure.legend(handles=handles, loc="outside lower center", ncols=5)
+
+
+def _held(bar: Estimate) -> set[str]:
+    return {kind for kind, size in bar.kinds.shown().items() if size}
+
+
+def _title(found: EstimateFindings) -> str:
+    trace = found.estimate.trace
+    length = "" if trace.seq_len is None else f", sequence length {trace.seq_len}"
+    return f"{found.model} at batch size {trace.batch_size}{length}, {found.precision}, simulated"
+
+
+_LETTER = 0.0095
+"""The width of a letter in the picture's: a stage with no room for its name gets none."""
+
+
+def draw_profile(memory: OverTime, usable_bytes: int, title: str, path: str) -> None:
+    """Draw what tensors hold after each event, with stages marked and the peak labelled.
+
+    Args:
+        memory: by kind.
+        usable_bytes: what the card has for them; drawn where it is near.
+        title: stands above the picture.
+        path: ends in .png or .svg.
+    """
+    with drawn("--plot", path, width=11.0, height=5.5) as (axes,):
+        count = max(map(len, memory.by_kind.values()), default=0)
+        axes.stackplot(
+            range(count),
+            [[size / GIB for size in sizes] for sizes in memory.by_kind.values()],
+            labels=[NAMES[kind] for kind in memory.by_kind],
+            colors=[COLOUR_OF[kind] for kind in memory.by_kind],
+            step="post",
+        )
+        top = memory.peak_bytes / GIB
+        limit = usable_bytes / GIB
+        if limit < 1.6 * top:
+            axes.axhline(limit, color="black", linestyle="--", linewidth=1)
+            words = f"usable {format_bytes(usable_bytes)}"
+            axes.annotate(words, (count, limit), (0, 3), textcoords="offset points", ha="right")
+        axes.plot([memory.peak], [top], marker="v", color="black", markersize=7, clip_on=False)
+        side = "left" if memory.peak < 0.5 * count else "right"
+        axes.annotate(
+            f"peak {format_bytes(memory.peak_bytes)}",
+            (memory.peak, top),
+            (8 if side == "left" else -8, 4),
+            textcoords="offset points",
+            ha=side,
+            weight="bold",
+        )
+        axes.set_xlim(0, count)
+        axes.set_ylim(0, 1.12 * max(top, limit if limit < 1.6 * top else 0))
+        _mark_stages(axes, memory.marks, count)
+        axes.set_ylabel("GiB in tensors")
+        axes.set_title(title, loc="left", pad=34)
+        axes.legend(*_reversed(axes), loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _mark_stages(axes: Axes, marks: tuple[StageMark, ...], count: int) -> None:
+    ends = [*(mark.position for mark in marks[1:]), count]
+    for mark, end in zip(marks, ends, strict=True):
+        axes.axvline(mark.position, color="white", linewidth=0.6)
+        if end - mark.position >= _LETTER * len(mark.stage) * count:
+            axes.annotate(
+                mark.stage,
+                ((mark.position + end) / 2, 1.0),
+                (0, 4),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
+    starts = {mark.step: mark.position for mark in reversed(marks) if mark.step >= 0}
+    for (step, start), (_, end) in pairwise([*sorted(starts.items()), (-1, count)]):
+        axes.annotate(
+            f"step {step}",
+            ((start + end) / 2, 1.0),
+            (0, 18),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            weight="bold",
+        )
+    axes.set_xticks([])
+    axes.set_xlabel("allocations and releases, in order")
+
+
+def _reversed(axes: Axes) -> tuple[list[Artist], list[str]]:
+    """The legend's entries in the order in which the areas lie on each other."""
+    handles, labels = axes.get_legend_handles_labels()
+    return handles[::-1], labels[::-1]
+
+
+Series = tuple[str, str]
+"""A model's name and a GPU's."""
+
+_NAME_WIDTH = 0.025
+"""Of the picture's width: what a sequence length takes beside a curve."""
+
+
+def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
+    """Draw both, side by side; a series is one model on one GPU.
+
+    Args:
+        rows: of the sweep, at least one.
+        title: stands above the picture.
+        path: ends in .png or .svg.
+    """
+    series: dict[Series, list[SweepRow]] = {}
+    for row in rows:
+        series.setdefault((row.model, row.gpu), []).append(row)
+    looks = dict(zip(series, zip(cycle(COLOURS[:6]), cycle(MARKERS)), strict=False))
+    several = len({gpu for _, gpu in series}) > 1
+    with drawn("--plot", path, columns=2, width=12.0, height=5.2) as (sizes, memory):
+        for name, (colour, marker) in looks.items():
+            label = f"{name[0]}, {name[1]}" if several else name[0]
+            _sizes(sizes, series[name], colour, marker, label)
+            _memory(memory, series[name], colour, marker)
+        _limits(memory, rows)
+        _name_lengths(memory, rows)
+        lengths = sorted({row.seq_len for row in rows if row.seq_len is not None})
+        _frame_sizes(sizes, lengths)
+        memory.set_xscale("log", base=2)
+        memory.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
+        memory.set_ylim(0, 1.13 * memory.get_ylim()[1])
+        memory.set_xlabel("batch size")
+        memory.set_ylabel("peak reserved, GiB")
+        several_lengths = len({row.seq_len for row in rows}) > 1
+        memory.set_title("memory over batch size" + (", by sequence length" if several_lengths else ""), loc="left")
+        if memory.figure is not None:
+            memory.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+        sizes.legend(loc="best")
+
+
+def _sizes(axes: Axes, rows: list[SweepRow], colour: str, marker: str, label: str) -> None:
+    fits = [row for row in rows if row.max_batch_size]
+    places = [row.seq_len or 1 for row in fits]
+    axes.plot(places, [row.max_batch_size for row in fits], color=colour, marker=marker, label=label)
+    published = {row.seq_len or 1: row.published for row in fits if row.published}
+    if published:
+        axes.plot(
+            list(published),
+            list(published.values()),
+            color=colour,
+            marker=marker,
+            linestyle=":",
+            markerfacecolor="white",
+            label=f"{label}, published",
+        )
+
+
+def _memory(axes: Axes, rows: list[SweepRow], colour: str, marker: str) -> None:
+    for row in rows:
+        if row.curve:
+            sizes, peaks = zip(*row.curve, strict=True)
+            axes.plot(sizes, [peak / GIB for peak in peaks], color=colour, linewidth=1.2)
+        if row.max_batch_size and row.peak_reserved_bytes is not None:
+            peak = row.peak_reserved_bytes / GIB
+            axes.plot([row.max_batch_size], [peak], color=colour, marker=marker, linestyle="none")
+
+
+def _name_lengths(axes: Axes, rows: Sequence[SweepRow]) -> None:
+    """Write each curve's sequence length at its upper end, where there is room between its neighbours' names."""
+    # On the GPU with the most memory: the others' curves end earlier, on nearly the same lines.
+    named = max(rows, key=lambda row: row.budget_bytes).gpu
+    ends = sorted((row.curve[-1], row.seq_len) for row in rows if row.curve and row.seq_len and row.gpu == named)
+    sizes = [size for row in rows for size, _ in row.curve]
+    least = _NAME_WIDTH * math.log2(max(sizes, default=1) / min(sizes, default=1) or 1)
+    last = -math.inf
+    for (size, peak), seq_len in ends:
+        if math.log2(size) - last < least:
+            continue
+        last = math.log2(size)
+        where = (size, peak / GIB)
+        words: dict[str, Any] = {"fontsize": 8, "rotation": 90, "ha": "center", "va": "bottom"}
+        axes.annotate(str(seq_len), where, (0, 3), textcoords="offset points", **words)
+
+
+def _limits(axes: Axes, rows: Sequence[SweepRow]) -> None:
+    """What each GPU has, once."""
+    limits = {row.gpu: row.budget_bytes - row.headroom_bytes for row in rows}
+    for gpu, limit in limits.items():
+        axes.axhline(limit / GIB, color=GREY, linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{gpu}: {format_bytes(limit)}",
+            (0.01, limit / GIB),
+            (0, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=9,
+        )
+
+
+def _frame_sizes(axes: Axes, lengths: list[int]) -> None:
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
+    if lengths:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+        axes.set_xlabel("sequence length")
+    else:
+        axes.set_xticks([])
+    axes.set_ylabel("largest batch")
+    axes.set_title("largest batch over sequence length" if lengths else "largest batch", loc="left")

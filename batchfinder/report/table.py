@@ -1,0 +1,115 @@
+"""A table with what stands above and below it, for a terminal of any width and for pipes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+Columns = dict[str, list[str]]
+
+# Headings of columns that hold words rather than numbers, and of those whose words may go on in the next line.
+_LEFT = (
+    *("model", "GPU", "source", "stage", "record", "precision", "mode", "depends on", "value", "verdict"),
+    *("cell", "kind", "shape", "module", "operator", "strategy", "fits", "change"),
+)
+_FOLDED = ("model", "GPU", "value", "module", "change")
+_GAP = 2
+_PIPE_WIDTH = 10_000
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table and its words.
+
+    Attributes:
+        title: stands above it.
+        details: stand below the title.
+        columns: text by heading; all of one length.
+        notes: stand below the table.
+    """
+
+    title: str
+    details: tuple[str, ...]
+    columns: Columns
+    notes: tuple[str, ...] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Text(self.title, style="bold")
+        for line in self.details:
+            yield Text(line, style="dim")
+        yield Text("")
+        yield self._table(options.max_width)
+        if self.notes:
+            yield Text("")
+        for note in self.notes:
+            first, *more = Text(note, style="dim").wrap(console, max(options.max_width - _GAP, 1))
+            yield first
+            yield from (Padding(line, (0, 0, 0, _GAP)) for line in more)
+
+    def _table(self, width: int) -> RichTable:
+        table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+        fits = _width(self.columns) <= width
+        for heading, cells in self.columns.items():
+            table.add_column(
+                heading if fits else _narrower(heading, cells),
+                justify="left" if heading in _LEFT else "right",
+                vertical="bottom",
+                no_wrap=heading not in _FOLDED,
+                overflow="fold",
+            )
+        for row in zip(*self.columns.values(), strict=True):
+            table.add_row(*map(Text, row))
+        return table
+
+    def show(self) -> None:
+        """Print it on stdout: as wide as the terminal, or as plain text as wide as it needs to be."""
+        if sys.stdout.isatty():
+            Console(highlight=False).print(self)
+            return
+        console = Console(color_system=None, force_terminal=False, highlight=False, width=_PIPE_WIDTH)
+        with console.capture() as capture:
+            console.print(self)
+        print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+    def to_markdown(self) -> str:
+        """The same for GitHub, ending with a line break."""
+        blocks = [f"**{self.title}**", *self.details, _markdown_table(self.columns)]
+        blocks += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n\n".join(blocks) + "\n"
+
+
+def is_terminal() -> bool:
+    """Whether stderr is a terminal on which a line can be drawn anew."""
+    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def _width(columns: Columns) -> int:
+    widths = [max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()]
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _narrower(heading: str, cells: list[str]) -> str:
+    """The heading in as many lines as make it no wider than its column, or than its longest word."""
+    return textwrap.fill(heading, max(map(cell_len, (*heading.split(), *cells))), break_on_hyphens=False)
+
+
+def _markdown_table(columns: Columns) -> str:
+    rows = [list(columns), ["---" if heading in _LEFT else "---:" for heading in columns]]
+    rows += [[_markdown_cell(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _markdown_cell(cell: str) -> str:
+    """A cell's text; blanks in front are kept, which Markdown would drop."""
+    text = cell.lstrip(" ")
+    return "&nbsp;" * (len(cell) - len(text)) + text.replace("|", r"\|").replace("*", r"\*")

@@ -1,0 +1,190 @@
+"""Published tables that are shown beside ours, each with its source.
+
+What the notebook "Bert Memory Consumption" printed on 2019-09-18: 17 memory figures and 8 ladders of batch sizes.
+
+A worked estimate of 2025-04-12: will Multimodal BERT training run out of memory on an ml.p3.16xlarge?
+
+What the thread "High GPU memory usage problem" printed: memory after each stage of two training steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+
+from batchfinder.units import GIB
+
+
+@functools.cache
+def published_titan_x() -> dict[tuple[str, int], int]:
+    """The largest batch sizes that google-research/bert published for one 12 GB Titan X, by (model, sequence length).
+
+    TensorFlow 1.11, fine-tuning with Adam in fp32; 0 where not even one sample fits.
+    """
+    table = tomllib.loads(files(__package__).joinpath("titan_x.toml").read_text())
+    return {
+        (row["model"], seq_len): size
+        for row in table["rows"]
+        for seq_len, size in zip(row["seq_len"], row["max_batch_size"], strict=True)
+    }
+
+
+RUNGS = (4, 8, 16, 32, 64, 128, 256, 512)
+"""The batch sizes that a ladder tries, until one does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`torch.cuda.memory_allocated() // 2**20` after one forward pass, its output and graph still alive.
+
+    Attributes:
+        head: `classification` or `pretraining`.
+        size: `base` or `large`.
+        batch_size: samples.
+        seq_len: tokens per sample.
+        allocated_mib: as it was printed, rounded down.
+    """
+
+    head: str
+    size: str
+    batch_size: int
+    seq_len: int
+    allocated_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The last of `RUNGS` that ran before the first out of memory.
+
+    Attributes:
+        head: `classification` or `pretraining`.
+        size: `base` or `large`.
+        seq_len: tokens per sample.
+        no_grad: whether the forward ran under `torch.no_grad`.
+        largest: the batch size.
+    """
+
+    head: str
+    size: str
+    seq_len: int
+    no_grad: bool
+    largest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notebook:
+    """All that it printed.
+
+    Attributes:
+        total_bytes: the card's memory, from its error messages.
+        usable_bytes: what PyTorch's allocator could get of it.
+        model_mib: `memory_allocated()` with nothing but the model there, by (head, size); rounded down.
+        figures: in the order in which they were printed.
+        ladders: likewise.
+    """
+
+    total_bytes: int
+    usable_bytes: int
+    model_mib: dict[tuple[str, str], int]
+    figures: tuple[Figure, ...]
+    ladders: tuple[Ladder, ...]
+
+
+@functools.cache
+def published_bert_2019() -> Notebook:
+    """The notebook's figures. Its source and its conditions are in bert_2019.toml."""
+    table = tomllib.loads(files(__package__).joinpath("bert_2019.toml").read_text())
+    return Notebook(
+        total_bytes=int(table["total_gib"] * GIB),
+        usable_bytes=int(table["usable_gib"] * GIB),
+        model_mib={(head, size): mib for name, mib in table["model_mb"].items() for _, size, head in [name.split("-")]},
+        figures=tuple(Figure(*row) for row in table["forward"]),
+        ladders=tuple(Ladder(*row) for row in table["ladder"]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PaperEstimate:
+    """What it assumes, and what it comes to.
+
+    Attributes:
+        source: its title.
+        instance: the machine.
+        batch_size: of all GPUs together.
+        batch_size_per_gpu: of one.
+        seq_len: tokens per sample.
+        precision: of all tensors.
+        tabular_features: numbers per sample beside the text.
+        verdict: `fits`, or not.
+        parameters: numbers by part of the model.
+        mb_per_gpu: 10**6 bytes on one GPU, by what they are for, and in all.
+    """
+
+    source: str
+    instance: str
+    batch_size: int
+    batch_size_per_gpu: int
+    seq_len: int
+    precision: str
+    tabular_features: int
+    verdict: str
+    parameters: dict[str, int]
+    mb_per_gpu: dict[str, int]
+
+
+@functools.cache
+def published_multimodal_bert() -> PaperEstimate:
+    """The estimate's figures. Its source and its conditions are in multimodal_bert.toml."""
+    return PaperEstimate(**tomllib.loads(files(__package__).joinpath("multimodal_bert.toml").read_text()))
+
+
+@dataclass(frozen=True, slots=True)
+class StageFigures:
+    """What `torch.cuda` counted when a stage was over, in MiB.
+
+    Attributes:
+        step: 0 or 1.
+        stage: `begin` (the model is on the GPU), `zero_grad`, `forward`, `loss`, `backward` or `optimizer`.
+        allocated: in live blocks then.
+        max_allocated: the most so far.
+        reserved: taken from the card then; "cached" in those days.
+        max_reserved: the most so far.
+    """
+
+    step: int
+    stage: str
+    allocated: int
+    max_allocated: int
+    reserved: int
+    max_reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seq2SeqThread:
+    """All that it printed.
+
+    Attributes:
+        source: its title.
+        batch_size: sentence pairs.
+        length: tokens of each sentence, on both sides.
+        stages: in the order in which they were printed.
+    """
+
+    source: str
+    batch_size: int
+    length: int
+    stages: tuple[StageFigures, ...]
+
+
+@functools.cache
+def published_seq2seq() -> Seq2SeqThread:
+    """The thread's figures. Its source and its conditions are in seq2seq.toml."""
+    table = tomllib.loads(files(__package__).joinpath("seq2seq.toml").read_text())
+    return Seq2SeqThread(
+        source=table["source"],
+        batch_size=table["batch_size"],
+        length=table["length"],
+        stages=tuple(StageFigures(step, *row) for step in (0, 1) for row in table[f"step_{step}"]),
+    )

@@ -1,0 +1,326 @@
+"""What recomputing activations costs: the arithmetic of a BERT's training step, counted by its matrix products.
+
+The Titan X table in words and figures.
+
+`reproduce titan-x`: what google-research/bert published for a 12 GB Titan X, and what that card trains today.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.devices import Device, device_for, find_gpu
+from batchfinder.models.catalog import find_model
+from batchfinder.recording.simulation import StepConfig, search_simulated
+from batchfinder.report.table import Columns, Table
+from batchfinder.reproductions.base import Context, RealStep, Reproduction, row
+from batchfinder.reproductions.published import published_titan_x
+from batchfinder.results import Shape
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.scaling import TraceSource
+from batchfinder.training.spec import WorkloadSpec
+from batchfinder.units import format_bytes
+
+
+def forward_flops(config: Mapping[str, Any], seq_len: int) -> tuple[int, int]:
+    """Floating-point operations of one sample's forward, a multiplication and an addition being two.
+
+    Per layer of width h and inner width i, with s tokens: four products of h x h and two of h x i for each token, and
+    two of s x h for each token in the attention. Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, appendix
+    (24 s h^2 + 4 s^2 h, where i = 4 h). The pooler and the classifier see one token.
+
+    Args:
+        config: of a BERT that classifies into two labels.
+        seq_len: tokens per sample.
+
+    Returns:
+        Those of the layers, which checkpointing repeats, and of what follows them.
+    """
+    hidden, inner, layers = (config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    layer = seq_len * (8 * hidden**2 + 4 * hidden * inner) + 4 * seq_len**2 * hidden
+    return layers * layer, 2 * hidden**2 + 2 * hidden * config.get("num_labels", 2)
+
+
+def checkpointing_cost(config: Mapping[str, Any], seq_len: int) -> float:
+    """A step's operations with each layer checkpointed, by those of one without: the layers' forward comes twice.
+
+    A backward takes twice its forward (same source), so this is a little under 4/3.
+
+    Args:
+        config: of a BERT that classifies into two labels.
+        seq_len: tokens per sample.
+    """
+    layers, rest = forward_flops(config, seq_len)
+    return 1 + layers / (3 * (layers + rest))
+
+
+Rows = Sequence[dict[str, Any]]
+
+_SETUPS = {
+    "fp32_eager": "fp32 eager",
+    "fp32_sdpa": "fp32 sdpa",
+    "bf16_mixed_sdpa": "bf16-mixed sdpa",
+    "bf16_mixed_sdpa_checkpointing": "bf16-mixed sdpa, checkpointing",
+}
+_CHANGES = {
+    "gradient_checkpointing": "gradient checkpointing",
+    "adamw_8bit": "8-bit AdamW",
+    "sgd": "SGD, no state",
+    "half_the_length": "half the length",
+}
+
+
+def sheets(rows: Rows, card: Device) -> tuple[Table, ...]:
+    """The largest batches, the plans, and what one change makes of the cells that did not fit.
+
+    Args:
+        rows: as `published_titan_x` makes them.
+        card: what was simulated.
+    """
+    usable = f"{format_bytes(card.usable_bytes)} usable"
+    target = rows[0]["target_batch_size"]
+    found = [
+        Table(f"Largest training batch of BERT on {card.name}, simulated", ("AdamW", usable), _largest(rows)),
+        Table(
+            f"Accumulation plan for an effective batch of {target} on {card.name}, simulated",
+            ("micro-batch x accumulation", usable),
+            _plans(rows),
+        ),
+    ]
+    unfit = [row for row in rows if "one_change" in row]
+    if unfit:
+        found.append(
+            Table(
+                f"Largest training batch on {card.name} after one change, simulated",
+                ("where nothing fitted in 2018; fp32 eager with AdamW but for the change", usable),
+                _one_change(unfit),
+            )
+        )
+    if "measured" in rows[0]:
+        found.append(Table("Largest training batch within the same memory, measured", (usable,), _measured(rows)))
+    return tuple(found)
+
+
+def _cells(rows: Rows) -> Columns:
+    return {"model": [row["model"] for row in rows], "seq len": [str(row["seq_len"]) for row in rows]}
+
+
+def _largest(rows: Rows) -> Columns:
+    table = _cells(rows)
+    table["published"] = [str(row["published"]) for row in rows]
+    for name, heading in _SETUPS.items():
+        table[heading] = [str(row["max_batch_sizes"][name]) for row in rows]
+    table["fp32 eager / published"] = ["-" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in rows]
+    return table
+
+
+def _plans(rows: Rows) -> Columns:
+    table = _cells(rows)
+    headings = {"published": "published", **_SETUPS}
+    for name in rows[0]["plans"]:
+        table[headings[name]] = [_plan(row["plans"][name]) for row in rows]
+    table["checkpointing's FLOPs"] = [f"x {row['checkpointing_flops_ratio']:.2f}" for row in rows]
+    return table
+
+
+def _plan(plan: dict[str, int] | None) -> str:
+    return "-" if plan is None else f"{plan['micro_batch_size']} x {plan['accumulation']}"
+
+
+def _one_change(rows: Rows) -> Columns:
+    table = _cells(rows)
+    table["published"] = [str(row["published"]) for row in rows]
+    table["no change"] = [str(row["ours"]) for row in rows]
+    for name, heading in _CHANGES.items():
+        table[heading] = [str(row["one_change"][name]) for row in rows]
+    return table
+
+
+def _measured(rows: Rows) -> Columns:
+    table = _cells(rows)
+    for name, heading in _SETUPS.items():
+        table[heading] = [str(row["measured"][name]) for row in rows]
+    return table
+
+
+def notes(rows: Rows, unmodelled: Iterable[str]) -> tuple[str, ...]:
+    """What the figures rest on.
+
+    Args:
+        rows: as `published_titan_x` makes them.
+        unmodelled: what they leave out.
+    """
+    cost = max(row["checkpointing_flops_ratio"] for row in rows)
+    found = [
+        "published: google-research/bert, README.md, for one Titan X of 12 GB: TensorFlow 1.11.0, the default scripts, "
+        "Adam in fp32; 0 where not even one sample fits. TensorFlow is not simulated: fp32 eager, which does the same "
+        "arithmetic, shows what the software of today makes of the card of then",
+        "where it went wrong: it announced gradient accumulation and checkpointing for larger effective batches, and "
+        "the code never came. The plans are made here: the largest micro-batch that divides the effective batch and "
+        "fits beside the gradients of the one before; those under published are made of the published sizes alone",
+        f"checkpointing costs up to {cost:.2f} times the FLOPs: the layers' forward is computed twice, and a backward "
+        "takes twice a forward (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473)",
+        "a Titan X has no bf16 units. PyTorch lets autocast begin there, since a bf16 tensor can be made, but cuBLAS "
+        "has refused bf16 matrix products on Pascal (https://github.com/pytorch/pytorch/issues/57773): the bf16 "
+        "columns say what the memory would hold. PyTorch has no fused attention in bf16 for that card either, which is "
+        "why fp32 sdpa can hold more",
+        "emulated: 8-bit AdamW takes what bitsandbytes' states take, 2 bytes per parameter and 2 fp32 scales per 256",
+    ]
+    if "measured" in rows[0]:
+        found.append("measured: by real steps on the GPU here, whose kernels may be others than a Titan X's")
+    return (*found, *(f"left out: {text}" for text in unmodelled))
+
+
+NAME = "titan-x"
+TARGET_BATCH_SIZE = 256
+CARD = device_for(find_gpu("titan x"))
+
+_ZOO = "batchfinder.models:build_workload"
+_EIGHT_BIT = "batchfinder.reproductions.models:build"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to train.
+
+    Attributes:
+        attention: `eager` or `sdpa`.
+        precision: as `StepConfig` has it.
+        gradient_checkpointing: whether activations are recomputed.
+        optimizer: as `StepConfig` has it.
+        builder: of the workload.
+    """
+
+    attention: str
+    precision: str
+    gradient_checkpointing: bool = False
+    optimizer: str = "adamw"
+    builder: str = _ZOO
+
+    def spec(self, model: str) -> WorkloadSpec:
+        """How to build a model of the zoo for it."""
+        options = {"attention": self.attention, "gradient_checkpointing": self.gradient_checkpointing}
+        return WorkloadSpec(self.builder, {"spec": model, **options})
+
+    def how(self, micro_batches: int = 1) -> StepConfig:
+        """How a step is taken."""
+        return StepConfig(precision=self.precision, optimizer=self.optimizer, micro_batches=micro_batches)
+
+
+LIKE_FOR_LIKE = "fp32_eager"
+"""The setup that computes what TensorFlow 1.11 did: fp32, and attention without a fused kernel."""
+
+SETUPS = {
+    LIKE_FOR_LIKE: Setup("eager", "fp32"),
+    "fp32_sdpa": Setup("sdpa", "fp32"),
+    "bf16_mixed_sdpa": Setup("sdpa", "bf16-mixed"),
+    "bf16_mixed_sdpa_checkpointing": Setup("sdpa", "bf16-mixed", gradient_checkpointing=True),
+}
+PLANNED = ("fp32_sdpa", "bf16_mixed_sdpa_checkpointing")
+"""The setups that an accumulation plan is made for: today's default, and the one with the most room."""
+CHANGES = {
+    "gradient_checkpointing": Setup("eager", "fp32", gradient_checkpointing=True),
+    "adamw_8bit": Setup("eager", "fp32", builder=_EIGHT_BIT),
+    "sgd": Setup("eager", "fp32", optimizer="sgd"),
+}
+"""Each one change to the setup that is like for like."""
+
+
+def needed_bytes() -> int:
+    """What a Titan X leaves to PyTorch's allocator."""
+    return CARD.usable_bytes
+
+
+def reproduce(bench: Context) -> Reproduction:
+    """Find all 12 cells in each setup, with plans, and what else would make the cells fit that did not."""
+    published = published_titan_x()
+    models = tuple(dict.fromkeys(model for model, _ in published))
+    bench.doing(f"recording {' and '.join(models)}")
+    seq_lens = tuple(dict.fromkeys(seq_len for _, seq_len in published))
+    found = {model: _Model(bench, model, seq_lens, CARD) for model in models}
+    rows = []
+    for (model, seq_len), size in published.items():
+        bench.doing(f"{model} at {seq_len}")
+        rows.append(found[model].row(seq_len, size))
+    unmodelled = dict.fromkeys(text for model in found.values() for text in model.unmodelled)
+    return Reproduction(NAME, tuple(rows), sheets(rows, CARD), notes(rows, unmodelled))
+
+
+class _Model:
+    """One model's recordings, all of which are under way from the start.
+
+    Args:
+        bench: makes them.
+        model: its name in the zoo.
+        seq_lens: of its cells.
+        card: what is simulated.
+
+    Attributes:
+        unmodelled: what the answers so far leave out, in words.
+    """
+
+    def __init__(self, bench: Context, model: str, seq_lens: tuple[int, ...], card: Device) -> None:
+        self._bench = bench
+        self._model = model
+        self.unmodelled: dict[str, None] = {}
+        self._card = card
+        self._memory = DeviceMemory(card.total_bytes, card.usable_bytes)
+        unfit = [seq_len for (name, seq_len), size in published_titan_x().items() if name == model and size == 0]
+        changed = sorted({length for seq_len in unfit for length in (seq_len // 2, seq_len)})
+
+        def record(setup: Setup, lengths: tuple[int, ...], micro_batches: int = 1) -> TraceSource:
+            return bench.recordings.source(
+                setup.spec(model), setup.how(micro_batches), card.compute_capability, lengths
+            )
+
+        # All lengths at once, as lengths between two recorded ones need no recording of their own.
+        lengths = {name: (*seq_lens, *changed) if name == LIKE_FOR_LIKE else seq_lens for name in SETUPS}
+        self._sources = {name: record(setup, lengths[name]) for name, setup in SETUPS.items()}
+        # With accumulation the gradients of one micro-batch are there while the next one runs.
+        self._accumulating = {name: record(SETUPS[name], seq_lens, micro_batches=2) for name in PLANNED}
+        self._changed = {name: record(setup, tuple(changed)) for name, setup in CHANGES.items() if changed}
+
+    def row(self, seq_len: int, published: int) -> dict[str, Any]:
+        """One cell."""
+        largest = {name: self._largest(source, seq_len) for name, source in self._sources.items()}
+        more: dict[str, Any] = {
+            "model": self._model,
+            "seq_len": seq_len,
+            "max_batch_sizes": largest,
+            "target_batch_size": TARGET_BATCH_SIZE,
+            "plans": {
+                "published": _titan_x_plan(published),
+                **{name: _titan_x_plan(self._largest(source, seq_len)) for name, source in self._accumulating.items()},
+            },
+            "checkpointing_flops_ratio": round(checkpointing_cost(find_model(self._model).config, seq_len), 4),
+        }
+        if published == 0:
+            more["one_change"] = {
+                **{name: self._largest(source, seq_len) for name, source in self._changed.items()},
+                "half_the_length": self._largest(self._sources[LIKE_FOR_LIKE], seq_len // 2),
+            }
+        if self._bench.device is not None:
+            more["measured"] = {name: self._measured(name, seq_len, largest[name]) for name in SETUPS}
+        return row(f"{self._model} {seq_len}", published, largest[LIKE_FOR_LIKE], **more)
+
+    def _largest(self, source: TraceSource, seq_len: int) -> int:
+        outcome = search_simulated(SimulatedProbe(source, self._memory), Shape(seq_len))
+        self.unmodelled |= dict.fromkeys(outcome.unmodelled)
+        return outcome.max_batch_size
+
+    def _measured(self, name: str, seq_len: int, predicted: int) -> int:
+        assert self._bench.device is not None
+        self._bench.doing(f"training {self._model} at {seq_len}, {name}")
+        setup, limit = SETUPS[name], self._card.usable_bytes
+        return RealStep(self._bench.device, setup.spec(self._model), setup.how(), limit, seq_len).largest(predicted)
+
+
+def _titan_x_plan(max_batch_size: int) -> dict[str, int] | None:
+    if not max_batch_size:
+        return None
+    plan: AccumulationPlan = plan_accumulation(TARGET_BATCH_SIZE, max_batch_size)
+    return {"micro_batch_size": plan.micro_batch_size, "accumulation": plan.accumulation}

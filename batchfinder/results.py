@@ -1,0 +1,141 @@
+"""The frozen records everyone shares: what was asked, what one probe saw, what a search found."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from batchfinder.errors import OutOfMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One sample, without the batch dimension.
+
+    Attributes:
+        seq_len: tokens per sample (for images, the side in pixels); None for data of one fixed shape.
+    """
+
+    seq_len: int | None = None
+
+    def __str__(self) -> str:
+        return "one sample" if self.seq_len is None else f"seq_len {self.seq_len}"
+
+
+class Verdict(enum.Enum):
+    """What became of one probed size. The value is the text a person reads.
+
+    A bug in the user's code is no verdict: it propagates unchanged.
+    """
+
+    FITS = "fits"
+    OUT_OF_MEMORY = "the device ran out of memory"
+    SIZE_CEILING = "a kernel cannot index a tensor this large"
+    THRASHING = "it runs only by releasing and re-taking memory all the time"
+    HOST_OUT_OF_MEMORY = "the host ran out of memory"
+    HEADROOM = "it fits, but leaves less than the headroom free"
+
+    @property
+    def fits(self) -> bool:
+        """Whether a size with this verdict may be reported."""
+        return self is Verdict.FITS
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another try may end otherwise: fragments of what ran before, or a neighbour, may be to blame."""
+        return self in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one probe of one size saw.
+
+    Attributes:
+        verdict: fits, or how it failed.
+        peak_allocated_bytes: most bytes held by live blocks (`torch.cuda.max_memory_allocated`); None if unknown.
+        peak_reserved_bytes: most bytes taken from the device (`torch.cuda.max_memory_reserved`); None if unknown.
+        seconds: time the probe took.
+        message: the device's own words for a failure; empty when it fits.
+        needed_bytes: what a size that failed would have taken, where that is known.
+        resting_bytes: held as a later step begins: weights, optimizer state, live gradients; None if unknown.
+        forward_bytes: the most the first forward, loss included, took beyond what was held before; None if unknown.
+    """
+
+    verdict: Verdict
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    seconds: float = 0.0
+    message: str = ""
+    needed_bytes: int | None = None
+    resting_bytes: int | None = None
+    forward_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the size ran."""
+        return self.verdict.fits
+
+    def raise_for_verdict(self, batch_size: int | None = None) -> None:
+        """Raise `OutOfMemory` unless the size ran, for those who prefer exceptions.
+
+        Args:
+            batch_size: the size that was probed, for the message.
+
+        Raises:
+            OutOfMemory: the verdict is not `FITS`.
+        """
+        if not self.fits:
+            raise OutOfMemory(batch_size, self.message or self.verdict.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One probed size and what came of it.
+
+    Attributes:
+        batch_size: samples in the micro-batch.
+        shape: the sample's shape.
+        measurement: what the probe saw.
+    """
+
+    batch_size: int
+    shape: Shape
+    measurement: Measurement
+
+    @property
+    def fits(self) -> bool:
+        """Whether the size ran."""
+        return self.measurement.fits
+
+
+class Stop(enum.Enum):
+    """Why a search ended."""
+
+    EXACT = "the next size up was probed and failed"
+    CAP = "the cap was reached"
+    TOLERANCE = "the next failing size is within the tolerance"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        shape: the sample's shape it was found for.
+        max_batch_size: the largest size that was probed and ran; 0 when not even one sample fits.
+        stop: why the search ended.
+        measurement: the probe of `max_batch_size`; of the smallest size that failed when that is 0.
+        trials: every probe, in order; empty when the answer came from the cache.
+        source: `simulated`, `measured` or `cache`.
+        unmodelled: what a simulated figure leaves out, in words.
+        free_bytes: what was free on a real device when the search began; None where that was not asked.
+    """
+
+    shape: Shape
+    max_batch_size: int
+    stop: Stop
+    measurement: Measurement | None
+    trials: tuple[Trial, ...] = ()
+    source: str = "measured"
+    unmodelled: tuple[str, ...] = ()
+    free_bytes: int | None = None

@@ -1,0 +1,192 @@
+"""Which sizes a search may try: from a floor to a cap, in steps, under a byte limit.
+
+What a search knows for certain: the largest size seen to run, the smallest seen to fail above it.
+
+What every search is: settings that never change, a state that is passed along, four steps and a judgement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from batchfinder.errors import InvalidValue
+from batchfinder.results import Shape, Stop, Trial
+
+DEFAULT_MAX_BATCH_SIZE = 1 << 20
+"""The cap where none was asked for, so that a memory curve without end still ends the search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The sizes that may be tried, in samples whatever the step. Wrappers narrow them on the way in.
+
+    Attributes:
+        min_batch_size: no smaller size is tried; when it does not run, the answer is 0.
+        max_batch_size: no larger size is tried; None for `DEFAULT_MAX_BATCH_SIZE`.
+        multiple_of: every size tried is a multiple of this.
+        limit_bytes: a peak above this is as good as a failure; None when no wrapper has said.
+
+    Raises:
+        InvalidValue: no size is left to try.
+    """
+
+    min_batch_size: int = 1
+    max_batch_size: int | None = None
+    multiple_of: int = 1
+    limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < self.first:
+            step = "" if self.multiple_of == 1 else f" and a multiple of {self.multiple_of}"
+            raise InvalidValue(
+                "max_batch_size",
+                self._cap,
+                f"at least {self.first}, the smallest size that is at least {self.min_batch_size}{step}",
+            )
+
+    @property
+    def _cap(self) -> int:
+        return DEFAULT_MAX_BATCH_SIZE if self.max_batch_size is None else self.max_batch_size
+
+    @property
+    def first(self) -> int:
+        """The smallest size that may be tried."""
+        return -(-self.min_batch_size // self.multiple_of) * self.multiple_of
+
+    @property
+    def last(self) -> int:
+        """The largest size that may be tried."""
+        return self._cap // self.multiple_of * self.multiple_of
+
+    def floor(self, size: int) -> int:
+        """The largest size that may be tried and is at most `size`; 0 when there is none."""
+        below = min(size, self.last) // self.multiple_of * self.multiple_of
+        return below if below >= self.first else 0
+
+    def after(self, size: int) -> int:
+        """The next size up from `size`; beyond `last` where `size` is the last."""
+        return max(self.first, (size // self.multiple_of + 1) * self.multiple_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Bracket:
+    """The open interval still in question.
+
+    Every size probed lies at or outside its ends. So a search that only proposes sizes inside never probes one twice,
+    and answers with a size that ran, whatever the memory curve looks like.
+
+    Attributes:
+        bounds: the sizes that may be tried.
+        low: the largest size that was probed and ran; 0 before any did.
+        high: the smallest size that was probed and failed; None before any did.
+    """
+
+    bounds: Bounds
+    low: int = 0
+    high: int | None = None
+
+    def update(self, trial: Trial) -> Bracket:
+        """Narrow by a trial of a size inside."""
+        return replace(self, low=trial.batch_size) if trial.fits else replace(self, high=trial.batch_size)
+
+    def inside(self, size: int) -> int:
+        """The size that may be tried, is strictly inside, and is next to `size` (below it where there is one)."""
+        highest = self.bounds.last if self.high is None else self.bounds.floor(self.high - 1)
+        return min(max(self.bounds.floor(size), self.bounds.after(self.low)), highest)
+
+    def step(self) -> int:
+        """The size to try when nothing is known but the bracket: twice the low end, or the middle."""
+        if self.high is None:
+            return self.inside(2 * self.low)
+        return self.inside((self.low + self.high) // 2)
+
+    def stop(self, tolerance: float) -> Stop | None:
+        """Why the search may end here; None when it may not.
+
+        Args:
+            tolerance: largest share of the failing size that may lie between the two ends.
+        """
+        if self.low == self.bounds.last:
+            return Stop.CAP
+        if self.high is None:
+            return None
+        if self.high == self.bounds.after(self.low):
+            return Stop.EXACT
+        if self.high - self.low <= tolerance * self.high:
+            return Stop.TOLERANCE
+        return None
+
+    def result(self, tolerance: float) -> tuple[int, Stop]:
+        """The answer and why it stands.
+
+        Raises:
+            RuntimeError: the search has not ended.
+        """
+        stop = self.stop(tolerance)
+        if stop is None:
+            raise RuntimeError(f"asked for a result while sizes above {self.low} are still in question")
+        return self.low, stop
+
+
+S = TypeVar("S")
+
+
+class Search(Protocol[S]):
+    """Decides which size to try next; never measures.
+
+    An implementation is a frozen record of settings, so one search can serve many shapes. `S` is its state, frozen as
+    well. For any memory curve, monotone or not, an implementation keeps to this:
+
+    - the answer is 0 or a size that was itself probed and ran;
+    - no size is probed twice;
+    - it ends with the next size up probed and failed, or at the cap, or (where a tolerance was asked for) with a
+      failing size within the tolerance of the answer.
+    """
+
+    def init(self, shape: Shape, bounds: Bounds) -> S:
+        """The state before the first probe.
+
+        Args:
+            shape: the sample's shape.
+            bounds: the sizes that may be tried; a wrapper narrows them before it passes them on.
+
+        Raises:
+            InvalidValue: the bounds leave nothing to try.
+        """
+        ...
+
+    def propose(self, state: S) -> int | None:
+        """The size to probe next; None when the search has ended."""
+        ...
+
+    def update(self, state: S, trial: Trial) -> S:
+        """The state after a trial of the size that was proposed, as `judge` returned it."""
+        ...
+
+    def result(self, state: S) -> tuple[int, Stop]:
+        """The answer, 0 when nothing runs, and why the search ended. Only once `propose` has returned None."""
+        ...
+
+    def judge(self, trial: Trial) -> Trial:
+        """The trial as this search counts it. What a probe says is taken as it is unless a wrapper is stricter."""
+        return trial
+
+    def doubts(self, state: S, trial: Trial) -> bool:
+        """Whether a size that failed on a real device is to be tried once more before that is believed.
+
+        Args:
+            state: before the trial.
+            trial: as `judge` returned it.
+        """
+        return trial.measurement.verdict.may_pass
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Refuse a tolerance outside [0, 1), under which 0 could be answered without a probe of the first size.
+
+    Raises:
+        InvalidValue: it is outside.
+    """
+    if not 0 <= tolerance < 1:
+        raise InvalidValue("tolerance", tolerance, "a share from 0 (exact) to below 1, such as 0.01")

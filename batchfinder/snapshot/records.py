@@ -1,0 +1,247 @@
+"""What containers and objects hold, written down and put back in place.
+
+Each record reads and writes with the methods of the built-in base class: no code of the user's runs, except hashing
+where a dictionary or set has to be refilled. Where nothing changed, nothing is written, so a container that somebody is
+iterating over may be restored.
+"""
+
+from __future__ import annotations
+
+import array
+import random
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from batchfinder.snapshot.tensors import TensorRecord
+
+# Says what stands for an object in a record: its TensorRecord for a tensor, else itself.
+Refer = Callable[[Any], Any]
+
+
+class Record(Protocol):
+    """What one object held."""
+
+    nbytes: int
+
+    def restore(self) -> None:
+        """Put it back into that object."""
+        ...
+
+
+class MappingRecord:
+    """The items of a dictionary, in their order."""
+
+    nbytes = 0
+
+    def __init__(self, mapping: dict[Any, Any], refer: Refer) -> None:
+        self._mapping = mapping
+        # An OrderedDict keeps an order of its own, which the methods of dict neither see nor update.
+        self._base: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
+        self._items = [(refer(key), refer(value)) for key, value in self._base.items(mapping)]
+
+    def restore(self) -> None:
+        mapping, base = self._mapping, self._base
+        then = [(_resolve(key), _resolve(value)) for key, value in self._items]
+        now = list(base.items(mapping))
+        if _same([key for key, _ in now], [key for key, _ in then]):
+            changed = [new for old, new in zip(now, then, strict=True) if old[1] is not new[1]]
+        else:
+            base.clear(mapping)
+            changed = then
+        for key, value in changed:
+            base.__setitem__(mapping, key, value)
+
+
+class ListRecord:
+    """The items of a list."""
+
+    nbytes = 0
+
+    def __init__(self, items: list[Any], refer: Refer) -> None:
+        self._list = items
+        self._items = [refer(item) for item in list.__iter__(items)]
+
+    def restore(self) -> None:
+        then = _resolve_all(self._items)
+        if not _same(list(list.__iter__(self._list)), then):
+            list.__setitem__(self._list, slice(None), then)
+
+
+class SetRecord:
+    """The elements of a set."""
+
+    nbytes = 0
+
+    def __init__(self, elements: set[Any], refer: Refer) -> None:
+        self._set = elements
+        self._elements = [refer(element) for element in set.__iter__(elements)]
+
+    def restore(self) -> None:
+        then = _resolve_all(self._elements)
+        if {id(element) for element in set.__iter__(self._set)} != {id(element) for element in then}:
+            set.clear(self._set)
+            set.update(self._set, then)
+
+
+class DequeRecord:
+    """The items of a deque."""
+
+    nbytes = 0
+
+    def __init__(self, items: deque[Any], refer: Refer) -> None:
+        self._deque = items
+        self._items = [refer(item) for item in deque.__iter__(items)]
+
+    def restore(self) -> None:
+        then = _resolve_all(self._items)
+        if not _same(list(deque.__iter__(self._deque)), then):
+            deque.clear(self._deque)
+            deque.extend(self._deque, then)
+
+
+class BytesRecord:
+    """The bytes of a bytearray or an `array.array`."""
+
+    def __init__(self, buffer: bytearray | array.array[Any], refer: Refer) -> None:
+        self._buffer = buffer
+        self._copy = buffer[:]
+        self.nbytes = len(memoryview(buffer).cast("B"))
+
+    def restore(self) -> None:
+        buffer: Any = self._buffer
+        if bytes(memoryview(buffer)) != bytes(memoryview(self._copy)):
+            buffer[:] = self._copy
+
+
+class ArrayRecord:
+    """The elements of a NumPy array."""
+
+    def __init__(self, elements: Any, refer: Refer) -> None:
+        self._array = elements
+        self._copy = elements.copy() if elements.flags.writeable else None
+        self.nbytes = 0 if self._copy is None else self._copy.nbytes
+        self._objects = [refer(element) for element in elements.flat] if elements.dtype.hasobject else []
+
+    def restore(self) -> None:
+        if self._copy is None:
+            return
+        if self._array.shape != self._copy.shape:
+            self._array.resize(self._copy.shape, refcheck=False)
+        self._array[...] = self._copy
+
+
+class RandomRecord:
+    """Where a generator of random numbers stands."""
+
+    nbytes = 0
+
+    def __init__(self, generator: Any, refer: Refer) -> None:
+        self._get, self._set = _random_accessors(generator)
+        self._state = self._get()
+
+    def restore(self) -> None:
+        self._set(self._state)
+
+
+class CellRecord:
+    """The variable of a closure."""
+
+    nbytes = 0
+
+    def __init__(self, cell: types.CellType, refer: Refer) -> None:
+        self._cell = cell
+        self._contents = refer(cell.cell_contents)
+
+    def restore(self) -> None:
+        self._cell.cell_contents = _resolve(self._contents)
+
+
+class ObjectRecord:
+    """The class, the attributes and the slots of an object."""
+
+    nbytes = 0
+
+    def __init__(self, owner: Any, refer: Refer) -> None:
+        self._object = owner
+        self._class = type(owner)
+        self._attributes = attributes_of(owner)
+        self._attributes_record = None if self._attributes is None else MappingRecord(self._attributes, refer)
+        self._slots = [(slot, _read(slot, owner)) for slot in _slots_of(type(owner))]
+        self._slots = [(slot, value if value is _UNSET else refer(value)) for slot, value in self._slots]
+
+    def restore(self) -> None:
+        owner = self._object
+        if type(owner) is not self._class:  # as lazy modules change theirs in the first forward
+            object.__setattr__(owner, "__class__", self._class)
+        if self._attributes_record is not None:
+            if attributes_of(owner) is not self._attributes:
+                object.__setattr__(owner, "__dict__", self._attributes)
+            self._attributes_record.restore()
+        for slot, then in self._slots:
+            now, value = _read(slot, owner), _resolve(then)
+            if now is not value and value is _UNSET:
+                slot.__delete__(owner)
+            elif now is not value:
+                slot.__set__(owner, value)
+
+
+_UNSET = object()
+
+
+def attributes_of(owner: Any) -> dict[str, Any] | None:
+    """The instance dictionary of an object, past any property of that name."""
+    try:
+        attributes = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if isinstance(attributes, dict) else None
+
+
+def _slots_of(cls: type) -> list[Any]:
+    """The descriptors of the slots that a class and its bases declare."""
+    declaring = (vars(base) for base in cls.__mro__ if "__slots__" in vars(base))
+    return [member for names in declaring for member in names.values() if type(member) is types.MemberDescriptorType]
+
+
+def _read(slot: Any, owner: Any) -> Any:
+    """What a slot holds, `_UNSET` for nothing."""
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return _UNSET
+
+
+def _random_accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How to read and write the state of a generator of random numbers."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    numpy = sys.modules["numpy"]
+    if isinstance(generator, numpy.random.RandomState):
+        return lambda: generator.get_state(legacy=False), generator.set_state
+    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
+def _resolve(item: Any) -> Any:
+    """The object that a record's item stands for."""
+    return item.held if type(item) is TensorRecord else item
+
+
+def _resolve_all(items: Iterable[Any]) -> list[Any]:
+    return [_resolve(item) for item in items]
+
+
+def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects in the same order."""
+    return len(these) == len(those) and all(map(_is, these, those))
+
+
+def _is(this: Any, that: Any) -> bool:
+    return this is that

@@ -1,0 +1,323 @@
+"""Everything that can be reached from some objects, written down once each and put back in place.
+
+The state of training in this process, captured, and put back bit for bit as often as needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from batchfinder.snapshot.kinds import SHARED_TYPES, Kind, has_state_of_its_own, kind_of
+from batchfinder.snapshot.process_state import ProcessState, shared_hooks
+from batchfinder.snapshot.records import (
+    ArrayRecord,
+    BytesRecord,
+    CellRecord,
+    DequeRecord,
+    ListRecord,
+    MappingRecord,
+    ObjectRecord,
+    RandomRecord,
+    Record,
+    SetRecord,
+    attributes_of,
+)
+from batchfinder.snapshot.tensors import PLAIN, StorageRecord, TensorRecord
+
+_RECORDS: dict[Kind, type[Any]] = {
+    Kind.MAPPING: MappingRecord,
+    Kind.LIST: ListRecord,
+    Kind.SET: SetRecord,
+    Kind.DEQUE: DequeRecord,
+    Kind.BYTES: BytesRecord,
+    Kind.ARRAY: ArrayRecord,
+    Kind.RANDOM: RandomRecord,
+    Kind.CELL: CellRecord,
+    Kind.OBJECT: ObjectRecord,
+}
+_FOLLOWED_FROM_A_DATASET = (Kind.OBJECT, Kind.UNGUARDED, Kind.DATASET, Kind.RANDOM)
+_LIBRARIES = ("torch.", "numpy.", "functools", "contextlib")
+
+
+class Walk:
+    """One walk over the graph of objects; what it remembers ends with it, what it wrote down stays in its lists.
+
+    Args:
+        roots: where to start. They are captured by value whatever their class.
+        left_alone: objects to leave as they are, and classes whose objects to leave.
+
+    Attributes:
+        records: what containers and objects held; objects first, so that an element's hash is itself again before a
+            set is refilled.
+        tensors: the tensors.
+        storages: the storages.
+        left_out: classes of objects met that may change and cannot be wound back.
+        reached: identities of the objects whose attributes were written down, and which the records keep alive.
+    """
+
+    def __init__(self, roots: Iterable[Any], left_alone: Iterable[Any]) -> None:
+        self.tensors: list[TensorRecord] = []
+        self.left_out: set[str] = set()
+        self.reached: set[int] = set()
+        self._objects: list[Record] = []
+        self._containers: list[Record] = []
+        self._storages: dict[int, StorageRecord] = {}
+        self._tensors: dict[int, TensorRecord] = {}
+        self._kinds: dict[type, Kind] = {}
+        left_alone = list(left_alone)
+        self._classes = tuple(item for item in left_alone if isinstance(item, type))
+        # What has been met, held so that no id is given to another object before the walk is over.
+        self._met: dict[int, Any] = {id(item): item for item in left_alone}
+        self._pending: list[tuple[Kind, Any]] = []
+        for root in roots:
+            self._start(root)
+        while self._pending:
+            self._record(*self._pending.pop())
+
+    @property
+    def records(self) -> list[Record]:
+        return [*self._objects, *self._containers]
+
+    @property
+    def storages(self) -> list[StorageRecord]:
+        return list(self._storages.values())
+
+    def refer(self, item: Any) -> Any:
+        """What stands for an object in a record; it is written down as well, if it was not met before."""
+        kind = self._kinds.get(type(item)) or self._learn(type(item))
+        if kind is Kind.ATOM:
+            return item
+        if kind is Kind.TENSOR:
+            return self._tensor(item)
+        if id(item) not in self._met:
+            self._met[id(item)] = item
+            self._pending.append((kind, item))
+        return item
+
+    def _learn(self, cls: type) -> Kind:
+        kind = Kind.ATOM if issubclass(cls, self._classes) else kind_of(cls)
+        self._kinds[cls] = kind
+        return kind
+
+    def _start(self, root: Any) -> None:
+        kind = self._kinds.get(type(root)) or self._learn(type(root))
+        if kind in (Kind.UNGUARDED, Kind.LEFT_OUT) and id(root) not in self._met:
+            self._met[id(root)] = root
+            self._pending.append((Kind.OBJECT, root))
+        else:
+            self.refer(root)
+
+    def _record(self, kind: Kind, item: Any) -> None:
+        """Write down one object that was not met before."""
+        if kind is Kind.UNGUARDED:
+            guarded = any(issubclass(type(value), SHARED_TYPES) for value in (attributes_of(item) or {}).values())
+            kind = Kind.LEFT_OUT if guarded else Kind.OBJECT
+        if kind is Kind.LEFT_OUT:
+            self.left_out.add(f"{type(item).__module__}.{type(item).__qualname__}")
+        elif kind is Kind.DATASET:
+            self._objects.append(ObjectRecord(item, self._refer_unless_bulk))
+        elif kind in _RECORDS:
+            self._append(kind, item)
+        else:
+            for part in _parts(kind, item):
+                self.refer(part)
+        if kind is Kind.OBJECT and issubclass(type(item), torch.jit.ScriptModule):
+            self.left_out.add("torch.jit.ScriptModule")
+            for tensor in (*item.parameters(), *item.buffers()):
+                self.refer(tensor)
+
+    def _append(self, kind: Kind, item: Any) -> None:
+        if kind is Kind.CELL and not _is_filled(item):
+            return
+        record = _RECORDS[kind](item, self.refer)
+        if kind is Kind.OBJECT:
+            self._objects.append(record)
+            self.reached.add(id(item))
+            return
+        self._containers.append(record)
+        if kind is not Kind.CELL and has_state_of_its_own(type(item)):
+            self._objects.append(ObjectRecord(item, self.refer))
+
+    def _tensor(self, tensor: torch.Tensor) -> TensorRecord:
+        record = self._tensors.get(id(tensor))
+        if record is None:
+            self._met[id(tensor)] = tensor
+            # Known before its attributes are followed: a tensor may be its own attribute.
+            record = self._tensors[id(tensor)] = TensorRecord.__new__(TensorRecord)
+            record.__init__(tensor, self.refer, self._storage)  # type: ignore[misc]
+            self.tensors.append(record)
+            if type(tensor) not in PLAIN:
+                self._objects.append(ObjectRecord(tensor, self.refer))
+        return record
+
+    def _storage(self, storage: torch.UntypedStorage) -> StorageRecord:
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = StorageRecord(storage)
+        return self._storages[key]
+
+    def _refer_unless_bulk(self, item: Any) -> Any:
+        kind = self._kinds.get(type(item)) or self._learn(type(item))
+        return self.refer(item) if kind in _FOLLOWED_FROM_A_DATASET else item
+
+
+def _parts(kind: Kind, item: Any) -> Iterable[Any]:
+    """What an object that is not captured itself holds."""
+    if kind is Kind.TUPLE:
+        base: Any = tuple if isinstance(item, tuple) else frozenset
+        return list(base.__iter__(item))
+    if kind is Kind.PARTIAL:
+        return (item.func, item.args, item.keywords)
+    if kind is Kind.METHOD:
+        return (item.__func__, item.__self__)
+    library = (item.__module__ or "").startswith(_LIBRARIES)
+    return () if library else item.__closure__ or ()
+
+
+def _is_filled(cell: Any) -> bool:
+    """Whether the variable of a closure has a value."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+class TrainingState:
+    """All that real training steps change, as it was when captured.
+
+    What is named, and whatever can be reached from it through attributes, slots, containers, closures, bound methods
+    and partials, is put back *in place*: the same objects hold the same things again, down to the bits of a storage.
+
+    - By value: modules, optimizers, schedulers, scalers, loaders and samplers, and every other object whose class is
+      written in Python (attributes, slots and class); dict, list, set, deque, bytearray, array and their subclasses;
+      NumPy arrays; generators of random numbers (Python's, NumPy's, torch's); the variables of closures; tensors, with
+      shape, type, storage, flags, gradient, hooks and version.
+    - Through, without being captured: tuples, frozensets, partials, bound methods, functions (to their closures).
+    - A `torch.utils.data.Dataset` is data: its own attributes come back, and the generators and objects among them;
+      what its containers, arrays and tensors hold is left alone.
+    - By reference: numbers, strings and other constants, enums, classes, modules of code, weak references, locks;
+      objects of classes of the standard library, of NumPy and of torch's internals.
+    - By reference, and named in `left_out` when met: iterators (a loader's among them), files, weak collections,
+      handlers of loggers, processes, threads, sockets, and any object of a class of no family above that was not named
+      itself and holds a lock, a thread, a process or a socket in an attribute: others use it at the same time.
+
+    The process's own state comes back too (see `snapshot_process.py`).
+
+    Not restored: class attributes and module-level variables; defaults and attributes of functions; files, and all that
+    left the process; state kept in C++ without a handle in Python (DDP's reducer, a ScriptModule's attributes, hooks on
+    `AccumulateGrad`, cuDNN's choices, the caching allocator's segments); the order in which a set that changed is
+    iterated; the graph of a tensor that had one and was written to, or of a view that a step gave one; the type of a
+    NumPy array that changed it in place.
+
+    Copies are on the host; the device holds nothing for them. A plain tensor and its storage are held weakly: if a step
+    frees it, it is free, and a new one takes its place. Views, tensors with a graph or hooks, and tensors in tuples are
+    held. Objects are expected to be used by this thread alone between the capture and the last restoration.
+
+    Attributes:
+        nbytes: host memory that the copies of tensors, arrays and bytes take; small Python objects are not counted.
+        left_out: names of classes whose objects were met, may change, and are not put back.
+    """
+
+    def __init__(self, roots: Iterable[Any], left_alone: Iterable[Any] = ()) -> None:
+        self._process = ProcessState()
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            _synchronize_all()
+            walk = Walk([*roots, *shared_hooks()], [*left_alone, TrainingState])
+        self._records, self._tensors, self._storages = walk.records, walk.tensors, walk.storages
+        self.nbytes = (
+            sum(record.nbytes for record in self._records)
+            + sum(tensor.nbytes for tensor in self._tensors)
+            + sum(storage.nbytes for storage in self._storages)
+        )
+        self.left_out = tuple(sorted(walk.left_out))
+        self._reached = walk.reached
+
+    @classmethod
+    def capture(cls, *roots: Any, left_alone: Iterable[Any] = ()) -> TrainingState:
+        """Write down the state of everything that can be reached.
+
+        Args:
+            roots: modules, optimizers, schedulers, scalers and whatever else holds state. They are captured by value
+                whatever their class.
+            left_alone: objects to leave as they are, and classes whose objects to leave; nothing is reached through
+                them.
+        """
+        return cls(roots, left_alone)
+
+    def reaches(self, item: object) -> bool:
+        """Whether a module, an optimizer or another object of a class written in Python is put back by this.
+
+        Args:
+            item: what a step uses.
+        """
+        return id(item) in self._reached
+
+    def restore(self) -> None:
+        """Put everything back. May be called any number of times.
+
+        After a failure, call it outside the `except` block: the failed step's tensors live as long as its traceback.
+        What the step made is let go of before anything is allocated, and the device is waited for before it is written.
+        """
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            _synchronize_all()
+            try:
+                for tensor in self._tensors:
+                    tensor.hold()
+                for tensor in self._tensors:
+                    tensor.clear()
+                for record in self._records:
+                    record.restore()
+                for tensor in self._tensors:
+                    tensor.restore_data()
+                for storage in self._storages:
+                    storage.restore()
+                for tensor in self._tensors:
+                    tensor.restore_flags()
+            finally:
+                for tensor in self._tensors:
+                    tensor.let_go()
+            _synchronize_all()
+        self._process.restore()
+
+
+@contextmanager
+def preserved(*roots: Any, left_alone: Iterable[Any] = ()) -> Iterator[TrainingState]:
+    """Leave no trace of what runs inside, however it ends.
+
+    Args:
+        roots: as for `TrainingState.capture`.
+        left_alone: as for `TrainingState.capture`.
+
+    Yields:
+        The state, for restoring it in between as well. Catch a failure inside, and it can be restored at a time when
+        the failed step's tensors are gone.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> before = model.weight.item()
+        >>> with preserved(model):
+        ...     _ = torch.nn.init.zeros_(model.weight)
+        >>> model.weight.item() == before
+        True
+    """
+    state = TrainingState.capture(*roots, left_alone=left_alone)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def _synchronize_all() -> None:
+    """Wait for every device in use: a kernel still running may read what is copied, or write what is restored."""
+    for name in ("cuda", "xpu"):
+        device = getattr(torch, name)
+        if device.is_initialized():
+            for index in range(device.device_count()):
+                device.synchronize(index)
+    if torch.backends.mps.is_available():
+        torch.mps.synchronize()

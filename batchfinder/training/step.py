@@ -1,0 +1,232 @@
+"""The four precisions a step can run in: `fp32`, and three by Lightning's names for them.
+
+The optimizers that can be asked for by name.
+
+One training step in its stages, on whatever device it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from batchfinder.training.workload import Workload
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How numbers are held and computed.
+
+    Attributes:
+        name: as options and reports call it.
+        autocast: the type that autocast casts to; None without autocast.
+        weights: the type of weights, and of floating-point inputs; None leaves them.
+        scaled: whether a GradScaler is used.
+    """
+
+    name: str
+    autocast: torch.dtype | None = None
+    weights: torch.dtype | None = None
+    scaled: bool = False
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """What the forward and the loss run in."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+
+    def input_type(self, tensor: torch.Tensor) -> torch.dtype:
+        """The type an input tensor should have on the device."""
+        return self.weights if self.weights is not None and tensor.is_floating_point() else tensor.dtype
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """A new GradScaler where the precision uses one, at a scale that does not overflow.
+
+        At the usual 65536 the first steps often do, and are skipped: Adam's state would be missing at the peak. The
+        scale itself changes nothing about the memory.
+        """
+        return torch.amp.GradScaler(device.type, init_scale=1.0) if self.scaled else None
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32"),
+        Precision("bf16-mixed", autocast=torch.bfloat16),
+        Precision("16-mixed", autocast=torch.float16, scaled=True),
+        Precision("bf16-true", weights=torch.bfloat16),
+    )
+}
+
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-5),
+    "adamw-fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
+    "adam": partial(torch.optim.Adam, lr=1e-5),
+    "sgd": partial(torch.optim.SGD, lr=1e-5),
+    "sgd-momentum": partial(torch.optim.SGD, lr=1e-5, momentum=0.9),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-5),
+}
+
+
+OnStage = Callable[[int, str, int], None]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step is taken.
+
+    Attributes:
+        mode: `train` (all stages), `forward` (one forward in eval mode, its graph kept) or `inference` (without one).
+        precision: a name in `PRECISIONS`.
+        optimizer: a name in `OPTIMIZERS`; not used where the workload brings its own.
+        micro_batches: forwards and backwards per optimizer step.
+        steps: optimizer steps. Two at least show the peak: Adam's state appears in the first.
+    """
+
+    mode: str = "train"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    steps: int = 2
+
+
+class Step:
+    """Takes the steps of one workload whose model is on the device already.
+
+    Args:
+        workload: what is trained.
+        settings: how.
+        device: where; batches are moved there.
+        move: moves one tensor of a batch, given the type it should have there; `tensor.to` by default.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: StepSettings,
+        device: torch.device,
+        move: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
+        self.workload = workload
+        self.settings = settings
+        self.device = device
+        self.precision = PRECISIONS[settings.precision]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._move = move or (lambda tensor, dtype: tensor.to(device, dtype))
+
+    def batch(self, batch_size: int, seq_len: int | None) -> Any:
+        """One micro-batch on the device."""
+        batch = self.workload.make_batch(batch_size, seq_len)
+
+        def move(leaf: Any) -> Any:
+            return self._move(leaf, self.precision.input_type(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+
+        return pytree.tree_map(move, batch)
+
+    def run(
+        self,
+        batch_size: int,
+        seq_len: int | None,
+        on_stage: OnStage = lambda step, stage, micro_batch: None,
+        more: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Take the steps.
+
+        Args:
+            batch_size: samples in a micro-batch.
+            seq_len: tokens per sample; None for data of one fixed shape.
+            on_stage: called with (step, stage, micro-batch) as each stage begins.
+            more: asked after the optimizer steps of the settings, and after each further one, for another.
+        """
+        if self.settings.mode == "train":
+            self._train(batch_size, seq_len, on_stage, more)
+        else:
+            self._forward_only(batch_size, seq_len, on_stage)
+
+    def _train(self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool]) -> None:
+        model, settings = self.workload.model.train(), self.settings
+        make_optimizer = self.workload.optimizer or OPTIMIZERS[settings.optimizer]
+        optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+        self.optimizer = optimizer
+        scaler = self.precision.scaler(self.device)
+        late = self.workload.zero_grad_after_loss
+        step = 0
+        while step < settings.steps or more():
+            if not late:
+                on_stage(step, "zero_grad", 0)
+                optimizer.zero_grad()
+            for micro_batch in range(settings.micro_batches):
+                on_stage(step, "batch", micro_batch)
+                batch = self.batch(batch_size, seq_len)
+                with self.precision.context(self.device):
+                    on_stage(step, "forward", micro_batch)
+                    output = call(model, batch)
+                    on_stage(step, "loss", micro_batch)
+                    loss = (self.workload.loss or default_loss)(output, batch)
+                if settings.micro_batches > 1:
+                    loss = loss / settings.micro_batches
+                # As in Lightning and in transformers' Trainer, only the loss outlives the function that computed it.
+                del output
+                if late and micro_batch == 0:
+                    on_stage(step, "zero_grad", 0)
+                    optimizer.zero_grad()
+                on_stage(step, "backward", micro_batch)
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                del loss
+            on_stage(step, "optimizer", 0)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            step += 1
+        on_stage(step - 1, "end", 0)
+
+    def _forward_only(self, batch_size: int, seq_len: int | None, on_stage: OnStage) -> None:
+        model = self.workload.model.eval()
+        with torch.set_grad_enabled(self.settings.mode == "forward"):
+            on_stage(0, "batch", 0)
+            batch = self.batch(batch_size, seq_len)
+            with self.precision.context(self.device):
+                on_stage(0, "forward", 0)
+                output = call(model, batch)
+                on_stage(0, "end", 0)
+            del output
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """`model` of a batch: a mapping gives keywords, a tuple or list positional arguments, else it is the argument."""
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    return model(batch)
+
+
+def default_loss(output: Any, batch: Any) -> torch.Tensor:
+    """The loss of a model that computes its own, else the mean of its first output.
+
+    Args:
+        output: an object with `.loss`, a mapping with "loss", a tuple, or a tensor of any shape.
+        batch: not used.
+
+    Returns:
+        A scalar.
+    """
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if loss is None:
+        loss = next(
+            leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        )
+    tensor: torch.Tensor = loss
+    return tensor if tensor.dim() == 0 else tensor.mean()

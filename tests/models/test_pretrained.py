@@ -1,0 +1,243 @@
+"""Tests of batchfinder/models/pretrained.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.models import build_workload, list_models
+from batchfinder.models.catalog import find_model
+
+# Millions of parameters, of the checkpoint with the head that is trained. Published: the model cards and papers (BERT
+# 110M and 340M, GPT-2 124M to 1.5B, T5 60M/220M/770M, Llama 1.23B/3.21B/8.03B, Qwen2.5 0.49B/1.54B/7.61B, ViT 86.6M,
+# ResNet-50 25.6M), to the digits that the safetensors headers on the hub give.
+PUBLISHED = {
+    "bert-base": 109.48, "bert-large": 335.14, "distilbert": 66.96, "roberta-base": 124.65, "roberta-large": 355.36,
+    "gpt2": 124.44, "gpt2-medium": 354.82, "gpt2-large": 774.03, "gpt2-xl": 1557.61,
+    "t5-small": 60.51, "t5-base": 222.90, "t5-large": 737.67,
+    "llama-3.2-1b": 1235.81, "llama-3.2-3b": 3212.75, "llama-3.1-8b": 8030.26,
+    "qwen2.5-0.5b": 494.03, "qwen2.5-1.5b": 1543.71, "qwen2.5-7b": 7615.62,
+    "vit-base": 86.57, "resnet50": 25.56,
+}  # fmt: skip
+POSITIONS = {
+    "bert-base": 512, "bert-large": 512, "distilbert": 512, "roberta-base": 512, "roberta-large": 512,
+    "gpt2": 1024, "gpt2-medium": 1024, "gpt2-large": 1024, "gpt2-xl": 1024,
+    "t5-small": None, "t5-base": None, "t5-large": None,
+    "llama-3.2-1b": 131072, "llama-3.2-3b": 131072, "llama-3.1-8b": 131072,
+    "qwen2.5-0.5b": 32768, "qwen2.5-1.5b": 131072, "qwen2.5-7b": 131072,
+    "vit-base": None, "resnet50": None,
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {
+    "bert-base": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "roberta-base": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "t5-small": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+    "llama-3.2-1b": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+                     "num_key_value_heads": 2, "intermediate_size": 32},
+    "qwen2.5-0.5b": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                     "intermediate_size": 32},
+    "vit-base": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "resnet50": {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]},
+}  # fmt: skip
+
+
+def write_config(folder: Path, name: str, **changes: Any) -> Path:
+    """Write the config.json of a shrunken model, as `save_pretrained` would."""
+    import transformers
+
+    row = find_model(name)
+    model_type = getattr(transformers, row.architecture).config_class.model_type
+    figures = {"architectures": [row.architecture], "model_type": model_type, **row.config, **SMALL[name], **changes}
+    if "num_labels" in figures:
+        figures["id2label"] = {str(i): f"LABEL_{i}" for i in range(figures.pop("num_labels"))}
+    file = folder / "config.json"
+    file.write_text(json.dumps({key: value for key, value in figures.items() if value is not ...}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def fake_models() -> dict[str, Any]:
+    """Every model of the zoo on fake tensors, and the seconds of a core that took."""
+    build_workload("resnet50")  # the libraries are imported before the clock starts
+    built: dict[str, Any] = {}
+    for name in list_models():
+        started = time.process_time()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            workload = build_workload(name)
+        built[name] = workload, time.process_time() - started
+    return built
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(fake_models: dict[str, Any], name: str) -> None:
+    """Each model has as many parameters as its published checkpoint, in fp32, in seconds and without memory."""
+    workload, seconds = fake_models[name]
+    parameters = list(workload.model.parameters())
+    assert sum(p.numel() for p in parameters) / 1e6 == pytest.approx(PUBLISHED[name], abs=0.006)
+    assert all(isinstance(p, FakeTensor) and p.dtype == torch.float32 for p in parameters)
+    assert seconds < 3
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_are_the_published_ones(fake_models: dict[str, Any], name: str) -> None:
+    """The longest sequence is what the position table allows; relative positions and images have no such limit."""
+    workload, _ = fake_models[name]
+    assert workload.max_seq_len == POSITIONS[name]
+    assert workload.seq_len_unit == ("pixels" if name in ("vit-base", "resnet50") else "tokens")
+
+
+def test_training_does_not_cache_keys(fake_models: dict[str, Any]) -> None:
+    """use_cache is off, since a cache of keys and values would be counted as memory of the step."""
+    assert not any(getattr(workload.model.config, "use_cache", False) for workload, _ in fake_models.values())
+
+
+@pytest.mark.parametrize("name", ["bert-base", "gpt2", "t5-small", "llama-3.2-1b", "vit-base", "resnet50"])
+def test_a_fake_step_runs(fake_models: dict[str, Any], name: str) -> None:
+    """Forward and backward of a whole model run on fake tensors, one of each kind of batch."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = build_workload(name)
+        batch = workload.make_batch(2, None if workload.seq_len_unit == "pixels" else 16)
+        workload.model(**batch).loss.backward()
+    assert all(p.grad is not None for p in workload.model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "gradient_checkpointing"),
+    [
+        (name, attention, gradient_checkpointing)
+        for name in SMALL
+        for attention in ("eager", "sdpa")
+        for gradient_checkpointing in (False, True)
+        if name != "resnet50" or (attention == "eager" and not gradient_checkpointing)  # a CNN has neither
+    ],
+)
+def test_a_real_step_runs(tmp_path: Path, name: str, attention: str, gradient_checkpointing: bool) -> None:
+    """A shrunken model of each family, read from a config.json, trains for real with every option that it has."""
+    file = write_config(tmp_path, name)
+    workload = build_workload(str(file), attention=attention, gradient_checkpointing=gradient_checkpointing)
+    assert type(workload.model).__name__ == find_model(name).architecture
+    assert workload.model.config._attn_implementation == attention
+    workload.model.train()
+    loss = workload.model(**workload.make_batch(3, 48)).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert any(p.grad is not None and p.grad.any() for p in workload.model.parameters())
+
+
+@pytest.mark.parametrize("side", [16, 224, 240])
+def test_vision_transformers_take_any_multiple_of_the_patch(tmp_path: Path, side: int) -> None:
+    """The positions of a ViT are interpolated to the side that is asked for."""
+    workload = build_workload(str(write_config(tmp_path, "vit-base")))
+    workload.model(**workload.make_batch(1, side)).loss.backward()
+    with pytest.raises(InvalidValue, match="a multiple of the patch of 16"):
+        workload.make_batch(1, side + 1)
+
+
+def test_the_smallest_image_of_a_cnn_trains(tmp_path: Path) -> None:
+    """A ResNet takes a single image of 33 pixels, and refuses 32, where batch normalisation would."""
+    workload = build_workload(str(write_config(tmp_path, "resnet50")))
+    workload.model.train()(**workload.make_batch(1, 33)).loss.backward()
+    with pytest.raises(InvalidValue, match="at least 33 pixels"):
+        workload.make_batch(1, 32)
+
+
+def test_embeddings_stay_tied(fake_models: dict[str, Any]) -> None:
+    """A model on fake tensors shares its embeddings where the published one does, and only there."""
+    for name, tied in (("gpt2", True), ("t5-small", True), ("llama-3.2-1b", True), ("llama-3.1-8b", False)):
+        model = fake_models[name][0].model
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
+
+
+@pytest.mark.parametrize("name", ["t5-small", "t5-base"])
+def test_flash_is_refused_where_the_model_adds_a_bias(name: str) -> None:
+    """T5 adds relative positions to the scores, which flash attention cannot; the message says what it has."""
+    with pytest.raises(InvalidValue, match=f"attention: 'flash' .* eager or sdpa, which is what {name} has"):
+        build_workload(name, attention="flash")
+
+
+def test_attention_of_a_model_without() -> None:
+    """A CNN runs as it is under `eager`, and refuses what it cannot have."""
+    with pytest.raises(InvalidValue, match="expected eager, which is what resnet50 has"):
+        build_workload("resnet50", attention="sdpa")
+
+
+def test_flash_goes_through_sdpa() -> None:
+    """Flash is asked for through PyTorch's scaled_dot_product_attention."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert build_workload("bert-base", attention="flash").model.config._attn_implementation == "sdpa"
+
+
+def test_checkpointing_of_a_model_without() -> None:
+    """A model that cannot checkpoint is named."""
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(InvalidValue, match=r"resnet50 .*does not"):
+        build_workload("resnet50", gradient_checkpointing=True)
+
+
+def test_generators_do_not_move(tmp_path: Path) -> None:
+    """Building a model for real leaves the user's random numbers as they were."""
+    before = torch.get_rng_state()
+    build_workload(str(write_config(tmp_path, "bert-base")))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "architectures", "expected"),
+    [
+        ("bert-base", ["BertForMaskedLM"], "BertForMaskedLM"),
+        ("bert-base", ["BertForPreTraining"], "BertForPreTraining"),
+        ("bert-base", ["BertForQuestionAnswering"], "BertForQuestionAnswering"),
+        ("bert-base", ["BertForTokenClassification"], "BertForTokenClassification"),
+        ("bert-base", ["BertModel"], "BertForSequenceClassification"),
+        ("bert-base", ..., "BertForSequenceClassification"),
+        ("gpt2", ..., "GPT2LMHeadModel"),
+        ("gpt2", ["GPT2ForSequenceClassification"], "GPT2ForSequenceClassification"),
+        ("t5-small", ..., "T5ForConditionalGeneration"),
+        ("vit-base", ..., "ViTForImageClassification"),
+        ("llama-3.2-1b", None, "LlamaForCausalLM"),
+    ],
+)
+def test_the_head_is_the_configs_or_the_usual(tmp_path: Path, name: str, architectures: Any, expected: str) -> None:
+    """`architectures` names the head; without it, or with a bare body there, the type has a usual one; all train."""
+    write_config(tmp_path, name, architectures=architectures)
+    workload = build_workload(str(tmp_path))
+    assert type(workload.model).__name__ == expected
+    workload.model(**workload.make_batch(2, 32)).loss.backward()
+
+
+def test_half_precision_of_a_checkpoint_is_not_the_models(tmp_path: Path) -> None:
+    """Weights are fp32 whatever the checkpoint was saved in: precision is the step's business."""
+    workload = build_workload(str(write_config(tmp_path, "llama-3.2-1b", torch_dtype="bfloat16")))
+    assert next(workload.model.parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "valid JSON"),
+        ("[]", "knows, not None"),
+        ('{"model_type": "unheard-of"}', "transformers 5[.0-9]* knows, not 'unheard-of'"),
+        ('{"model_type": ["bert"]}', "knows, not"),
+        ('{"model_type": "bert", "hidden_size": 10, "num_attention_heads": 3}', "figures that transformers accepts"),
+        ('{"model_type": "bert", "hidden_size": "ten"}', "figures that transformers accepts"),
+        ('{"model_type": "whisper"}', "'whisper' will not do; expected a model of text or of image"),
+    ],
+)
+def test_bad_configs_are_explained(tmp_path: Path, text: str, said: str) -> None:
+    """A config.json that cannot be used is an error that names the file or model, and says what is wrong."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BatchFinderError, match=said):
+        build_workload(str(tmp_path / "config.json"))
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    """A folder that holds no config.json is said to be so."""
+    with pytest.raises(InvalidValue, match=r"a readable config.json \(No such file or directory\)"):
+        build_workload(str(tmp_path))

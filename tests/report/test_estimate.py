@@ -1,0 +1,263 @@
+"""The tables of an estimate, whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batchfinder.estimate.estimate import Estimate, estimate
+from batchfinder.estimate.sharding import STRATEGIES, side_by_side
+from batchfinder.report.estimate import Changed, EstimateFindings, estimate_sheets
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.units import GIB, MIB
+
+CONTEXT = 300 * MIB
+BLOCKS = [
+    # kind, module, operator, MiB, shape
+    ("parameter", "embed", "aten.empty_strided.default", 100, "float32[25600, 1024]"),
+    ("parameter", "layers.0", "aten.empty_strided.default", 40, "float32[10240, 1024]"),
+    ("parameter", "layers.1", "aten.empty_strided.default", 40, "float32[10240, 1024]"),
+    ("optimizer", "embed", "aten.zeros_like.default", 200, "float32[51200, 1024]"),
+    ("input", "", "aten.empty_strided.default", 1, "int64[4, 32768]"),
+    ("workspace", "layers.0", "aten.addmm.default", 8, ""),
+    ("activation", "layers.0", "aten.addmm.default", 500, "bfloat16[262144, 1000]"),
+    ("activation", "layers.1", "aten.addmm.default", 500, "bfloat16[262144, 1000]"),
+    ("temporary", "", "aten._log_softmax.default", 60, "float32[15728640]"),
+    ("gradient", "layers.1", "aten.mm.default", 40, "float32[10240, 1024]"),
+    ("gradient", "layers.0", "aten.mm.default", 40, "float32[10240, 1024]"),
+    ("gradient", "embed", "aten.embedding_dense_backward.default", 100, "float32[25600, 1024]"),
+    ("temporary", "", "aten._foreach_sqrt.default", 700, "float32[183500800]"),
+]
+ORDER = (0, 1, 2, 3, 4, 5, 6, 7, 8, ~8, 9, ~7, 10, ~6, 11, 12, ~12, ~9, ~10, ~11)
+MARKS = (
+    *(StageMark(0, -1, "model"), StageMark(4, 0, "batch"), StageMark(5, 0, "forward"), StageMark(8, 0, "loss")),
+    *(StageMark(9, 0, "backward"), StageMark(15, 0, "optimizer"), StageMark(20, 0, "end")),
+)
+KINDS, MODULES, OPERATORS, SIZES, SHAPES = zip(*BLOCKS, strict=True)
+TRACE = Trace(
+    batch_size=4,
+    seq_len=128,
+    structure=Structure(ORDER, MARKS, OPERATORS, MODULES, KINDS),
+    sizes=tuple(size * MIB - 100 for size in SIZES),
+    shapes=SHAPES,
+)
+
+
+def on(usable: int, trace: Trace = TRACE) -> Estimate:
+    """The estimate on a card."""
+    return estimate(trace, DeviceMemory(64 * GIB, usable), CONTEXT)
+
+
+def findings(found: Estimate) -> EstimateFindings:
+    """All that there is about one GPU."""
+    return EstimateFindings(
+        model="mine:net",
+        gpu="A100 40GB",
+        num_gpus=1,
+        mode="train",
+        precision="bf16-mixed",
+        optimizer="adamw",
+        attention="default",
+        gradient_checkpointing=False,
+        accumulation=1,
+        estimate=found,
+        unmodelled=("kernels' small scratch tensors",),
+    )
+
+
+def printed(found: EstimateFindings, capsys: pytest.CaptureFixture[str], number: int) -> str:
+    """One of the tables, as it is printed."""
+    estimate_sheets(found)[number].show()
+    return capsys.readouterr().out
+
+
+def test_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it takes by kind, whether it fits, the moment, and the smallest card."""
+    assert (
+        printed(findings(on(20 * GIB)), capsys, 0)
+        == """\
+mine:net at batch size 4, sequence length 128 on A100 40GB, simulated
+bf16-mixed, adamw
+fits: takes 2.40 GiB of 20.29 GiB, 17.89 GiB to spare
+
+kind                     bytes   share
+──────────────────────────────────────
+parameters          180.00 MiB    7.3%
+gradients                  0 B    0.0%
+optimizer state     200.00 MiB    8.1%
+activations        1000.00 MiB   40.6%
+temporary buffers    60.00 MiB    2.4%
+inputs             1023.90 KiB    0.0%
+cuBLAS workspaces     8.00 MiB    0.3%
+fragmentation       713.00 MiB   29.0%
+CUDA context        300.00 MiB   12.2%
+all                   2.40 GiB  100.0%
+
+at the peak: step 0, loss, no module, where _log_softmax asks for 60.00 MiB; 1.42 GiB are in live blocks
+the most is reserved from step 0, optimizer on, and kept; fragmentation is what no tensor holds of it at the peak
+the smallest card that would do has 1.92 GiB: a full one makes the allocator give back its cache
+left out: kernels' small scratch tensors
+"""
+    )
+
+
+def test_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    """The largest tensors, with types as precisions call them and operators without their namespace."""
+    assert (
+        printed(findings(on(20 * GIB)), capsys, 1)
+        == """\
+The 9 largest tensors at the peak
+
+      bytes  shape               kind         module    operator
+─────────────────────────────────────────────────────────────────────
+ 500.00 MiB  bf16[262144, 1000]  activations  layers.0  addmm
+ 500.00 MiB  bf16[262144, 1000]  activations  layers.1  addmm
+ 200.00 MiB  fp32[51200, 1024]   optimizer    embed     zeros_like
+ 100.00 MiB  fp32[25600, 1024]   parameters   embed     empty_strided
+  60.00 MiB  fp32[15728640]      temporary    -         _log_softmax
+  40.00 MiB  fp32[10240, 1024]   parameters   layers.0  empty_strided
+  40.00 MiB  fp32[10240, 1024]   parameters   layers.1  empty_strided
+   8.00 MiB  -                   workspace    layers.0  addmm
+1023.90 KiB  int64[4, 32768]     inputs       -         empty_strided
+"""
+    )
+
+
+def test_by_module(capsys: pytest.CaptureFixture[str]) -> None:
+    """Modules as a tree, the layers of a list in one line, and what belongs to none at the end."""
+    assert (
+        printed(replace(findings(on(20 * GIB)), by_module=True), capsys, 2)
+        == """\
+By module, at the peak
+
+module        model states  activations  temporary         all
+──────────────────────────────────────────────────────────────
+all             380.00 MiB  1000.00 MiB  60.00 MiB    1.42 GiB
+embed           300.00 MiB          0 B        0 B  300.00 MiB
+layers.* (2)     80.00 MiB  1000.00 MiB        0 B    1.05 GiB
+in no module           0 B          0 B  60.00 MiB   69.00 MiB
+
+model states: parameters, gradients and optimizer state
+"""
+    )
+
+
+def test_small_modules_are_left_out() -> None:
+    """A module with less than a thousandth of it is no line; it is said how many are not."""
+    order = [event + (event >= 4) if event >= 0 else event - (~event >= 4) for event in ORDER]
+    order.insert(4, 4)
+    tiny = Structure(
+        order=tuple(order),
+        marks=tuple(StageMark(mark.position + (mark.position >= 4), mark.step, mark.stage) for mark in MARKS),
+        operators=(*OPERATORS[:4], "x", *OPERATORS[4:]),
+        modules=(*MODULES[:4], "embed.norm", *MODULES[4:]),
+        kinds=(*KINDS[:4], "parameter", *KINDS[4:]),
+    )
+    trace = replace(TRACE, structure=tiny, sizes=(*TRACE.sizes[:4], 4096, *TRACE.sizes[4:]), shapes=())
+    sheet = estimate_sheets(replace(findings(on(20 * GIB, trace)), by_module=True))[2]
+    assert sheet.columns["module"] == ["all", "embed", "layers.* (2)", "in no module"]
+    assert sheet.notes[1] == "left out: modules with less than 0.1 % (lines: 1)"
+
+
+def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is short, that the figures are of a larger card, and every option that was given."""
+    found = replace(findings(on(GIB)), attention="eager", gradient_checkpointing=True, accumulation=2, mode="forward")
+    lines = printed(found, capsys, 0).splitlines()
+    assert lines[1] == "bf16-mixed, forward, eager attention, gradient checkpointing, 2 micro-batches"
+    assert lines[2] == "does not fit: 638.00 MiB short; it would take 2.40 GiB, and there are 1.29 GiB"
+    assert lines[17] == "as it does not fit, all figures are those of a card without end"
+
+
+def test_the_smallest_card_itself() -> None:
+    """On the smallest card nothing is to spare, and the cache is given back on the way."""
+    required = on(20 * GIB).required_bytes
+    sheet = estimate_sheets(findings(on(required - CONTEXT)))[0]
+    assert sheet.details[1] == "fits: takes 1.92 GiB of 1.92 GiB, 0 B to spare"
+    assert sheet.notes[2:4] == (
+        "the smallest card that would do has 1.92 GiB",
+        "the cache has to be given back to go on (times: 1), which takes time in training",
+    )
+
+
+def test_a_larger_card_may_fail() -> None:
+    """Where the smallest card that would do is smaller than one that does not, nothing is said to be short."""
+    found = replace(on(GIB), required_bytes=GIB)
+    assert estimate_sheets(findings(found))[0].details[1] == (
+        "does not fit; it would take 2.40 GiB, and there are 1.29 GiB"
+    )
+
+
+def test_no_card_was_named() -> None:
+    """A budget alone has no context, which is said."""
+    found = findings(estimate(TRACE, DeviceMemory(8 * GIB, 8 * GIB)))
+    assert "left out: the CUDA context, as no card was named" in estimate_sheets(found)[0].notes
+
+
+def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """What each of several GPUs takes, by strategy, and what is approximated."""
+    each = {name: on(1900 * MIB, side_by_side(TRACE, stage, 8, 0.5)) for name, stage in STRATEGIES.items()}
+    found = replace(findings(on(20 * GIB)), num_gpus=8, strategies=each)
+    assert (
+        printed(found, capsys, 2)
+        == """\
+On 8 GPUs, each with a batch of 4 of its own
+
+strategy      each takes  model states  communication  smallest card  fits
+──────────────────────────────────────────────────────────────────────────
+DDP             2.09 GiB    380.00 MiB     180.00 MiB       2.09 GiB  yes
+ZeRO-1          1.90 GiB    380.00 MiB     180.00 MiB       1.90 GiB  yes
+ZeRO-2          1.82 GiB    380.00 MiB     100.00 MiB       1.82 GiB  yes
+ZeRO-3, FSDP    1.74 GiB    222.50 MiB     190.00 MiB       1.74 GiB  yes
+
+model states: parameters, gradients and optimizer state at the peak
+communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them
+approximated: shards are exact parts, and the largest layer is there all the time rather than when it is needed
+left out: NCCL's own memory
+"""
+    )
+
+
+def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    """What each change buys, and why one cannot be made."""
+    advice = (
+        Changed("", 4, 2 * GIB, False, 2),
+        Changed("--batch-size 2 --accumulation 2", 2, 900 * MIB, True, 3, effective_batch_size=4),
+        Changed("--gradient-checkpointing", 4, error="this model has none"),
+    )
+    found = replace(findings(on(GIB)), advice=advice)
+    assert (
+        printed(found, capsys, 2)
+        == """\
+What a change would buy on one GPU
+
+change                                takes  fits  largest batch
+────────────────────────────────────────────────────────────────
+none                               2.00 GiB  no                2
+--batch-size 2 --accumulation 2  900.00 MiB  yes               3
+--gradient-checkpointing                  -  -                 -
+
+takes: with a batch of 4, or the --batch-size named, the CUDA context included
+--batch-size 2 --accumulation 2: an effective batch of 4
+--gradient-checkpointing: this model has none
+"""
+    )
+    assert found.to_json()["advice"][1] == {
+        "change": "--batch-size 2 --accumulation 2",
+        "batch_size": 2,
+        "peak_bytes": 900 * MIB,
+        "fits": True,
+        "max_batch_size": 3,
+        "error": None,
+        "effective_batch_size": 4,
+    }
+
+
+def test_markdown_keeps_the_tree() -> None:
+    """In Markdown a module stays under the one it is in, and a list's star is a star."""
+    modules = tuple(module and f"net.{module}" if module != "embed" else "net" for module in MODULES)
+    found = findings(on(20 * GIB, replace(TRACE, structure=replace(TRACE.structure, modules=modules))))
+    text = estimate_sheets(replace(found, by_module=True))[2].to_markdown()
+    assert "\n| net | 380.00 MiB | 1000.00 MiB | 0 B | 1.35 GiB |\n" in text
+    assert "\n| &nbsp;&nbsp;layers.\\* (2) | 80.00 MiB |" in text

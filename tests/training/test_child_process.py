@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from batchfinder.errors import BatchFinderError, InvalidValue, UserCodeFailed
+from batchfinder.training.child_process import Child, ChildDied, describe, revive
+
+ECHO = """
+import os, sys, time
+from batchfinder.training.child_process import answer, end_with_parent, requests_from
+
+requests, answers = int(sys.argv[1]), int(sys.argv[2])
+end_with_parent(requests)
+for request in requests_from(requests):
+    print("asked for", request, flush=True)
+    if "sleep" in request:
+        if os.fork() == 0:
+            time.sleep(60)
+        time.sleep(60)
+    if "die" in request:
+        os.kill(os.getpid(), request["die"])
+    if "rubbish" in request:
+        os.write(answers, b"rubbish" + bytes([10]))
+    if "exit" in request:
+        sys.exit(request["exit"])
+    answer(answers, {"echo": request, "arguments": sys.argv[3:], "variable": os.environ.get("VARIABLE")})
+"""
+
+
+@pytest.fixture
+def echo(tmp_path, monkeypatch):
+    """The name of a module whose child gives back what it is asked."""
+    (tmp_path / "echo_child.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    return "echo_child"
+
+
+def test_requests_are_answered_in_turn(echo):
+    """Each request gets its answer, however long, with the arguments and variables that were given."""
+    with Child(echo, ["one", "two"], {"VARIABLE": "set"}) as child:
+        for request in ({"a": 1}, {"text": "x" * 200_000}, {"b": [None, 2.5]}):
+            assert child.ask(request) == {"echo": request, "arguments": ["one", "two"], "variable": "set"}
+
+
+def test_what_is_printed_is_kept_since_the_last_request(echo):
+    """Prints go to a log, not to this process's output, and the last words are those of the last request."""
+    with Child(echo) as child:
+        child.ask({"first": 1})
+        child.ask({"second": 2})
+        assert child.last_words() == "asked for {'second': 2}"
+
+
+@pytest.mark.parametrize(
+    ("request_", "exit_code"), [({"die": signal.SIGKILL}, -9), ({"die": signal.SIGSEGV}, -11), ({"exit": 7}, 7)]
+)
+def test_a_death_is_told(echo, request_, exit_code):
+    """A child that ends instead of answering is known by its exit code and last words; so is one asked after that."""
+    with Child(echo) as child:
+        for _ in range(2):
+            with pytest.raises(ChildDied) as caught:
+                child.ask(request_)
+            assert caught.value.exit_code == exit_code
+        with pytest.raises(ChildDied, match=f"a child process ended with {exit_code}"):
+            child.ask({})
+
+
+def test_rubbish_is_a_death(echo):
+    """An answer that cannot be read is told as such, and the child is ended rather than asked again."""
+    with Child(echo) as child:
+        with pytest.raises(ChildDied, match="what it answered cannot be read"):
+            child.ask({"rubbish": True})
+        assert _group_is_gone(child.pid)
+
+
+def _group_is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(pid, 0)
+        except ProcessLookupError:
+            return True
+        states = subprocess.run(["ps", "-o", "stat=", "-g", str(pid)], capture_output=True, text=True).stdout.split()
+        if all(state.startswith("Z") for state in states):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_close_ends_all_of_it(echo):
+    """Closing ends the child and takes its log away."""
+    child = Child(echo)
+    child.ask({})
+    folder = child._folder
+    child.close()
+    assert _group_is_gone(child.pid)
+    assert not folder.exists()
+
+
+def test_it_ends_with_its_parent_in_the_middle_of_its_work(echo):
+    """A parent that is killed takes along its child and the child's own forks, busy or not."""
+    code = """
+        from batchfinder.training.child_process import Child
+        child = Child("echo_child")
+        child.ask({})
+        print(child.pid, flush=True)
+        child.ask({"sleep": True})
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        parent.kill()
+        parent.wait()
+    assert _group_is_gone(pid)
+
+
+def test_our_own_errors_cross_whole():
+    """An error of ours keeps its type, text and fields; a user's becomes UserCodeFailed with its own traceback."""
+    ours = revive(describe(InvalidValue("seq_len", 0, "a number from 1")), "a model")
+    assert isinstance(ours, InvalidValue)
+    assert (str(ours), ours.option, ours.value) == ("seq_len: 0 will not do; expected a number from 1.", "seq_len", 0)
+    try:
+        {}["missing"]
+    except KeyError as error:
+        theirs = revive(describe(error), "a model")
+    assert isinstance(theirs, UserCodeFailed)
+    assert str(theirs).startswith("a model raised:\nTraceback (most recent call last):\n")
+    assert str(theirs).endswith("KeyError: 'missing'")
+
+
+class Mine(BatchFinderError):
+    pass
+
+
+@pytest.mark.parametrize("name", ["Mine", "InvalidValue"])
+def test_what_is_derived_from_ours_is_the_users(name):
+    """Only a class of `batchfinder.errors` itself is ours, whatever a user's may be called."""
+    theirs = revive(describe(type(name, (Mine,), {})("no luck")), "a model")
+    assert type(theirs) is UserCodeFailed
+    assert str(theirs).endswith(f"{name}: no luck")
+
+
+def test_no_frames_of_cpp():
+    """Texts end where they begin to tell of C++ frames."""
+    text = "too large\nException raised from f at f.h:79 (most recent call first):\nframe #0: f"
+    for error in (RuntimeError(text), UserCodeFailed("it", text)):
+        revived = revive(describe(error), "a model")
+        assert str(revived).endswith("too large")
+        assert "f.h" not in revived.traceback
