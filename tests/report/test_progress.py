@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from batchfinder.report.progress import StatusLine, SweepProgress
-from tests.report.test_sweep_sheet import ROW
+from tests.report.test_sweep import ROW
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
