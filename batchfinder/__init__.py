@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from batchfinder.loop.result import TunedBatchSize as TunedBatchSize
     from batchfinder.loop.result import TunedBatchSizes as TunedBatchSizes
     from batchfinder.loop.tune import tune_batch_size as tune_batch_size
-    from batchfinder.measure.atomic_update import AtomicUpdate as AtomicUpdate
     from batchfinder.probe import FunctionProbe as FunctionProbe
     from batchfinder.probe import Probe as Probe
     from batchfinder.results import Measurement as Measurement
     from batchfinder.results import SearchResult as SearchResult
     from batchfinder.results import Shape as Shape
-    from batchfinder.results import Stop as Stop
+    from batchfinder.results import StopReason as StopReason
     from batchfinder.results import Trial as Trial
     from batchfinder.results import Verdict as Verdict
     from batchfinder.training.workload import Workload as Workload
@@ -45,9 +44,8 @@ _PUBLIC = {
     "loop.executable": ("executable_batch_size",),
     "loop.result": ("TunedBatchSize", "TunedBatchSizes"),
     "loop.tune": ("tune_batch_size",),
-    "measure.atomic_update": ("AtomicUpdate",),
     "probe": ("FunctionProbe", "Probe"),
-    "results": ("Measurement", "SearchResult", "Shape", "Stop", "Trial", "Verdict"),
+    "results": ("Measurement", "SearchResult", "Shape", "StopReason", "Trial", "Verdict"),
     "training.workload": ("Workload",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

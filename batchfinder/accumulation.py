@@ -1,4 +1,4 @@
-"""How to make up a target batch size from micro-batches that fit."""
+"""A target batch size made of micro-batches that fit: micro-batch x accumulation x devices."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def plan_accumulation(target_batch_size: int, max_batch_size: int, num_devices: 
 
     Raises:
         OutOfMemory: `max_batch_size` is 0, so that there is nothing to accumulate.
-        InvalidValue: an argument cannot be meant.
+        InvalidValue: an argument is out of range.
     """
     if target_batch_size < 1:
         raise InvalidValue("target_batch_size", target_batch_size, "a size of at least 1")
@@ -75,15 +75,8 @@ def plan_accumulation(target_batch_size: int, max_batch_size: int, num_devices: 
     if max_batch_size == 0:
         raise OutOfMemory(1, f"there is no micro-batch to accumulate to {target_batch_size}")
     share = target_batch_size // num_devices
-    plans = [
-        _plan_share(target_batch_size, per_device, max_batch_size, num_devices)
-        for per_device in (share, share + 1)
-        if per_device
-    ]
+    plans = []
+    for per_device in (share, share + 1) if share else (1,):
+        micro = next(size for size in range(min(per_device, max_batch_size), 0, -1) if per_device % size == 0)
+        plans.append(AccumulationPlan(target_batch_size, micro, per_device // micro, num_devices))
     return min(plans, key=lambda plan: (abs(plan.deviation), -plan.micro_batch_size))
-
-
-def _plan_share(target: int, per_device: int, max_batch_size: int, num_devices: int) -> AccumulationPlan:
-    """Make exactly `per_device` samples on each device, in the largest micro-batches that divide it."""
-    micro = next(size for size in range(min(per_device, max_batch_size), 0, -1) if per_device % size == 0)
-    return AccumulationPlan(target, micro, per_device // micro, num_devices)

@@ -1,25 +1,24 @@
 """Every exception batchfinder raises.
 
     BatchFinderError                what went wrong, the numbers, the next move
-    ├── InvalidValue                an option or argument has a value that cannot be meant
+    ├── InvalidValue                an option or argument has an invalid value
     ├── UnknownName                 no such GPU, instance or model; the nearest ones are named
-    ├── OutOfMemory                 a size did not fit, for those who asked to have it raised
-    │   └── SampleDoesNotFit        training met a sample that does not fit on its own
-    ├── RecordingFailed             a training step could not be recorded on the pretend GPU
-    │   └── RecordingDied           the recording's process ended without an answer
-    ├── ProbeDied                   the process that took real steps ended twice, and not for want of memory
-    ├── UserCodeFailed              code of the user's raised; its own traceback is kept
-    │   └── ContextDied             and it left the card's context dead behind it, twice
-    ├── NotSplittable               a batch, or a loss, cannot be taken apart into micro-batches
-    ├── HalfUpdated                 memory ran out within an optimizer step, and what it changed cannot be put back
-    ├── SamplesTooLong              samples are longer than any length that a batch size is known for
-    ├── MissingExtra                something was asked for that needs a package which is not installed
-    ├── CardNeeded                  a GPU was asked for and there is none here, or too little of it is free
-    ├── RankFailed                  another of the processes that train together raised something
-    ├── RankLost                    another of the processes that train together has ended or hangs
-    └── CacheFailed                 the cache cannot be read or written where it was asked to be
+    ├── OutOfMemory                 a size did not fit
+    │   └── SampleDoesNotFit        a sample of the training does not fit on its own
+    ├── RecordingFailed             a training step could not be recorded on the fake device
+    │   └── RecordingDied           the recording process ended without an answer
+    ├── ProbeDied                   the process that took real steps ended twice, for another reason than memory
+    ├── UserCodeFailed              the user's code raised; its traceback is kept
+    │   └── ContextDied             the error left the CUDA context unusable, twice
+    ├── NotSplittable               a batch, or a loss, cannot be split into micro-batches
+    ├── SamplesTooLong              samples are longer than every length with a known batch size
+    ├── MissingExtra                a package that is needed is not installed
+    ├── CardNeeded                  a GPU is needed and there is none here, or too little of it is free
+    ├── RankFailed                  another rank raised an error
+    ├── RankLost                    another rank has ended or hangs
+    └── CacheFailed                 the cache cannot be read or written
 
-The command line prints the text of any of these and exits with 1. Anything else that escapes is a bug of ours.
+The command line prints the text of any of these and exits with 1. Anything else is an internal error.
 """
 
 from __future__ import annotations
@@ -29,23 +28,21 @@ from collections.abc import Sequence
 
 
 class BatchFinderError(Exception):
-    """Base of the tree; its text is a message for a person."""
+    """Base of the tree; its text is the message for the user."""
 
 
 class InvalidValue(BatchFinderError, ValueError):
-    """An option or argument has a value that cannot be meant.
+    """An option or argument has an invalid value.
 
     Attributes:
-        option: what the value was given for.
-        value: the value, as it was given.
-        expected: what would do instead, in words.
+        expected: the valid values, in words.
     """
 
     def __init__(self, option: str, value: object, expected: str) -> None:
         self.option = option
         self.value = value
         self.expected = expected
-        super().__init__(f"{option}: {value!r} will not do; expected {expected}.")
+        super().__init__(f"{option}: invalid value {value!r}; expected {expected}.")
 
 
 class UnknownName(BatchFinderError, LookupError):
@@ -53,7 +50,6 @@ class UnknownName(BatchFinderError, LookupError):
 
     Attributes:
         kind: what was looked up (`GPU`, `instance`, `model`).
-        name: the name, as it was given.
         matches: the nearest known names, best first; may be empty.
     """
 
@@ -65,12 +61,11 @@ class UnknownName(BatchFinderError, LookupError):
         super().__init__(f"unknown {kind} {name!r}.{nearest}{' ' + hint if hint else ''}")
 
 
-class OutOfMemory(BatchFinderError, MemoryError):
-    """A size did not fit. Raised by `Measurement.raise_for_verdict`.
+class OutOfMemory(BatchFinderError, MemoryError, RuntimeError):
+    """A size did not fit. A RuntimeError as well, as `torch.OutOfMemoryError` and accelerate's are.
 
     Attributes:
-        batch_size: the micro-batch that was tried; None where no size was meant.
-        detail: the device's own message.
+        batch_size: the micro-batch that was tried; None where there is none.
     """
 
     def __init__(self, batch_size: int | None, detail: str) -> None:
@@ -81,12 +76,12 @@ class OutOfMemory(BatchFinderError, MemoryError):
 
 
 class SampleDoesNotFit(OutOfMemory):
-    """Training met a sample that does not fit on its own, so that no micro-batch is small enough.
+    """A sample of the training does not fit on its own, so that no micro-batch is small enough.
 
     Attributes:
         index: its place in its batch, from 0.
         batch_idx: the batch's number in the epoch, from 0.
-        seq_len: its padded length in tokens; None where nobody can tell.
+        seq_len: its padded length in tokens; None where it is not clear.
     """
 
     def __init__(self, index: int, batch_idx: int, seq_len: int | None, detail: str) -> None:
@@ -104,16 +99,16 @@ class SampleDoesNotFit(OutOfMemory):
 
 
 class RecordingFailed(BatchFinderError):
-    """A training step could not be recorded on the pretend GPU."""
+    """A training step could not be recorded on the fake device."""
 
 
 class RecordingDied(RecordingFailed):
-    """The recording's process ended without an answer.
+    """The recording process ended without an answer.
 
     Attributes:
         operator: the operator that was running, empty when none was.
         exit_code: the process's exit code, negative for a signal.
-        last_words: the end of what the process printed.
+        last_words: the end of the process's output.
     """
 
     def __init__(self, what: str, operator: str, exit_code: int | None, last_words: str = "") -> None:
@@ -126,11 +121,11 @@ class RecordingDied(RecordingFailed):
 
 
 class ProbeDied(BatchFinderError):
-    """The process that took real steps ended, twice, in a way that says nothing about memory.
+    """The process that took real steps ended, twice, for another reason than memory.
 
     Attributes:
         exit_code: the process's exit code, negative for a signal.
-        last_words: the end of what the process printed.
+        last_words: the end of the process's output.
     """
 
     def __init__(self, what: str, exit_code: int, last_words: str = "") -> None:
@@ -144,7 +139,7 @@ class ProbeDied(BatchFinderError):
 
 
 class UserCodeFailed(BatchFinderError):
-    """Code of the user's raised; nothing of ours is in its traceback.
+    """The user's code raised; the traceback shows nothing of ours.
 
     Attributes:
         what: which code ran (`my.module:factory`).
@@ -158,7 +153,7 @@ class UserCodeFailed(BatchFinderError):
 
 
 class ContextDied(UserCodeFailed):
-    """Code of the user's raised, and the card's context died of it: nothing more can be done there by that process.
+    """The user's code raised an error that left the CUDA context of its process unusable, twice.
 
     A device-side assertion (an index out of range in an embedding) or an illegal access of a kernel does this.
     """
@@ -166,16 +161,16 @@ class ContextDied(UserCodeFailed):
     def __init__(self, what: str, traceback: str) -> None:
         super().__init__(what, traceback)
         self.args = (
-            f"{what} left the card's context dead behind it, twice. It raised:\n{traceback.rstrip()}\n"
+            f"{what} left the CUDA context unusable, twice. It raised:\n{traceback.rstrip()}\n"
             "Run one training step at this size on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see where.",
         )
 
 
 class NotSplittable(BatchFinderError, ValueError):
-    """A batch, or a loss, cannot be taken apart into micro-batches.
+    """A batch, or a loss, cannot be split into micro-batches.
 
     Attributes:
-        reason: what stands in the way, in words.
+        reason: why, in words.
     """
 
     def __init__(self, reason: str, move: str = "") -> None:
@@ -187,26 +182,8 @@ class NotSplittable(BatchFinderError, ValueError):
         super().__init__(f"the batch cannot be split: {reason}. {move}")
 
 
-class HalfUpdated(BatchFinderError):
-    """Memory ran out within an optimizer step, and what it had changed by then cannot be put back.
-
-    Attributes:
-        optimizer: the optimizer's class.
-        detail: the device's own message.
-    """
-
-    def __init__(self, optimizer: str, detail: str) -> None:
-        self.optimizer = optimizer
-        self.detail = detail
-        super().__init__(
-            f"{optimizer} ran out of memory within a step, and there was no room for the copy that would take the"
-            f" changes back: some parameters may be updated and others not. Start again from the last checkpoint, with"
-            f" a smaller micro-batch or a larger headroom. The device said: {detail}"
-        )
-
-
 class SamplesTooLong(BatchFinderError, ValueError):
-    """Samples are longer than any length that a batch size is known for.
+    """Samples are longer than every length with a known batch size.
 
     Attributes:
         count: how many of them are.
@@ -228,11 +205,11 @@ class SamplesTooLong(BatchFinderError, ValueError):
 
 
 class MissingExtra(BatchFinderError):
-    """Something was asked for that needs a package which is not installed.
+    """A package that is needed is not installed.
 
     Attributes:
-        package: which one.
-        extra: batchfinder's extra that brings it.
+        package: its name.
+        extra: the extra of batchfinder that installs it.
         what: what needs it.
     """
 
@@ -247,7 +224,7 @@ class MissingExtra(BatchFinderError):
 
 
 class CardNeeded(BatchFinderError):
-    """Cells were to be run on a GPU, and there is none here that has room for them.
+    """A GPU is needed, and there is none here with enough free memory.
 
     Attributes:
         needed_bytes: what PyTorch's allocator must be able to take of the GPU.
@@ -261,13 +238,12 @@ class CardNeeded(BatchFinderError):
 
 
 class RankFailed(BatchFinderError):
-    """Another of the processes that train together raised something, so that this one cannot go on either.
+    """Another rank raised an error, so that this one cannot go on either.
 
     Attributes:
         rank: the process that raised.
-        size: how many train together.
-        what: what it did, in words.
-        raised: what it raised, in words.
+        what: what it was doing, in words.
+        raised: the error, in words.
     """
 
     def __init__(self, rank: int, size: int, what: str, raised: str) -> None:
@@ -282,13 +258,12 @@ class RankFailed(BatchFinderError):
 
 
 class RankLost(BatchFinderError):
-    """Another of the processes that train together has ended, or did not answer within the time limit.
+    """Another rank has ended, or did not answer within the time limit.
 
     Attributes:
         rank: the process that waited.
-        size: how many train together.
         seconds: the time limit.
-        detail: the words of the library that waited.
+        detail: the error of the library that waited.
     """
 
     def __init__(self, rank: int, size: int, seconds: float, detail: str) -> None:
@@ -304,11 +279,11 @@ class RankLost(BatchFinderError):
 
 
 class CacheFailed(BatchFinderError):
-    """The cache cannot be read or written where it was asked to be.
+    """The cache cannot be read or written.
 
     Attributes:
         url: where.
-        reason: the file system's own words.
+        reason: the error of the file system.
     """
 
     def __init__(self, url: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The one seam between deciding and measuring: a probe answers whether a size runs, and at what peak."""
+"""The seam between deciding and measuring: a probe says whether a size runs, and with what peak."""
 
 from __future__ import annotations
 
@@ -25,12 +25,8 @@ class Probe(Protocol):
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size.
 
-        Args:
-            batch_size: samples in the micro-batch, at least 1.
-            shape: one sample's shape.
-
         Returns:
-            What was seen. Running out of memory is a verdict; an error in the user's code propagates.
+            What was measured. Running out of memory is a verdict; an error in the user's code propagates.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The frozen records everyone shares: what was asked, what one probe saw, what a search found."""
+"""Frozen records: a sample's shape, the measurement of one size, the result of a search."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Shape:
 
 
 class Verdict(enum.Enum):
-    """What became of one probed size. The value is the text a person reads.
+    """The verdict on one probed size. The value is the text a person reads.
 
-    A bug in the user's code is no verdict: it propagates unchanged.
+    An error in the user's code is not a verdict: it propagates unchanged.
     """
 
     FITS = "fits"
     OUT_OF_MEMORY = "the device ran out of memory"
     SIZE_CEILING = "a kernel cannot index a tensor this large"
-    THRASHING = "it runs only by releasing and re-taking memory all the time"
+    THRASHING = "thrashing: it runs only by releasing the allocator's cache again and again"
     HOST_OUT_OF_MEMORY = "the host ran out of memory"
     HEADROOM = "it fits, but leaves less than the headroom free"
 
@@ -41,14 +41,14 @@ class Verdict(enum.Enum):
         return self is Verdict.FITS
 
     @property
-    def may_pass(self) -> bool:
-        """Whether another try may end otherwise: fragments of what ran before, or a neighbour, may be to blame."""
+    def is_transient(self) -> bool:
+        """Whether another try may end otherwise: fragmentation, or another process, may be the cause."""
         return self in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one probe of one size saw.
+    """What one probe of one size measured.
 
     Attributes:
         verdict: fits, or how it failed.
@@ -78,9 +78,6 @@ class Measurement:
     def raise_for_verdict(self, batch_size: int | None = None) -> None:
         """Raise `OutOfMemory` unless the size ran, for those who prefer exceptions.
 
-        Args:
-            batch_size: the size that was probed, for the message.
-
         Raises:
             OutOfMemory: the verdict is not `FITS`.
         """
@@ -90,13 +87,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One probed size and what came of it.
-
-    Attributes:
-        batch_size: samples in the micro-batch.
-        shape: the sample's shape.
-        measurement: what the probe saw.
-    """
+    """One probed size and its measurement."""
 
     batch_size: int
     shape: Shape
@@ -108,7 +99,7 @@ class Trial:
         return self.measurement.fits
 
 
-class Stop(enum.Enum):
+class StopReason(enum.Enum):
     """Why a search ended."""
 
     EXACT = "the next size up was probed and failed"
@@ -121,19 +112,18 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        shape: the sample's shape it was found for.
         max_batch_size: the largest size that was probed and ran; 0 when not even one sample fits.
         stop: why the search ended.
         measurement: the probe of `max_batch_size`; of the smallest size that failed when that is 0.
         trials: every probe, in order; empty when the answer came from the cache.
         source: `simulated`, `measured` or `cache`.
         unmodelled: what a simulated figure leaves out, in words.
-        free_bytes: what was free on a real device when the search began; None where that was not asked.
+        free_bytes: what was free on a real device when the search began; None on a simulated one.
     """
 
     shape: Shape
     max_batch_size: int
-    stop: Stop
+    stop: StopReason
     measurement: Measurement | None
     trials: tuple[Trial, ...] = ()
     source: str = "measured"

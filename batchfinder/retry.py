@@ -1,8 +1,8 @@
-"""Trying again: a thin wrapper over tenacity, and its only importer.
+"""Retries: a thin wrapper over tenacity, and its only importer.
 
 tenacity raises the last error from inside its own frames, which hold the attempt's state, which holds the error: a
 cycle. With `reraise=True` the failed call's locals (a whole training step's tensors, for an out-of-memory) therefore
-live until `gc.collect()`. Here an attempt's error is caught in a frame of ours and handed to tenacity as a fact, never
+live until `gc.collect()`. Here an attempt's error is caught in a frame of ours and handed to tenacity as a value, never
 as an exception, so the failed call's frames die by reference count: before `between` runs, and again as soon as the
 caller has left its `except` block. The traceback shows no frame of tenacity's either.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 from batchfinder.errors import InvalidValue
 
@@ -23,21 +23,18 @@ T = TypeVar("T")
 def retrying(
     on: type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool] = (OSError,),
     *,
-    on_result: Callable[[Any], bool] | None = None,
     attempts: int = 3,
     wait: float = 0.1,
     max_wait: float = 5.0,
     between: Callable[[], None] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a decorator that calls a function again when it fails in a way that may pass.
+    """Make a decorator that calls a function again when it fails with a transient error.
 
     Use it as a decorator, or in place: `retrying(attempts=2)(probe)(batch_size, shape)`.
 
     Args:
-        on: the errors that may pass, or a function that says so of one. Others propagate at once, as does anything
-            that is no `Exception`: Ctrl-C is never retried.
-        on_result: says of a returned value that it is to be confirmed by another attempt. The last attempt's value is
-            returned whatever it is. Unlike an error, the value is still held while `between` runs.
+        on: the transient errors, or a function that says whether an error is one. Others propagate at once, as does
+            anything that is no `Exception`: Ctrl-C is never retried.
         attempts: calls in all, the first included; 1 never retries.
         wait: seconds before the second call; doubled before each one after that.
         max_wait: seconds that a wait never exceeds.
@@ -51,7 +48,7 @@ def retrying(
     """
     if attempts < 1:
         raise InvalidValue("attempts", attempts, "at least 1")
-    may_pass = _predicate(on)
+    is_transient = _predicate(on)
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -68,12 +65,7 @@ def retrying(
                     return None
 
             def again(state: tenacity.RetryCallState) -> bool:
-                if failed:
-                    return may_pass(failed[0])
-                outcome = state.outcome
-                return (
-                    on_result is not None and outcome is not None and not outcome.failed and on_result(outcome.result())
-                )
+                return bool(failed) and is_transient(failed[0])
 
             def pause(seconds: float) -> None:
                 failed.clear()

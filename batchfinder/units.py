@@ -1,7 +1,8 @@
-"""Bytes to text and back: the only place that formats memory."""
+"""Bytes and shares to text and back: the only place that formats memory and that reads `12GiB` and `5%`."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from fractions import Fraction
 
@@ -31,11 +32,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def format_bytes(size: int) -> str:
-    """Write a number of bytes the way PyTorch's messages do: `11.17 GiB`, `46.00 MiB`, `512 B`.
-
-    Args:
-        size: bytes; negative for a difference.
-    """
+    """Write a number of bytes the way PyTorch's messages do: `11.17 GiB`, `46.00 MiB`, `512 B`, `-1.00 MiB`."""
     sign, size = ("-", -size) if size < 0 else ("", size)
     for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= factor:
@@ -43,19 +40,60 @@ def format_bytes(size: int) -> str:
     return f"{sign}{size} B"
 
 
-def parse_bytes(text: str, *, option: str = "size") -> int:
+def parse_bytes(value: int | str, option: str = "size") -> int:
     """Read `12GiB`, `11.17 GiB`, `900MB` or a plain number of bytes.
 
-    Args:
-        text: a number with an optional unit; KiB, MiB, GiB are powers of 1024, kB, MB, GB powers of 1000.
-        option: the name the message calls the value by.
+    KiB, MiB and GiB are powers of 1024; kB, MB and GB are powers of 1000.
 
     Raises:
-        InvalidValue: the text is not a size, or not a positive one.
+        InvalidValue: the value is not a size, or not a positive one.
     """
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(str(value))
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     size = int(Fraction(match.group(1)) * factor) if match and factor else 0
     if size <= 0:
-        raise InvalidValue(option, text, "a positive size such as 12GiB, 900MiB or 24GB")
+        raise InvalidValue(option, value, "a positive size such as 12GiB, 900MiB or 24GB")
     return size
+
+
+def parse_share(value: float | str, option: str) -> float:
+    """Read a share from 0 to below 1: `0.01` or `1%`.
+
+    Raises:
+        InvalidValue: the value is not a number, or not within the range.
+    """
+    share = _share(value)
+    if share is None:
+        raise InvalidValue(option, value, "a share from 0 to below 1, such as 0.01 or 1%")
+    return share
+
+
+def parse_headroom(value: float | str, option: str = "headroom") -> float | int:
+    """Read how much memory to leave free: a share of it (`0.05`, `5%`) or a size (`1GiB`, a whole number of bytes).
+
+    A text without a unit is a share, so that `"1"` and `"2"` are refused rather than read as bytes.
+
+    Returns:
+        A float from 0 to below 1 for a share, an int for bytes.
+
+    Raises:
+        InvalidValue: the value is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    share = _share(value)
+    if share is not None:
+        return share
+    if isinstance(value, str) and value.strip()[-1:].isalpha():
+        with contextlib.suppress(InvalidValue):
+            return parse_bytes(value, option)
+    raise InvalidValue(option, value, "a share such as 0.1 or 10%, or a size such as 1GiB")
+
+
+def _share(value: float | str) -> float | None:
+    try:
+        text = value.strip() if isinstance(value, str) else value
+        number = float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
+    except (TypeError, ValueError):
+        return None
+    return number if 0 <= number < 1 else None

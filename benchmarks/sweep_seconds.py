@@ -1,4 +1,4 @@
-"""The default sweep with an empty cache, beside `from transformers import BertForSequenceClassification`.
+"""The default sweep with an empty cache against `from transformers import BertForSequenceClassification`.
 
 Both are whole processes, imports included, and take turns. Run: `python benchmarks/sweep_seconds.py [--rounds 5]`.
 """
@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
+
 from batchfinder.devices import host_name
 
 SWEEP = ("-m", "batchfinder", "sweep", "--json")
@@ -35,9 +37,9 @@ def seconds(arguments: tuple[str, ...], environment: dict[str, str]) -> tuple[fl
 
 
 def main() -> None:
-    """Measure, print the ratio, and write the result beside the others."""
+    """Measure, print the ratio, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each (default: 5)")
     rounds = parser.parse_args().rounds
     imports, sweeps, cells = [], [], 0
     for _ in range(rounds):

@@ -1,9 +1,9 @@
-"""Text of lengths 16 to 512 under a memory limit: a batch size for each length, beside the best single one.
+"""Text of lengths 16 to 512 under a memory limit: a micro-batch size for each length against the best single one.
 
-Both ways train the same net on the same samples in the same order, 120 of them for each optimizer step. One uses the
-largest batch size that survives the longest samples and accumulates (what a careful user does by hand, found here by
-BatchFinder as well). The other is `BatchFinder(split_batches=True)`. Each run is a process of its own under a real
-limit of its address space, and the ways take turns. Searches are timed apart from training.
+Both ways train the same net on the same samples in the same order, 120 of them for each optimizer step. The first uses
+the largest batch size that the longest samples allow, and accumulates. The second is `BatchFinder(split_batches=True)`.
+Each run is a process of its own under a real limit of its address space, and the ways take turns. Searches are timed
+apart from training.
 
 Run: `python benchmarks/variable_length.py [--rounds 3] [--steps 6] [--limit-mib 60]`.
 """
@@ -27,12 +27,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
+
 from batchfinder.devices import host_name
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("one size", "a size for each length")
 EFFECTIVE, SHORTEST, LONGEST, WORDS, WIDTH = 120, 16, 512, 250, 48
-SHARP = {  # freed memory goes back at once, so that a limit means the same at each size
+MALLOC = {  # freed memory is returned to the system at once, so that the limit is the same for each size
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -42,7 +44,7 @@ SHARP = {  # freed memory goes back at once, so that a limit means the same at e
 
 
 def train(way: str, steps: int, limit_mib: int) -> dict[str, Any]:
-    """Train one way in this process, under the limit from now on."""
+    """Train one way in this process, which may grow by the limit from here on."""
     import pytorch_lightning as pl
     import torch
     from torch import Tensor, nn
@@ -91,7 +93,8 @@ def train(way: str, steps: int, limit_mib: int) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.roll(-1, 1).masked_fill(mask == 0, -100)}
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0))))
-    (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
+    # The autograd engine's threads must exist before the limit does.
+    (torch.ones(4, requires_grad=True) * 2).sum().backward()
     pl.seed_everything(1, verbose=False)
     net = Net()
     loader = DataLoader(text, 1, shuffle=True, generator=torch.Generator().manual_seed(2), collate_fn=collate)
@@ -132,7 +135,7 @@ def in_a_process(way: str, steps: int, limit_mib: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, __file__, "--way", way, "--steps", str(steps), "--limit-mib", str(limit_mib)],
-            env={**os.environ, **SHARP, "BATCHFINDER_CACHE": cache},
+            env={**os.environ, **MALLOC, "BATCHFINDER_CACHE": cache},
             capture_output=True,
             text=True,
         )
@@ -144,7 +147,7 @@ def in_a_process(way: str, steps: int, limit_mib: int) -> dict[str, Any]:
 
 
 def compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """The second way against the first."""
+    """How the second way compares to the first."""
     one, other = (runs[way] for way in WAYS)
 
     def speed(run: dict[str, Any]) -> float:
@@ -158,12 +161,12 @@ def compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print both ways, and write the result beside the others."""
+    """Measure, print both ways, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each way (default: 3)")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each run")
     parser.add_argument("--limit-mib", type=int, default=60, help="by how much each process may grow")
-    parser.add_argument("--way", choices=WAYS, help="train one way in this process, and print what came of it")
+    parser.add_argument("--way", choices=WAYS, help="train one way in this process, and print its result as JSON")
     arguments = parser.parse_args()
     if arguments.way:
         print(json.dumps(train(arguments.way, arguments.steps, arguments.limit_mib)))
@@ -180,7 +183,7 @@ def main() -> None:
                 f"{run['share_of_padding']:.0%} padding, {run['search_seconds']} s of search {run['error']}"
             )
     if any(run["error"] for way in WAYS for run in runs[way]):
-        sys.exit("a run did not end well; nothing is written")
+        sys.exit("a run failed; no result is written")
     result = {
         "benchmark": "variable_length",
         "command": f"python benchmarks/variable_length.py --rounds {arguments.rounds} --steps {arguments.steps} "

@@ -1,4 +1,4 @@
-"""Recordings in forks of this process, which stays one without the pretend GPU."""
+"""Recordings in forks of this process, which stays one without the fake GPU."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def _record(
     """Build and record, in a process of its own."""
     from batchfinder.recording.fake_device import FakeDeviceMode
     from batchfinder.recording.record_step import record_step
-    from batchfinder.training.step import StepSettings
+    from batchfinder.training.spec import StepConfig
 
     mode = FakeDeviceMode(allow_non_fake_inputs=True)
     with mode:
         workload = build()
-    return record_step(workload, StepSettings(**settings), capability, batch_size, seq_len, mode, flash)
+    return record_step(workload, StepConfig(**settings, flash=flash), capability, batch_size, seq_len, mode)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

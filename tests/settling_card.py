@@ -27,8 +27,6 @@ class SettlingCard:
 
     name = "settling"
     total_bytes = allowance_bytes = 1050
-    has_hard_limit = True
-    first_step_overhead = False
 
     def __init__(self) -> None:
         Steps.size = Steps.at_size = Steps.retries = 0
@@ -44,9 +42,6 @@ class SettlingCard:
 
     def limited(self, reserve_bytes: int, held_bytes: int) -> nullcontext[None]:
         return nullcontext()
-
-    def record_leak(self, left_bytes: int) -> None:
-        pass
 
     def reset_peak(self) -> None:
         Steps.size = 0

@@ -70,9 +70,9 @@ def test_nothing_fits():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 8), "target_batch_size: 0 will not do; expected a size of at least 1."),
-        ((8, -1), "max_batch_size: -1 will not do; expected the largest size that fits, or 0 when none does."),
-        ((8, 8, 0), "num_devices: 0 will not do; expected at least 1 device."),
+        ((0, 8), "target_batch_size: invalid value 0; expected a size of at least 1."),
+        ((8, -1), "max_batch_size: invalid value -1; expected the largest size that fits, or 0 when none does."),
+        ((8, 8, 0), "num_devices: invalid value 0; expected at least 1 device."),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -38,12 +38,15 @@ def test_the_drawing_is_the_tree() -> None:
 
 
 def test_what_python_calls_by_another_name_is_caught_by_it() -> None:
-    """A value that cannot be meant is a ValueError, a name not found a LookupError, no memory a MemoryError."""
+    """A value that cannot be meant is a ValueError, a name not found a LookupError, no memory a MemoryError,
+    and a RuntimeError as torch's and accelerate's are.
+    """
     pairs = [
         (errors.InvalidValue("seq_len", 0, "1"), ValueError),
         (errors.NotSplittable("it is empty"), ValueError),
         (errors.UnknownName("GPU", "v10", ["v100"]), LookupError),
         (errors.SampleDoesNotFit(2, 3, None, "out of memory"), MemoryError),
+        (errors.OutOfMemory(2, "out of memory"), RuntimeError),
     ]
     for error, kind in pairs:
         assert isinstance(error, kind)

@@ -8,14 +8,14 @@ import pytest
 
 from batchfinder.find import find_max_batch_size
 from batchfinder.probe import FunctionProbe
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from batchfinder.search import Capped, Doubling, Headroom, Secant
 
 SHAPE = Shape(seq_len=128)
 
 
 class CacheEntry:
-    """A cache slot in memory."""
+    """A cache entry in memory."""
 
     def __init__(self, outcome: SearchResult | None = None) -> None:
         self.outcome = outcome
@@ -55,7 +55,7 @@ def test_outcome():
     assert outcome == SearchResult(
         shape=SHAPE,
         max_batch_size=5,
-        stop=Stop.EXACT,
+        stop=StopReason.EXACT,
         measurement=Measurement(Verdict.FITS, 178, 178),
         trials=tuple(Trial(size, SHAPE, probe(size, SHAPE)) for size in (1, 2, 4, 8, 6, 5)),
         source="measured",
@@ -82,17 +82,17 @@ def test_on_trial():
 
 def test_cache_is_filled():
     """An outcome is put into the cache as it is returned."""
-    slot = CacheEntry()
-    assert find_max_batch_size(five(), SHAPE, cache=slot) == slot.outcome
+    entry = CacheEntry()
+    assert find_max_batch_size(five(), SHAPE, cache=entry) == entry.outcome
 
 
 def test_cache_is_used():
     """A cached outcome comes back without a probe, marked as such; the record is left as it is."""
     kept = find_max_batch_size(five(), SHAPE)
-    slot = CacheEntry(kept)
-    outcome = find_max_batch_size(RaisingProbe(AssertionError("probed")), SHAPE, cache=slot, on_trial=pytest.fail)
+    entry = CacheEntry(kept)
+    outcome = find_max_batch_size(RaisingProbe(AssertionError("probed")), SHAPE, cache=entry, on_trial=pytest.fail)
     assert outcome == replace(kept, source="cache", trials=())
-    assert slot.outcome is kept
+    assert entry.outcome is kept
 
 
 def test_cached_zero():
@@ -105,13 +105,13 @@ def test_cached_zero():
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("mat1 and mat2 shapes cannot be multiplied")])
 def test_errors_propagate(error):
     """An interrupt or a bug in the user's code comes through unchanged, after the trials so far; nothing is cached."""
-    slot, seen = CacheEntry(), []
+    entry, seen = CacheEntry(), []
     with pytest.raises(type(error)) as caught:
-        find_max_batch_size(RaisingProbe(error), SHAPE, cache=slot, on_trial=seen.append)
+        find_max_batch_size(RaisingProbe(error), SHAPE, cache=entry, on_trial=seen.append)
     assert caught.value is error
     assert caught.value.__cause__ is None
     assert [trial.batch_size for trial in seen] == [1, 2, 4]
-    assert slot.outcome is None
+    assert entry.outcome is None
 
 
 def test_on_trial_may_stop_it():
@@ -173,8 +173,19 @@ def test_a_failure_that_was_expected_is_believed_at_once():
     """A search that knows from peaks what cannot fit tries the size that ends it a single time."""
     probe = Failing(Verdict.OUT_OF_MEMORY)
     outcome = find_max_batch_size(probe, SHAPE, search=Capped(Secant(limit_bytes=409, tolerance=0.0, predicted=40), 99))
-    assert (outcome.max_batch_size, outcome.stop) == (40, Stop.EXACT)
+    assert (outcome.max_batch_size, outcome.stop) == (40, StopReason.EXACT)
     assert probe.tried.count(41) == 1
     again = Failing(Verdict.OUT_OF_MEMORY, accidents=(34,))
     assert find_max_batch_size(again, SHAPE, search=Secant(409, 0.0, predicted=40)).max_batch_size == 40
     assert again.tried[:2] == [34, 34]
+
+
+def test_a_search_goes_on_from_earlier_trials():
+    """What is known narrows it and is not tried again; the new trials alone are in the result."""
+    probe = five()
+    known = [Trial(size, SHAPE, probe(size, SHAPE)) for size in (3, 7)]
+    found = find_max_batch_size(probe, SHAPE, trials=known)
+    assert (found.max_batch_size, {trial.batch_size for trial in found.trials} & {3, 7}) == (5, set())
+    assert all(3 < trial.batch_size < 7 for trial in found.trials)
+    ended = find_max_batch_size(probe, SHAPE, trials=[Trial(size, SHAPE, probe(size, SHAPE)) for size in (5, 6)])
+    assert (ended.max_batch_size, ended.trials, ended.measurement) == (5, (), probe(5, SHAPE))

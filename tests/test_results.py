@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from batchfinder.errors import OutOfMemory
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
 
 def test_shape_text():
@@ -31,7 +31,7 @@ def test_verdict_texts():
         "FITS": "fits",
         "OUT_OF_MEMORY": "the device ran out of memory",
         "SIZE_CEILING": "a kernel cannot index a tensor this large",
-        "THRASHING": "it runs only by releasing and re-taking memory all the time",
+        "THRASHING": "thrashing: it runs only by releasing the allocator's cache again and again",
         "HOST_OUT_OF_MEMORY": "the host ran out of memory",
         "HEADROOM": "it fits, but leaves less than the headroom free",
     }
@@ -39,7 +39,7 @@ def test_verdict_texts():
 
 def test_stop_texts():
     """Each reason to stop is a text for a person."""
-    assert [stop.value for stop in Stop] == [
+    assert [stop.value for stop in StopReason] == [
         "the next size up was probed and failed",
         "the cap was reached",
         "the next failing size is within the tolerance",
@@ -75,10 +75,10 @@ def test_frozen():
         (Shape(1), "seq_len"),
         (measurement, "seconds"),
         (Trial(1, Shape(), measurement), "batch_size"),
-        (SearchResult(Shape(), 1, Stop.CAP, measurement), "source"),
+        (SearchResult(Shape(), 1, StopReason.CAP, measurement), "source"),
     ):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(record, name, None)
-    assert SearchResult(Shape(), 1, Stop.CAP, measurement) == SearchResult(
-        Shape(), 1, Stop.CAP, Measurement(Verdict.FITS)
+    assert SearchResult(Shape(), 1, StopReason.CAP, measurement) == SearchResult(
+        Shape(), 1, StopReason.CAP, Measurement(Verdict.FITS)
     )

@@ -1,4 +1,4 @@
-"""Bytes to text and back."""
+"""Bytes and shares to text and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
-from batchfinder.units import GIB, KIB, MIB, format_bytes, parse_bytes
+from batchfinder.units import GIB, KIB, MIB, format_bytes, parse_bytes, parse_headroom, parse_share
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -68,13 +68,72 @@ def test_bad_text(text):
     with pytest.raises(InvalidValue) as error:
         parse_bytes(text, option="--budget")
     expected = "expected a positive size such as 12GiB, 900MiB or 24GB."
-    assert str(error.value) == f"--budget: {text!r} will not do; {expected}"
+    assert str(error.value) == f"--budget: invalid value {text!r}; {expected}"
     assert (error.value.option, error.value.value) == ("--budget", text)
+
+
+def test_number_of_bytes():
+    """A whole number is a number of bytes; a truth value is not."""
+    assert parse_bytes(5 << 20, "budget") == 5 << 20
+    with pytest.raises(InvalidValue, match=r"^budget: "):
+        parse_bytes(True, "budget")
+
+
+@pytest.mark.parametrize(
+    ("value", "share"), [("5%", 0.05), (" 12.5 % ", 0.125), ("0.01", 0.01), (0.05, 0.05), (0, 0.0), ("0%", 0.0)]
+)
+def test_share(value, share):
+    """A share is a number or a percentage."""
+    assert parse_share(value, "--tolerance") == share
+
+
+@pytest.mark.parametrize(
+    "value", [1, 1.0, -0.1, "1", "-1", "100%", "nan", "%", "", "exact", None, float("nan"), "1GiB"]
+)
+def test_bad_share(value):
+    """What is not a share from 0 to below 1 is refused, with the option's name and examples."""
+    with pytest.raises(InvalidValue) as error:
+        parse_share(value, "--tolerance")
+    assert str(error.value).startswith("--tolerance: ")
+    assert str(error.value).endswith("expected a share from 0 to below 1, such as 0.01 or 1%.")
+
+
+@pytest.mark.parametrize(
+    ("value", "headroom"),
+    [
+        ("0", 0.0),
+        ("0.25", 0.25),
+        ("5%", 0.05),
+        (" 12.5 % ", 0.125),
+        (0.05, 0.05),
+        (0, 0),
+        (1 << 20, 1 << 20),
+        ("1GiB", 1 << 30),
+        (" 1GB ", 10**9),
+        ("7 B", 7),
+    ],
+)
+def test_headroom(value, headroom):
+    """A float, a percentage and a text without a unit are shares; a whole number and a size are bytes."""
+    assert parse_headroom(value) == headroom
+    assert type(parse_headroom(value)) is type(headroom)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1.0, -0.1, -1, True, None, float("nan"), "1", "2", "100%", "-5%", "x%", "%", "", "inf", "nan", "1e999", "much"],
+)
+def test_bad_headroom(value):
+    """All of the memory, less than none of it, and what is neither a share nor a size are refused."""
+    with pytest.raises(InvalidValue) as error:
+        parse_headroom(value, "--headroom")
+    assert str(error.value).startswith("--headroom: ")
+    assert str(error.value).endswith("expected a share such as 0.1 or 10%, or a size such as 1GiB.")
 
 
 def test_default_option():
     """Without an option's name the message says `size`."""
-    with pytest.raises(InvalidValue, match=r"^size: 'x' will not do"):
+    with pytest.raises(InvalidValue, match=r"^size: invalid value 'x'"):
         parse_bytes("x")
 
 

@@ -1,4 +1,4 @@
-"""What is known already: keys, self-explaining records, and a store of them at any fsspec URL."""
+"""Results kept between runs: keys, self-explaining records, and a store of them at any fsspec URL."""
 
 from __future__ import annotations
 

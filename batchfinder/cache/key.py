@@ -1,4 +1,4 @@
-"""Everything that changes the answer, and the name it gives a record."""
+"""Everything that changes the answer, and the digest that names its record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CacheKey:
         mode: `train`, `forward` or `inference`.
         precision: as the caller spells it: `fp32`, `bf16-mixed`, ...
         optimizer: its name.
-        optimizer_options: learning rate, betas, foreach, ...
+        optimizer_options: those that change its memory, as `models.fingerprint.fingerprint_optimizer` has them.
         attention: `eager`, `sdpa`, `flash`, or empty for the model's own.
         gradient_checkpointing: whether activations are recomputed.
         accumulation: micro-batches per optimizer step in the probed step.
@@ -107,9 +107,6 @@ class CacheKey:
 
 def canonical_json(value: Json) -> str:
     """Write JSON in the one way that equal values share: names sorted, no spaces, ASCII, no NaN.
-
-    Args:
-        value: what to write; floats are written as the shortest text that reads back as the same number.
 
     Raises:
         ValueError: a number is not finite.

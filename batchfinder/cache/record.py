@@ -1,7 +1,4 @@
-"""One record: a key, what was found for it, and a checksum over both, as JSON.
-
-Records on their way from one cache to another: one JSON file, each record with its own checksum.
-"""
+"""A record: a key, its result and a checksum over both, as JSON; and the file that records are exported to."""
 
 from __future__ import annotations
 
@@ -15,20 +12,16 @@ from typing import TypeVar
 
 from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
-SCHEMA = 3
-"""Also raised when what counts as fitting changes: 3 asks of a size that it goes on fitting."""
+SCHEMA = 4
+"""Raised, too, when what counts as fitting or the meaning of a key changes: 4 has the shorter fingerprint."""
 
 T = TypeVar("T")
 
 
 class DamagedRecord(BatchFinderError):
-    """A record's bytes are not what was written. `Store` turns it into a warning.
-
-    Attributes:
-        reason: what is wrong with them.
-    """
+    """A record's bytes are not what was written. `Store` turns it into a warning."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -37,17 +30,17 @@ class DamagedRecord(BatchFinderError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known for one key.
+    """The result kept for one key.
 
     Attributes:
         key: everything that the answer depends on.
-        outcome: the answer, as the search returned it.
+        result: as the search returned it.
         created: when it was written, with a time zone.
-        label: what people call the model; the key has its fingerprint. Empty when nobody said.
+        label: the model's name, for lists; the key has its fingerprint. Empty where none was given.
     """
 
     key: CacheKey
-    outcome: SearchResult
+    result: SearchResult
     created: datetime
     label: str = ""
 
@@ -55,45 +48,35 @@ class Record:
 def encode(record: Record) -> bytes:
     """Write a record: one member per line, so that a person can read it too.
 
-    Args:
-        record: its outcome's source must be the original one, not `cache`.
-
     Raises:
-        InvalidValue: the outcome came from a cache itself, or holds something that JSON cannot.
+        InvalidValue: the result came from a cache itself, or holds a value that JSON does not have.
     """
-    if record.outcome.source == "cache":
-        raise InvalidValue("source of an outcome to be cached", "cache", "simulated or measured, where it came from")
+    if record.result.source == "cache":
+        raise InvalidValue("source of a result to be cached", "cache", "simulated or measured, where it came from")
     try:
         body: dict[str, Json] = {
             "schema": SCHEMA,
             "created": record.created.isoformat(),
             "label": record.label,
             "key": record.key.as_dict(),
-            "outcome": _write_outcome(record.outcome),
+            "outcome": _result_as_json(record.result),
         }
         body["checksum"] = _checksum(body)
         return write_members(body)
     except (TypeError, ValueError) as error:
         raise InvalidValue(
-            "outcome to be cached", record.outcome, "text, whole numbers of bytes and finite seconds"
+            "result to be cached", record.result, "text, whole numbers of bytes and finite seconds"
         ) from error
 
 
 def write_members(body: Mapping[str, Json]) -> bytes:
-    """Write a record's members as a file has them, one per line.
-
-    Args:
-        body: the members, in their order.
-    """
+    """Write a record's members as a file has them, one per line."""
     lines = ",\n".join(f'"{name}": {canonical_json(value)}' for name, value in body.items())
     return f"{{\n{lines}\n}}\n".encode("ascii")
 
 
 def decode(data: bytes) -> Record:
     """Read a record back.
-
-    Args:
-        data: the file's bytes.
 
     Raises:
         DamagedRecord: the bytes differ in any way from what `encode` wrote.
@@ -112,8 +95,9 @@ def decode(data: bytes) -> Record:
     try:
         if checksum != _checksum(body):
             raise DamagedRecord("its checksum does not match")
-        outcome, created = _read_outcome(body["outcome"]), _read_created(body["created"])
-        record = Record(_read_key(body["key"]), outcome, created, _of(str, body["label"], "label"))
+        created = datetime.fromisoformat(_of(str, body["created"], "created"))
+        label = _of(str, body["label"], "label")
+        record = Record(_key_from_json(body["key"]), _result_from_json(body["outcome"]), created, label)
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:
             raise DamagedRecord("it is not written the way batchfinder writes it")
@@ -130,46 +114,42 @@ def _checksum(body: dict[str, Json]) -> str:
     return hashlib.sha256(canonical_json(body).encode()).hexdigest()
 
 
-def _write_outcome(outcome: SearchResult) -> dict[str, Json]:
+def _result_as_json(result: SearchResult) -> dict[str, Json]:
     return {
-        "seq_len": _index(outcome.shape.seq_len),
-        "max_batch_size": operator.index(outcome.max_batch_size),
-        "stop": outcome.stop.name,
-        "measurement": None if outcome.measurement is None else _write_measurement(outcome.measurement),
+        "seq_len": _index(result.shape.seq_len),
+        "max_batch_size": operator.index(result.max_batch_size),
+        "stop": result.stop.name,
+        "measurement": None if result.measurement is None else _measurement_as_json(result.measurement),
         # [batch_size, seq_len, verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes,
         #  resting_bytes, forward_bytes]
         "trials": [
-            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_write_measurement(trial.measurement)]
-            for trial in outcome.trials
+            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_measurement_as_json(trial.measurement)]
+            for trial in result.trials
         ],
-        "source": outcome.source,
-        "unmodelled": list(outcome.unmodelled),
-        "free_bytes": _index(outcome.free_bytes),
+        "source": result.source,
+        "unmodelled": list(result.unmodelled),
+        "free_bytes": _index(result.free_bytes),
     }
 
 
-def _write_measurement(seen: Measurement) -> list[Json]:
+def _measurement_as_json(seen: Measurement) -> list[Json]:
     peaks = _index(seen.peak_allocated_bytes), _index(seen.peak_reserved_bytes)
-    told = _index(seen.needed_bytes), _index(seen.resting_bytes), _index(seen.forward_bytes)
-    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, *told]
+    more = _index(seen.needed_bytes), _index(seen.resting_bytes), _index(seen.forward_bytes)
+    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, *more]
 
 
 def _index(value: int | None) -> int | None:
     return None if value is None else operator.index(value)  # NumPy's whole numbers become Python's
 
 
-def _read_key(value: object) -> CacheKey:
+def _key_from_json(value: object) -> CacheKey:
     body = _of(dict, value, "key")
     if set(body) != {item.name for item in fields(CacheKey)}:
         raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(body))}")
     return CacheKey(**body)
 
 
-def _read_created(value: object) -> datetime:
-    return datetime.fromisoformat(_of(str, value, "created"))
-
-
-def _read_outcome(value: object) -> SearchResult:
+def _result_from_json(value: object) -> SearchResult:
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(dict, value, "outcome")
     if set(body) != names:
@@ -177,24 +157,24 @@ def _read_outcome(value: object) -> SearchResult:
     return SearchResult(
         shape=Shape(_optional_int(body["seq_len"], "seq_len")),
         max_batch_size=_of(int, body["max_batch_size"], "max_batch_size"),
-        stop=_member(Stop, body["stop"], "stop"),
-        measurement=None if body["measurement"] is None else _read_measurement(body["measurement"]),
-        trials=tuple(_read_trial(trial) for trial in _of(list, body["trials"], "trials")),
+        stop=_member(StopReason, body["stop"], "stop"),
+        measurement=None if body["measurement"] is None else _measurement_from_json(body["measurement"]),
+        trials=tuple(_trial_from_json(trial) for trial in _of(list, body["trials"], "trials")),
         source=_of(str, body["source"], "source"),
         unmodelled=tuple(_of(str, text, "unmodelled") for text in _of(list, body["unmodelled"], "unmodelled")),
         free_bytes=_optional_int(body["free_bytes"], "free_bytes"),
     )
 
 
-def _read_trial(value: object) -> Trial:
+def _trial_from_json(value: object) -> Trial:
     row = _of(list, value, "trial")
     if len(row) != 10:
         raise DamagedRecord(f"its trial is {value!r}")
     shape = Shape(_optional_int(row[1], "seq_len"))
-    return Trial(_of(int, row[0], "batch_size"), shape, _read_measurement(row[2:]))
+    return Trial(_of(int, row[0], "batch_size"), shape, _measurement_from_json(row[2:]))
 
 
-def _read_measurement(value: object) -> Measurement:
+def _measurement_from_json(value: object) -> Measurement:
     row = _of(list, value, "measurement")
     if len(row) != 8:
         raise DamagedRecord(f"its measurement is {value!r}")
@@ -228,24 +208,17 @@ def _member(choices: type[T], value: object, what: str) -> T:
     return member
 
 
-FORMAT = 1
+EXPORT_FORMAT = 1
 
 
 def write_export(records: Iterable[Record]) -> str:
-    """Write records as one JSON text, `{"batchfinder_cache": 1, "records": [...]}`.
-
-    Args:
-        records: in the order in which they should stand.
-    """
+    """Write records as one JSON text, `{"batchfinder_cache": 1, "records": [...]}`."""
     texts = [encode(record).decode("ascii").rstrip("\n") for record in records]
-    return f'{{\n"batchfinder_cache": {FORMAT},\n"records": [\n' + ",\n".join(texts) + "\n]\n}\n"
+    return f'{{\n"batchfinder_cache": {EXPORT_FORMAT},\n"records": [\n' + ",\n".join(texts) + "\n]\n}\n"
 
 
 def read_export(text: str) -> Iterator[Record]:
     """Read records back, one at a time; the file may have been formatted anew, its figures must be as they were.
-
-    Args:
-        text: what `write_export` wrote.
 
     Raises:
         DamagedRecord: it is no such file, or one of its records is not what was written.
@@ -256,8 +229,8 @@ def read_export(text: str) -> Iterator[Record]:
         raise DamagedRecord("it is cut short or not JSON") from error
     if not isinstance(body, dict) or not isinstance(body.get("records"), list):
         raise DamagedRecord("it is JSON, but not an exported cache")
-    if body.get("batchfinder_cache") != FORMAT:
-        raise DamagedRecord(f"its format is {body.get('batchfinder_cache')!r}; this version reads {FORMAT}")
+    if body.get("batchfinder_cache") != EXPORT_FORMAT:
+        raise DamagedRecord(f"its format is {body.get('batchfinder_cache')!r}; this version reads {EXPORT_FORMAT}")
     for number, members in enumerate(body["records"], 1):
         try:
             if not isinstance(members, dict):

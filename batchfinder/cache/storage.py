@@ -25,17 +25,19 @@ if TYPE_CHECKING:
 
 STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
 
-_PASSING = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
 
 
-def _may_pass(error: Exception) -> bool:
-    return isinstance(error, ConnectionError | TimeoutError) or (isinstance(error, OSError) and error.errno in _PASSING)
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, ConnectionError | TimeoutError) or (
+        isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
+    )
 
 
-def _may_pass_on_write(error: Exception) -> bool:
-    # Somebody else cleared the directory between two of our steps.
-    return _may_pass(error) or isinstance(error, FileNotFoundError)
+def _is_transient_on_write(error: Exception) -> bool:
+    # Another process cleared the directory between two of our steps.
+    return _is_transient(error) or isinstance(error, FileNotFoundError)
 
 
 class Storage:
@@ -48,7 +50,7 @@ class Storage:
     def __init__(self, url: str | os.PathLike[str]) -> None:
         text = os.fspath(url)
         self.url = text if "://" in text or "::" in text else os.path.abspath(os.path.expanduser(text))
-        self._swept = False
+        self._removed_stale = False
 
     def read(self, name: str) -> bytes | None:
         """Return a name's bytes, None when there are none.
@@ -58,7 +60,7 @@ class Storage:
         """
         with self._failures():
             try:
-                return retrying(_may_pass)(self._read)(name)
+                return retrying(_is_transient)(self._read)(name)
             except FileNotFoundError:
                 return None
 
@@ -69,9 +71,9 @@ class Storage:
             CacheFailed: the place cannot be written.
         """
         with self._failures():
-            retrying(_may_pass_on_write)(self._write)(name, data)
-            if self._is_local and not self._swept:
-                self._swept = True
+            retrying(_is_transient_on_write)(self._write)(name, data)
+            if self._is_local and not self._removed_stale:
+                self._removed_stale = True
                 self._remove_temporary(older_than=STALE_SECONDS)
 
     def names(self) -> list[str]:
@@ -91,7 +93,7 @@ class Storage:
         """
         with self._failures():
             try:
-                retrying(_may_pass)(self._fs.rm_file)(self._path(name))
+                retrying(_is_transient)(self._fs.rm_file)(self._path(name))
             except FileNotFoundError:
                 return False
             return True
@@ -106,7 +108,7 @@ class Storage:
             self._remove_temporary(older_than=0.0)
 
     def check_writable(self) -> None:
-        """Write and remove a file, to find out now rather than after an hour's work.
+        """Write and remove a file, to check before any work is done that this is possible.
 
         Raises:
             CacheFailed: the place cannot be written.

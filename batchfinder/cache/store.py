@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Protocol
 
 from batchfinder.cache.key import CacheKey
 from batchfinder.cache.record import DamagedRecord, Record, decode, encode
@@ -18,12 +19,7 @@ _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
 class DamagedRecordWarning(UserWarning):
-    """A record was ignored because its bytes are not what was written.
-
-    Attributes:
-        path: where it lies.
-        reason: what is wrong with it.
-    """
+    """A record was ignored because its bytes are not what was written."""
 
     def __init__(self, path: str, reason: str) -> None:
         self.path = path
@@ -49,65 +45,51 @@ class Store:
 
     Example:
         >>> store = Store("memory://example")
-        >>> [record.outcome.max_batch_size for record in store.records()]
+        >>> [record.result.max_batch_size for record in store.records()]
         []
     """
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
-        self._folder = Storage(default_cache_url() if url is None else url)
+        self._storage = Storage(default_cache_url() if url is None else url)
 
     @property
     def url(self) -> str:
         """Where it is; a local path is absolute."""
-        return self._folder.url
+        return self._storage.url
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
     def get(self, key: CacheKey) -> SearchResult | None:
-        """Look an answer up. A damaged record is none: it is named in a `DamagedRecordWarning`.
-
-        Args:
-            key: everything that the answer depends on.
+        """Look up a result. A damaged record counts as none, with a `DamagedRecordWarning`.
 
         Returns:
-            The outcome as it was put, with its original source; None when there is none.
+            The result as it was put, with its original source; None when there is none.
 
         Raises:
             CacheFailed: the place cannot be read.
         """
         record = self._load(_name(key))
-        return None if record is None else record.outcome
+        return None if record is None else record.result
 
-    def put(self, key: CacheKey, outcome: SearchResult, label: str = "") -> None:
-        """Keep an answer, in place of any there was.
+    def put(self, key: CacheKey, result: SearchResult, label: str = "") -> None:
+        """Keep a result, in place of any there was.
 
         Args:
-            key: everything that the answer depends on.
-            outcome: the answer, with its original source.
-            label: what people call the model, for lists.
+            label: the model's name, for lists.
 
         Raises:
             CacheFailed: the place cannot be written.
-            InvalidValue: the outcome's source is `cache`, or it holds something that JSON cannot.
+            InvalidValue: the result's source is `cache`, or it holds a value that JSON does not have.
         """
-        self.put_record(Record(key, outcome, datetime.now(UTC).replace(microsecond=0), label))
+        self.put_record(Record(key, result, datetime.now(UTC).replace(microsecond=0), label))
 
     def put_record(self, record: Record) -> None:
-        """Keep a record as it is, with the time it was made; see `put`.
+        """Keep a record as it is, with the time it was made; see `put`."""
+        self._storage.write(_name(record.key), encode(record))
 
-        Args:
-            record: such as another cache had it.
-        """
-        self._folder.write(_name(record.key), encode(record))
-
-    def slot(self, key: CacheKey, label: str = "") -> CacheEntry:
-        """One key's place, for a search that should know of nothing else.
-
-        Args:
-            key: everything that the answer depends on.
-            label: what people call the model, for lists.
-        """
+    def entry(self, key: CacheKey, label: str = "") -> CacheEntry:
+        """One key's place, which `find_max_batch_size` takes as its cache."""
         return CacheEntry(self, key, label)
 
     def records(self, digest: str = "") -> Iterator[Record]:
@@ -133,38 +115,35 @@ class Store:
         return (record.key for record in self.records())
 
     def remove(self, key: CacheKey) -> bool:
-        """Forget one answer; returns whether there was a record.
-
-        Args:
-            key: everything that the answer depends on.
+        """Remove one record; returns whether there was one.
 
         Raises:
             CacheFailed: the place cannot be written.
         """
-        return self._folder.remove(_name(key))
+        return self._storage.remove(_name(key))
 
     def clear(self) -> int:
-        """Forget everything, damaged records and temporary files included; returns how many records went.
+        """Remove everything, damaged records and temporary files included; returns how many records there were.
 
         Raises:
             CacheFailed: the place cannot be written.
         """
-        self._folder.remove_temporary()
-        return sum(self._folder.remove(name) for name in self._names())
+        self._storage.remove_temporary()
+        return sum(self._storage.remove(name) for name in self._names())
 
     def check_writable(self) -> None:
-        """Find out now, rather than after an hour's work, whether results can be kept.
+        """Check, before any work is done, that results can be kept.
 
         Raises:
             CacheFailed: the place cannot be written.
         """
-        self._folder.check_writable()
+        self._storage.check_writable()
 
     def _names(self) -> list[str]:
-        return [name for name in self._folder.names() if _NAME.fullmatch(name)]
+        return [name for name in self._storage.names() if _NAME.fullmatch(name)]
 
     def _load(self, name: str) -> Record | None:
-        data = self._folder.read(name)
+        data = self._storage.read(name)
         if data is None:
             return None
         try:
@@ -177,27 +156,33 @@ class Store:
         return record
 
 
+class ResultEntry(Protocol):
+    """A place for one result, keyed by everything that changes it: `CacheEntry`, or one of your own."""
+
+    def get(self) -> SearchResult | None:
+        """The result kept here; None when there is none."""
+        ...
+
+    def put(self, outcome: SearchResult) -> None:
+        """Keep a result here."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One key's place in a store: what `find_max_batch_size` takes as its cache.
-
-    Attributes:
-        store: where it is kept.
-        key: everything that the answer depends on.
-        label: what people call the model, for lists.
-    """
+    """One key's place in a store, which `find_max_batch_size` takes as its cache."""
 
     store: Store
     key: CacheKey
     label: str = ""
 
     def get(self) -> SearchResult | None:
-        """Look the answer up; see `Store.get`."""
+        """Look up the result; see `Store.get`."""
         return self.store.get(self.key)
 
-    def put(self, outcome: SearchResult) -> None:
-        """Keep an answer; see `Store.put`."""
-        self.store.put(self.key, outcome, self.label)
+    def put(self, result: SearchResult) -> None:
+        """Keep a result; see `Store.put`."""
+        self.store.put(self.key, result, self.label)
 
 
 def _name(key: CacheKey) -> str:

@@ -1,1 +1,1 @@
-"""The command line: one verb per file."""
+"""The command line: one module per command."""

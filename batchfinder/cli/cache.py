@@ -1,4 +1,4 @@
-"""What is known already: list it, look at it, forget it, carry it to another machine."""
+"""`cache`: list, show, remove, export and import cached results."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from datetime import UTC, datetime
 
 from batchfinder.cache import DamagedRecord, Record, Store, read_export, write_export
 from batchfinder.cache.record import encode
-from batchfinder.cli.files import read_file, write_file
+from batchfinder.cli.options import read_file, write_file
 from batchfinder.errors import InvalidValue, UnknownName
-from batchfinder.report.cache import list_sheet, record_sheets
+from batchfinder.report.cache import list_table, record_tables
 
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Do one of the deeds."""
-    store = Store(arguments.cache)
-    deeds = {"list": _list, "show": _show, "clear": _clear, "export": _export, "import": _import}
-    deeds[arguments.deed](store, arguments)
+    """Run one of its commands."""
+    commands = {"list": _list, "show": _show, "clear": _clear, "export": _export, "import": _import}
+    commands[arguments.cache_command](Store(arguments.cache), arguments)
     return 0
 
 
@@ -28,9 +27,9 @@ def _list(store: Store, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps({"url": store.url, "records": [json.loads(encode(record)) for record in records]}, indent=1))
     elif records:
-        list_sheet(records, store.url).show()
+        list_table(records, store.url).show()
     else:
-        print(f"nothing is known yet: the cache at {store.url} is empty")
+        print(f"the cache at {store.url} is empty")
 
 
 def _show(store: Store, arguments: argparse.Namespace) -> None:
@@ -38,9 +37,9 @@ def _show(store: Store, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps(json.loads(encode(record)), indent=1))
         return
-    for number, sheet in enumerate(record_sheets(record)):
+    for number, table in enumerate(record_tables(record)):
         print(end="\n" if number else "")
-        sheet.show()
+        table.show()
 
 
 def _clear(store: Store, arguments: argparse.Namespace) -> None:
@@ -65,7 +64,7 @@ def _export(store: Store, arguments: argparse.Namespace) -> None:
 def _import(store: Store, arguments: argparse.Namespace) -> None:
     store.check_writable()
     try:
-        # All of them are read before the first is kept: a damaged file changes nothing.
+        # All are read before the first is kept: a damaged file changes nothing.
         records = list(read_export(read_file("FILE", arguments.file)))
     except DamagedRecord as damage:
         raise InvalidValue("FILE", arguments.file, f"a file written by `cache export`; {damage.reason}") from damage
@@ -74,19 +73,20 @@ def _import(store: Store, arguments: argparse.Namespace) -> None:
     for record in newer:
         store.put_record(record)
     left = len(records) - len(newer)
-    print(f"{_count(len(newer))} taken into {store.url}" + (f"; {left} were known as well or better" if left else ""))
+    kept = f"; {left} skipped, as the cache has the same or a newer one" if left else ""
+    print(f"{_count(len(newer))} imported into {store.url}{kept}")
 
 
 def _one(store: Store, digits: str) -> Record:
     """The record whose digest begins with these digits.
 
     Raises:
-        UnknownName: there is none.
-        InvalidValue: there are several.
+        UnknownName: no record's does.
+        InvalidValue: several records' do.
     """
     found = list(store.records(digits))
     if not found:
-        raise UnknownName("cache record", digits, (), "`batchfinder cache list` prints what there is.")
+        raise UnknownName("cache record", digits, (), "`batchfinder cache list` lists all records.")
     if len(found) > 1:
         raise InvalidValue("RECORD", digits, f"more digits: {len(found)} records begin with these")
     return found[0]

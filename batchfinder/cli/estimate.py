@@ -1,133 +1,38 @@
-"""What an estimate's options ask for, checked before anything is built.
-
-What changes of the options would buy: each one simulated.
-
-What the memory of one size is for, whether a card has it, and what would make it fit.
-"""
+"""`estimate`: what the memory of one size is used for, whether a GPU has it, and which options would make it fit."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from batchfinder.cli.files import check_file, write_file
 from batchfinder.cli.options import (
     DEFAULT_GPU,
-    Card,
-    allocator_notes,
-    allocator_settings,
     card,
-    check_model_name,
-    how_to_step,
+    check_file,
+    instance_card,
     one_of,
-    one_seq_len,
-    optional_number,
+    seq_lens_of,
+    step_options,
     whole_number,
-    workload_spec,
+    write_file,
 )
-from batchfinder.devices import find_instance
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, side_by_side
-from batchfinder.recording.simulation import Simulation, StepConfig, search_simulated
-from batchfinder.report.estimate import Changed, EstimateFindings, estimate_sheets
+from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.models.catalog import check_model_name
+from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
 from batchfinder.report.plots import check_picture, draw_estimate
 from batchfinder.report.progress import StatusLine
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import WorkloadSpec
 
-
-@dataclass(frozen=True)
-class EstimateRequest:
-    """An estimate to be made.
-
-    Attributes:
-        options: as they were given; changes are tried by changing these.
-        model: as it was asked for.
-        batch_size: samples in a GPU's micro-batch.
-        seq_len: as it was asked for; None for the model's usual one.
-        card: what is simulated, and how many of it.
-        accumulation: micro-batches per optimizer step.
-        allocator: the caching allocator's settings.
-        by_module: whether each module's memory is shown.
-        advice: whether changes are tried also where the size fits.
-    """
-
-    options: argparse.Namespace
-    model: str
-    batch_size: int
-    seq_len: int | None
-    card: Card
-    accumulation: int
-    allocator: AllocatorSettings
-    by_module: bool
-    advice: bool
-
-    @property
-    def spec(self) -> WorkloadSpec:
-        """How the model is built."""
-        return workload_spec(self.model, self.options)
-
-    @property
-    def how(self) -> StepConfig:
-        """How the step is taken."""
-        return how_to_step(self.options, self.accumulation)
-
-    def changed(self, **options: object) -> EstimateRequest:
-        """The same with other options, by their names in Python."""
-        return replace(self, options=argparse.Namespace(**{**vars(self.options), **options}))
-
-
-def read_request(arguments: argparse.Namespace) -> EstimateRequest:
-    """Check the options.
-
-    Args:
-        arguments: of the command line.
-
-    Raises:
-        InvalidValue: an option has a value that cannot be meant.
-        UnknownName: no such GPU, instance or model.
-    """
-    check_file("--markdown", arguments.markdown)
-    if arguments.by is not None:
-        one_of("--by", arguments.by, ("module",))
-    request = EstimateRequest(
-        options=arguments,
-        model=arguments.model,
-        batch_size=whole_number("--batch-size", arguments.batch_size),
-        seq_len=optional_number("--seq-len", arguments.seq_len),
-        card=_card(arguments),
-        accumulation=whole_number("--accumulation", arguments.accumulation),
-        allocator=allocator_settings(),
-        by_module=arguments.by is not None,
-        advice=arguments.advice,
-    )
-    request.how  # noqa: B018 - checks its options
-    check_model_name(request.model)
-    return request
-
-
-def _card(arguments: argparse.Namespace) -> Card:
-    asked = optional_number("--num-gpus", arguments.num_gpus)
-    if arguments.instance is None:
-        gpu = arguments.gpu or (None if arguments.budget else DEFAULT_GPU)
-        return card(gpu, arguments.budget, asked or 1)
-    if arguments.gpu is not None:
-        raise InvalidValue("--gpu", arguments.gpu, "either a --gpu or an --instance, not both")
-    instance = find_instance(arguments.instance)
-    if asked is not None and asked > instance.num_gpus:
-        raise InvalidValue("--num-gpus", asked, f"at most {instance.num_gpus}, the GPUs of {instance.name}")
-    one = card(instance.gpu.name, arguments.budget, asked or instance.num_gpus)
-    return replace(one, name=f"{instance.name}: {one.count} x {one.name}")
-
-
-# Those that keep more in their state than the ones named after them, and what else holds less.
+# What holds less in its state than the optimizer that is the key.
 _LIGHTER_OPTIMIZERS = {
     "adamw": ("adamw-fused", "adafactor", "sgd"),
     "adamw-fused": ("adafactor", "sgd"),
@@ -137,124 +42,191 @@ _LIGHTER_OPTIMIZERS = {
 }
 _BF16_CAPABILITY = (8, 0)
 
+Changes = dict[str, Any]
+"""Options to be changed, by their names in Python."""
 
-@dataclass(frozen=True)
-class Change:
-    """Options to be changed; as a string, what is typed for them.
 
-    Attributes:
-        options: by their names in Python; empty for no change.
+def main(arguments: argparse.Namespace) -> int:
+    """Estimate one size; that it does not fit is a result, not an error."""
+    if arguments.plot is not None:
+        check_picture("--plot", arguments.plot)
+    if arguments.markdown is not None:
+        check_file("--markdown", arguments.markdown)
+    if arguments.by is not None:
+        one_of("--by", arguments.by, ("module",))
+    found = run_estimate(read_request(arguments), arguments.advice)
+    tables = estimate_tables(found, by_module=arguments.by is not None, explain=arguments.explain)
+    if arguments.json:
+        print(json.dumps(found.to_json(), indent=1))
+    else:
+        for number, table in enumerate(tables):
+            print(end="\n" if number else "")
+            table.show()
+    if arguments.markdown is not None:
+        write_file("--markdown", arguments.markdown, "\n".join(table.to_markdown() for table in tables))
+    if arguments.plot is not None:
+        draw_estimate(found, arguments.plot)
+    return 0
+
+
+def read_request(arguments: argparse.Namespace) -> EstimateRequest:
+    """Check the options.
+
+    Raises:
+        InvalidValue: an option has an invalid value.
+        UnknownName: no such GPU, instance or model.
     """
+    count = whole_number("--num-gpus", arguments.num_gpus)
+    if arguments.instance is None:
+        gpu = arguments.gpu or (None if arguments.budget else DEFAULT_GPU)
+        chosen = card(gpu, arguments.budget, count or 1)
+    elif arguments.gpu is not None:
+        raise InvalidValue("--gpu", arguments.gpu, "either a --gpu or an --instance, not both")
+    else:
+        chosen = instance_card(arguments.instance, arguments.budget, count)
+    check_model_name(arguments.model)
+    return EstimateRequest(
+        model=arguments.model,
+        batch_size=whole_number("--batch-size", arguments.batch_size),
+        seq_len=whole_number("--seq-len", arguments.seq_len),
+        card=chosen,
+        options=step_options(arguments),
+        accumulation=whole_number("--accumulation", arguments.accumulation),
+        allocator=AllocatorSettings.from_environment(),
+    )
 
-    options: dict[str, Any]
 
-    def __str__(self) -> str:
-        typed = [
-            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-            for name, value in self.options.items()
-        ]
-        return " ".join(typed)
+def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFindings:
+    """Record the size asked for, and try other options where it does not fit, or where advice is asked for.
 
-
-def changes(request: EstimateRequest, brings_optimizer: bool) -> Iterator[Change]:
-    """The changes worth trying, one at a time.
-
-    Args:
-        request: what was asked for.
-        brings_optimizer: whether the workload has an optimizer of its own.
+    Raises:
+        BatchFinderError: the model could not be built or recorded.
     """
-    asked, how = request.options, request.how
-    bf16 = request.card.device.compute_capability >= _BF16_CAPABILITY
-    kept: dict[str, Any] = {}
-    if how.precision == "fp32":
-        kept["precision"] = "bf16-mixed" if bf16 else "16-mixed"
-    elif how.precision == "bf16-mixed" and how.mode == "train":
-        kept["precision"] = "bf16-true"
-    if how.mode == "train" and not asked.gradient_checkpointing:
-        kept["gradient_checkpointing"] = True
-    halves = how.precision != "fp32"
-    if asked.attention == "eager":
-        kept["attention"] = "sdpa"
-    elif asked.attention != "flash" and halves and bf16:
-        kept["attention"] = "flash"
-    for name, value in kept.items():
-        yield Change({name: value})
-    if how.mode == "train" and not brings_optimizer:
-        for optimizer in _LIGHTER_OPTIMIZERS.get(how.optimizer, ()):
-            yield Change({"optimizer": optimizer})
+    card, step = request.card, request.options.step(request.accumulation)
+    with StatusLine() as line, Simulation(request.options.workload(request.model), step) as simulation:
+        line.update(f"building {request.model}")
+        facts = simulation.facts()
+        asked = () if request.seq_len is None else (request.seq_len,)
+        (seq_len,) = seq_lens_of(request.model, asked, facts)
+        line.update(f"recording {request.model}")
+        probe = simulation.probe(card.device, [seq_len], request.allocator)
+        trace = probe.exact_trace(request.batch_size, Shape(seq_len))
+
+        def estimated(one: Trace) -> Estimate:
+            return estimate(one, probe.memory, card.device.context_bytes, request.allocator)
+
+        alone = estimated(trace)
+        alternatives = None
+        if advice or not alone.fits:
+            alternatives = suggest(request, simulation, seq_len, line)
+    strategies = {}
+    if card.count > 1:
+        share = 0.5 if step.precision.endswith("-mixed") else 1.0
+        strategies = {
+            name: estimated(sharded_step(trace, stage, card.count, share)) for name, stage in STRATEGIES.items()
+        }
+    if facts.brings_optimizer:
+        request = replace(request, options=replace(request.options, optimizer="its own"))
+    return EstimateFindings(request, alone, strategies, alternatives, probe.unmodelled)
 
 
-def combined(tried: Iterable[tuple[Change, Changed]]) -> Change | None:
-    """All changes at once that could be made and leave training much as it is; None where there are not several.
+def suggest(
+    request: EstimateRequest, simulation: Simulation, seq_len: int | None, line: StatusLine
+) -> tuple[Alternative, ...]:
+    """Simulate other options: the memory of the batch asked for, and the largest batch on this GPU.
 
-    Another optimizer, and weights that are held in 16 bits, train otherwise.
-
-    Args:
-        tried: single changes and what they bought.
-    """
-    options = {
-        name: value
-        for change, changed in tried
-        for name, value in change.options.items()
-        if changed.error is None and name != "optimizer" and value != "bf16-true"
-    }
-    return Change(options) if len(options) > 1 else None
-
-
-def advise(
-    request: EstimateRequest, simulation: Simulation, seq_len: int | None, activity: StatusLine
-) -> tuple[Changed, ...]:
-    """Simulate each change: the memory of the batch asked for, and the largest batch on this card.
-
-    The single changes' recordings are asked for at once, and made as many at a time as there are cores.
+    The recordings of single changes are asked for at once, and made as many at a time as there are cores.
 
     Args:
         request: what was asked for.
         simulation: of it.
         seq_len: tokens per sample; None for data of one fixed shape.
-        activity: is told what is being done.
+        line: is told what is being done.
     """
-    singles = [Change({}), *changes(request, simulation.facts().brings_optimizer)]
-    probes = [_probe(request.changed(**change.options), simulation, seq_len) for change in singles]
+    singles: list[Changes] = [{}, *single_changes(request, simulation.facts().brings_optimizer)]
+    probes = [_probe(_with_options(request, changes), simulation, seq_len) for changes in singles]
     accumulated = []
-    if request.how.mode == "train":
+    if request.options.mode == "train":
         again = _probe(replace(request, accumulation=max(2, request.accumulation)), simulation, seq_len)
-        activity.doing("trying --accumulation")
+        line.update("trying --accumulation")
         accumulated = _accumulated(request, again, seq_len)
     tried = []
-    for change, probe in zip(singles, probes, strict=True):
-        activity.doing(f"trying {change}" if change.options else "trying the same options with other batches")
-        tried.append((change, _changed(change, request, probe, seq_len)))
+    for changes, probe in zip(singles, probes, strict=True):
+        line.update(f"trying {as_typed(changes)}" if changes else "trying the same options with other batches")
+        tried.append((changes, _alternative(changes, request, probe, seq_len)))
     together = combined(tried)
     if together is not None:
-        activity.doing(f"trying {together}")
-        probe = _probe(request.changed(**together.options), simulation, seq_len)
-        tried.append((together, _changed(together, request, probe, seq_len)))
-    none, *rest = [changed for _, changed in tried]
-    return (none, *accumulated, *rest)
+        line.update(f"trying {as_typed(together)}")
+        probe = _probe(_with_options(request, together), simulation, seq_len)
+        tried.append((together, _alternative(together, request, probe, seq_len)))
+    unchanged, *rest = [alternative for _, alternative in tried]
+    return (unchanged, *accumulated, *rest)
+
+
+def single_changes(request: EstimateRequest, brings_optimizer: bool) -> Iterator[Changes]:
+    """The changes worth trying, one at a time; a workload's own optimizer is not replaced."""
+    asked = request.options
+    bf16 = request.card.device.compute_capability >= _BF16_CAPABILITY
+    if asked.precision == "fp32":
+        yield {"precision": "bf16-mixed" if bf16 else "16-mixed"}
+    elif asked.precision == "bf16-mixed" and asked.mode == "train":
+        yield {"precision": "bf16-true"}
+    if asked.mode == "train" and not asked.gradient_checkpointing:
+        yield {"gradient_checkpointing": True}
+    if asked.attention == "eager":
+        yield {"attention": "sdpa"}
+    elif asked.attention != "flash" and asked.precision != "fp32" and bf16:
+        yield {"attention": "flash"}
+    if asked.mode == "train" and not brings_optimizer:
+        for optimizer in _LIGHTER_OPTIMIZERS.get(asked.optimizer, ()):
+            yield {"optimizer": optimizer}
+
+
+def combined(tried: Iterable[tuple[Changes, Alternative]]) -> Changes | None:
+    """All changes that could be made and leave training much as it is, at once; None where there are not several.
+
+    Another optimizer, and weights in 16 bits, train differently.
+    """
+    changes = {
+        name: value
+        for single, alternative in tried
+        for name, value in single.items()
+        if alternative.error is None and name != "optimizer" and value != "bf16-true"
+    }
+    return changes if len(changes) > 1 else None
+
+
+def as_typed(changes: Changes) -> str:
+    """The changes as options of the command line."""
+    typed = (f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in changes.items())
+    return " ".join(typed)
+
+
+def _with_options(request: EstimateRequest, changes: Changes) -> EstimateRequest:
+    return replace(request, options=replace(request.options, **changes))
 
 
 def _probe(request: EstimateRequest, simulation: Simulation, seq_len: int | None) -> SimulatedProbe:
     """A probe whose recordings are on their way."""
-    varied = simulation.varied(request.spec, request.how)
-    probe = varied.probe(request.card.device, [seq_len], request.allocator)
+    spec, step = request.options.workload(request.model), request.options.step(request.accumulation)
+    probe = simulation.with_spec(spec, step).probe(request.card.device, [seq_len], request.allocator)
     probe.traces.prefetch()
     return probe
 
 
-def _changed(change: Change, request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> Changed:
+def _alternative(changes: Changes, request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> Alternative:
     shape, batch_size = Shape(seq_len), request.batch_size
     try:
         most = search_simulated(probe, shape).max_batch_size
-        peak, fits = _taken(request, probe, batch_size, shape)
+        peak, fits = _peak(request, probe, batch_size, shape)
     except BatchFinderError as error:
-        # Some models refuse an option, or fail with it: that is what there is to say of this change.
-        return Changed(str(change), batch_size, error=str(error).strip().splitlines()[-1])
-    return Changed(str(change), batch_size, peak, fits, most)
+        # Some models refuse an option, or fail with it.
+        return Alternative(as_typed(changes), batch_size, error=str(error).strip().splitlines()[-1])
+    return Alternative(as_typed(changes), batch_size, peak, fits, most)
 
 
-def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> list[Changed]:
-    """The effective batch from as few micro-batches as fit, the gradients of one there while the next one runs.
+def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> list[Alternative]:
+    """The effective batch from as few micro-batches as fit, with accumulated gradients in memory.
 
     Where it cannot be divided by their number it becomes a little larger.
     """
@@ -265,82 +237,14 @@ def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int |
     effective = request.batch_size * request.accumulation
     times = -(-effective // most)
     micro = -(-effective // times)
-    change = Change({"batch_size": micro, "accumulation": times})
-    peak, fits = _taken(request, probe, micro, shape)
-    return [Changed(str(change), micro, peak, fits, most, effective_batch_size=micro * times)]
+    peak, fits = _peak(request, probe, micro, shape)
+    typed = as_typed({"batch_size": micro, "accumulation": times})
+    return [Alternative(typed, micro, peak, fits, most, effective_batch_size=micro * times)]
 
 
-def _taken(request: EstimateRequest, probe: SimulatedProbe, batch_size: int, shape: Shape) -> tuple[int, bool]:
-    """What a size takes of the card, the context included, and whether it has that; if not, as on one without end."""
+def _peak(request: EstimateRequest, probe: SimulatedProbe, batch_size: int, shape: Shape) -> tuple[int, bool]:
+    """A size's peak with the CUDA context, and whether it fits; where it does not, the peak with unlimited memory."""
     seen = probe(batch_size, shape)
     reserved = seen.peak_reserved_bytes if seen.fits else None
     reserved = probe.needed_bytes(batch_size, shape) if reserved is None else reserved
     return reserved + request.card.device.context_bytes, seen.fits
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Estimate one size; that it does not fit is a finding, not a failure."""
-    check_picture("--plot", arguments.plot)
-    request = read_request(arguments)
-    found = run_estimate(request)
-    sheets = estimate_sheets(found)
-    if arguments.json:
-        print(json.dumps(found.to_json(), indent=1))
-    else:
-        for number, sheet in enumerate(sheets):
-            print(end="\n" if number else "")
-            sheet.show()
-    if arguments.markdown is not None:
-        write_file("--markdown", arguments.markdown, "\n".join(sheet.to_markdown() for sheet in sheets))
-    if arguments.plot is not None:
-        draw_estimate(found, arguments.plot)
-    return 0
-
-
-def run_estimate(request: EstimateRequest) -> EstimateFindings:
-    """Record the size asked for and all that is said about it.
-
-    Args:
-        request: what was asked for.
-
-    Raises:
-        BatchFinderError: the model could not be built or recorded.
-    """
-    card, how = request.card, request.how
-    with StatusLine() as activity, Simulation(request.spec, how) as simulation:
-        activity.doing(f"building {request.model}")
-        facts = simulation.facts()
-        seq_len = one_seq_len(request.seq_len, facts)
-        activity.doing(f"recording {request.model}")
-        probe = simulation.probe(card.device, [seq_len], request.allocator)
-        trace = probe.exact_trace(request.batch_size, Shape(seq_len))
-
-        def estimated(one: Trace) -> Estimate:
-            return estimate(one, probe.memory, card.device.context_bytes, request.allocator)
-
-        alone = estimated(trace)
-        advice = None
-        if request.advice or not alone.fits:
-            advice = advise(request, simulation, seq_len, activity)
-    together = {}
-    if card.count > 1:
-        share = 0.5 if how.precision.endswith("-mixed") else 1.0
-        together = {
-            name: estimated(side_by_side(trace, stage, card.count, share)) for name, stage in STRATEGIES.items()
-        }
-    return EstimateFindings(
-        model=request.model,
-        gpu=card.name,
-        num_gpus=card.count,
-        mode=how.mode,
-        precision=how.precision,
-        optimizer="its own" if facts.brings_optimizer else how.optimizer,
-        attention=request.options.attention or "default",
-        gradient_checkpointing=request.options.gradient_checkpointing,
-        accumulation=request.accumulation,
-        estimate=alone,
-        strategies=together,
-        advice=advice,
-        by_module=request.by_module,
-        unmodelled=(*probe.unmodelled, *allocator_notes(request.allocator)),
-    )

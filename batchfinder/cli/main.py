@@ -1,50 +1,115 @@
-"""Which verb was meant, and nothing heavy before it runs."""
+"""The command line's entry: parse, run the command, and turn errors and signals into exit codes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from types import FrameType
 
-from batchfinder.cli.exit_codes import run_verb
-from batchfinder.cli.parser import (
-    cache_arguments,
-    estimate_arguments,
-    profile_arguments,
-    reproduce_arguments,
-    sweep_arguments,
-    table_arguments,
-)
+from batchfinder.cli.parser import build_parser
+from batchfinder.errors import BatchFinderError
 
-VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "sweep": ("print the largest batch size for each model, GPU and sequence length", sweep_arguments),
-    "estimate": ("print what the memory of one size is for, and what would make it fit", estimate_arguments),
-    "profile": ("print the memory of one training step, stage by stage", profile_arguments),
-    "reproduce": ("print published tables beside the same figures, found here", reproduce_arguments),
-    "table": ("print a sweep's batch size for each length, for samplers", table_arguments),
-    "cache": ("list, show, clear, export or import the answers that are known", cache_arguments),
-}
+OK, USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 0, 1, 3, 130
+_SIGNALLED = 128
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs."""
-    parser = argparse.ArgumentParser(
-        prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (summary, add_arguments) in VERBS.items():
-        add_arguments(verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."))
-    return parser
+class _Ended(SystemExit):
+    """A signal ended this process; its exit code is the one a shell would give."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(_SIGNALLED + number)
+
+
+def run_command(module: str, arguments: argparse.Namespace) -> int:
+    """Import and run a command, and turn what escapes it into a message and an exit code.
+
+    Args:
+        module: has a `main` that takes the parsed arguments and returns an exit code.
+        arguments: of the command line.
+    """
+    if sys.platform == "win32":
+        print("batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.", file=sys.stderr)
+        return USER_ERROR
+    try:
+        with _first_signal_raises(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code: int = import_module(module).main(arguments)
+            sys.stdout.flush()
+            return code
+    except BatchFinderError as error:
+        print(f"batchfinder: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("batchfinder: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except _Ended as ended:
+        with suppress(OSError):  # the terminal may be gone
+            print(f"batchfinder: ended by {ended.signal.name}", file=sys.stderr)
+        return _SIGNALLED + ended.signal
+    except BrokenPipeError:
+        # The reader of the output is gone; Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except Exception as error:
+        print(
+            f"batchfinder: internal error: {type(error).__name__}: {error}\n"
+            f"The traceback is in {_log(traceback.format_exc())}; please report it with that file.",
+            file=sys.stderr,
+        )
+        return INTERNAL_ERROR
+
+
+@contextmanager
+def _first_signal_raises() -> Iterator[None]:
+    """Let the first Ctrl-C, SIGTERM or SIGHUP raise, so that the command cleans up, and ignore the others."""
+    # A process that was started to ignore one, as nohup does, still ignores it.
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    handled = {number: default for number, default in defaults.items() if signal.getsignal(number) == default}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else _Ended(number)
+
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, default in handled.items():
+            signal.signal(number, default)
+
+
+def _log(text: str) -> str:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile("w", prefix="batchfinder-", suffix=".log", encoding="utf-8", delete=False) as log:
+        log.write(text)
+    return log.name
+
+
+def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
+    print(f"batchfinder: warning: {message}", file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a verb.
-
-    Args:
-        argv: the arguments after the program's name.
+    """Run a command, given the arguments after the program's name.
 
     Returns:
-        0 ok, 1 a user's error, 2 wrong usage, 3 a bug of ours (with a log), 130 interrupted; 129 and 143 ended by
-        SIGHUP and SIGTERM.
+        0 ok, 1 an error of the user's, 2 wrong usage, 3 an internal error (with a log), 130 interrupted; 129 and 143
+        ended by SIGHUP and SIGTERM.
     """
     arguments = build_parser().parse_args(argv)
-    return run_verb(f"batchfinder.cli.{arguments.verb}", arguments)
+    return run_command(f"batchfinder.cli.{arguments.command}", arguments)

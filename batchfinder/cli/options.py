@@ -1,112 +1,116 @@
-"""From the text of an option to what it means, with a clear message where it means nothing."""
+"""Option text to values, and the files that options name; a value that cannot be used ends with a clear message."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import overload
 
-from batchfinder.cli.parser import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
-from batchfinder.devices import Device, device_for, device_with_budget, find_gpu
+from batchfinder.devices import Card, device_for, device_with_budget, find_gpu, find_instance
 from batchfinder.errors import InvalidValue
-from batchfinder.models.catalog import find_model
-from batchfinder.recording.simulation import StepConfig
-from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.training.spec import WorkloadFacts, WorkloadSpec
+from batchfinder.training.spec import (
+    ATTENTION_NAMES,
+    MODES,
+    OPTIMIZER_NAMES,
+    PRECISION_NAMES,
+    StepOptions,
+    WorkloadFacts,
+)
 from batchfinder.units import parse_bytes
+
+
+def read_file(option: str, path: str) -> str:
+    """Read a text file; `-` is stdin.
+
+    Raises:
+        InvalidValue: it cannot be read, or is not text.
+    """
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise InvalidValue(option, path, f"a file that can be read ({reason})") from error
+
+
+def check_file(option: str, path: str) -> None:
+    """Check before the work that a file can be written.
+
+    Raises:
+        InvalidValue: there is no such folder, or the path is one.
+    """
+    if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+        raise InvalidValue(option, path, "a file in a folder that exists")
+
+
+def write_file(option: str, path: str, content: str | bytes) -> None:
+    """Write a file; text as UTF-8.
+
+    Raises:
+        InvalidValue: it cannot be written.
+    """
+    try:
+        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
+
 
 DEFAULT_GPU = "titan x"
 DEFAULT_IMAGE_SIDE = 224
-DEFAULT_SEQ_LEN = 128
 
 
-def workload_spec(model: str, arguments: argparse.Namespace) -> WorkloadSpec:
-    """How the recording process builds a model asked for on the command line."""
-    return WorkloadSpec(
-        builder="batchfinder.models:build_workload",
-        arguments={
-            "spec": model,
-            "attention": arguments.attention,
-            "gradient_checkpointing": arguments.gradient_checkpointing,
-        },
-        fingerprint="batchfinder.models.fingerprint:fingerprint",
+def step_options(arguments: argparse.Namespace) -> StepOptions:
+    """The five options of the step.
+
+    Raises:
+        InvalidValue: one has none of its known values.
+    """
+    options = StepOptions(
+        mode=arguments.mode,
+        precision=arguments.precision,
+        optimizer=arguments.optimizer,
+        attention=arguments.attention,
+        gradient_checkpointing=arguments.gradient_checkpointing,
     )
-
-
-def check_model_name(model: str) -> None:
-    """Find a misspelt name at once; whatever else a model may be given as is looked at where it is built.
-
-    Raises:
-        UnknownName: it can be nothing but a name, and there is no such model.
-    """
-    if not (":" in model or os.sep in model or model.endswith(".json") or Path(model).exists()):
-        find_model(model)
-
-
-def how_to_step(arguments: argparse.Namespace, micro_batches: int = 1) -> StepConfig:
-    """The step that the options ask for.
-
-    Raises:
-        InvalidValue: an option's value is none of the known ones.
-    """
-    return StepConfig(
-        mode=one_of("--mode", arguments.mode, MODES),
-        precision=one_of("--precision", arguments.precision, PRECISIONS),
-        optimizer=one_of("--optimizer", arguments.optimizer, OPTIMIZERS),
-        micro_batches=micro_batches,
-        flash=arguments.attention is not None and one_of("--attention", arguments.attention, ATTENTIONS) == "flash",
-    )
-
-
-def allocator_settings() -> AllocatorSettings:
-    """The caching allocator's settings, from the environment variables that PyTorch reads.
-
-    Raises:
-        InvalidValue: PyTorch would refuse them as well.
-    """
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if conf := os.environ.get(name):
-            return AllocatorSettings.parse(conf, option=name)
-    return AllocatorSettings()
-
-
-def allocator_notes(settings: AllocatorSettings) -> tuple[str, ...]:
-    """The allocator's settings that a simulated figure leaves out, in words."""
-    return tuple(f"the allocator's setting {setting}" for setting in settings.unmodelled)
-
-
-@dataclass(frozen=True)
-class Card:
-    """A device that is simulated, or measured on.
-
-    Attributes:
-        device: with what of it may be used.
-        name: as it stands in tables.
-        count: how many of it train side by side.
-    """
-
-    device: Device
-    name: str
-    count: int = 1
+    one_of("--mode", options.mode, MODES)
+    one_of("--precision", options.precision, PRECISION_NAMES)
+    one_of("--optimizer", options.optimizer, OPTIMIZER_NAMES)
+    if options.attention is not None:
+        one_of("--attention", options.attention, ATTENTION_NAMES)
+    return options
 
 
 def card(gpu: str | None, budget: str | None, count: int = 1) -> Card:
-    """A card by name, by budget, or a budget on a card.
+    """A GPU by name, a budget alone, or a budget on a GPU.
 
     Raises:
         UnknownName: no such GPU.
-        InvalidValue: the budget is no size.
+        InvalidValue: the budget is not a size.
     """
     found = find_gpu(gpu) if gpu is not None else None
     if budget is not None:
-        device = device_with_budget(parse_bytes(budget, option="--budget"), found)
+        device = device_with_budget(parse_bytes(budget, "--budget"), found)
     elif found is not None:
         device = device_for(found)
     else:
         raise InvalidValue("--gpu", None, "a GPU's name or a --budget")
     return Card(device, device.name, count)
+
+
+def instance_card(name: str, budget: str | None, count: int | None = None) -> Card:
+    """The GPUs of a cloud instance, all of them or `count`.
+
+    Raises:
+        InvalidValue: the instance has fewer, or the budget is not a size.
+        UnknownName: no such instance.
+    """
+    instance = find_instance(name)
+    if count is not None and count > instance.num_gpus:
+        raise InvalidValue("--num-gpus", count, f"at most {instance.num_gpus}, the GPUs of {instance.name}")
+    one = card(instance.gpu.name, budget, count or instance.num_gpus)
+    return replace(one, name=f"{instance.name}: {one.count} x {one.name}")
 
 
 def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
@@ -120,82 +124,41 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def whole_number(option: str, value: str, least: int = 1) -> int:
-    """The value as a number.
+@overload
+def whole_number(option: str, value: str) -> int: ...
+@overload
+def whole_number(option: str, value: None) -> None: ...
+@overload
+def whole_number(option: str, value: str | None) -> int | None: ...
+def whole_number(option: str, value: str | None) -> int | None:
+    """The value as a whole number of at least 1; None for an option that was not given.
 
     Raises:
-        InvalidValue: it is no whole number, or a smaller one.
+        InvalidValue: it is not one.
     """
-    if not value.isdecimal() or int(value) < least:
-        raise InvalidValue(option, value, f"a whole number of at least {least}")
-    return int(value)
+    if value is not None and (not value.isdecimal() or int(value) < 1):
+        raise InvalidValue(option, value, "a whole number of at least 1")
+    return None if value is None else int(value)
 
 
-def optional_number(option: str, value: str | None) -> int | None:
-    """The value as a number of at least 1; None where there is none.
-
-    Raises:
-        InvalidValue: it is no whole number, or a smaller one.
-    """
-    return None if value is None else whole_number(option, value)
-
-
-def one_seq_len(asked: int | None, facts: WorkloadFacts) -> int | None:
-    """The length asked for, which the model must allow, or the usual one.
+def seq_lens_of(
+    model: str, asked: Sequence[int], facts: WorkloadFacts, usual: Sequence[int] = (128,)
+) -> tuple[int | None, ...]:
+    """The lengths asked for, which the model must allow; without any, those of the usual ones that it allows.
 
     Raises:
-        InvalidValue: it is beyond the model's positions.
+        InvalidValue: a length asked for is beyond the model's positions.
     """
     most = facts.max_seq_len
-    if asked is not None:
-        if most is not None and asked > most:
-            raise InvalidValue("--seq-len", asked, f"at most {most} {facts.seq_len_unit}")
-        return asked
-    usual = {"pixels": DEFAULT_IMAGE_SIDE, "none": None}.get(facts.seq_len_unit, DEFAULT_SEQ_LEN)
-    return usual if usual is None or most is None else min(usual, most)
-
-
-def share(option: str, value: str) -> float:
-    """The value as a share from 0 to below 1, given as 0.01 or 1%.
-
-    Raises:
-        InvalidValue: it is none.
-    """
-    text = value.strip()
-    try:
-        number = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1:
-        raise InvalidValue(option, value, "a share from 0 to below 1, such as 0.01 or 1%")
-    return number
-
-
-def headroom_bytes(value: str, usable_bytes: int) -> int:
-    """What has to stay free: a share such as 0.1 or 10%, or a size such as 1GiB.
-
-    Args:
-        value: as it was given.
-        usable_bytes: what a share is a share of.
-
-    Raises:
-        InvalidValue: it is neither, or leaves nothing.
-    """
-    size = _share_or_size(value.strip(), usable_bytes)
-    if size is None or not 0 <= size < usable_bytes:
-        raise InvalidValue(
-            "--headroom", value, "a share such as 0.1 or 10%, or a size such as 1GiB, smaller than the device"
-        )
-    return size
-
-
-def _share_or_size(text: str, usable_bytes: int) -> int | None:
-    try:
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        return int(share * usable_bytes)
-    except (ValueError, OverflowError):
-        pass
-    try:
-        return parse_bytes(text)
-    except InvalidValue:
-        return None
+    for seq_len in asked:
+        if most is not None and seq_len > most:
+            raise InvalidValue(
+                "--seq-len", seq_len, f"at most {most} {facts.seq_len_unit}, the most that {model} allows"
+            )
+    if asked:
+        return tuple(asked)
+    if facts.seq_len_unit == "pixels":
+        return (DEFAULT_IMAGE_SIDE,)
+    if facts.seq_len_unit == "none":
+        return (None,)
+    return tuple(seq_len for seq_len in usual if most is None or seq_len <= most) or (most,)

@@ -1,172 +1,243 @@
-"""The options of `cache`. Nothing heavy is imported here, so that `--help` is quick.
+"""The options of every command, as data. Nothing heavy is imported here, so that `--help` is quick.
 
-Every verb's options. Nothing heavy is imported here, so that `--help` is quick.
-
-Values are taken as text and checked in `options.py`: argparse would end with 2 and its own words for a wrong value, and
-these are values, not usage.
+Values are taken as text and checked in `options.py`: argparse would end with exit code 2 and its own message for a
+wrong value, which is kept for wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from batchfinder.reproductions import REPRODUCTIONS
+from batchfinder.training.spec import ATTENTION_NAMES, MODES, OPTIMIZER_NAMES, PRECISION_NAMES
+
+Options = Mapping[str, Mapping[str, Any]]
+"""By the name of an option: what `ArgumentParser.add_argument` takes for it."""
 
 
-def cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `cache` and of what it does."""
-    deeds = parser.add_subparsers(dest="deed", required=True, metavar="DEED")
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line.
 
-    lists = _deed(deeds, "list", "print what is known, a line for each answer")
-    lists.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    Attributes:
+        summary: one line for `--help`.
+        groups: its options, by their group's title; empty for no group.
+        commands: its own commands, where it has any.
+    """
 
-    show = _deed(deeds, "show", "print one answer with all that it depends on and every size tried")
-    show.add_argument("record", metavar="RECORD", help="the first digits of its name in the list")
-    show.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    summary: str
+    groups: Mapping[str, Options]
+    commands: Mapping[str, Command] | None = None
 
-    clear = _deed(deeds, "clear", "forget everything, or only the answers named")
-    clear.add_argument("record", nargs="*", metavar="RECORD", help="the first digits of a name in the list")
-
-    export = _deed(deeds, "export", "write every answer to one file, for another machine")
-    export.add_argument("file", metavar="FILE", help="the file to write; - for stdout")
-
-    imports = _deed(deeds, "import", "take the answers of an exported file; of two for one question the newer stays")
-    imports.add_argument("file", metavar="FILE", help="the file to read; - for stdin")
-
-
-def _deed(deeds: argparse._SubParsersAction[argparse.ArgumentParser], name: str, says: str) -> argparse.ArgumentParser:
-    deed = deeds.add_parser(name, help=says, description=f"{says[0].upper()}{says[1:]}.")
-    deed.add_argument("--cache", metavar="URL", help="which cache (default: BATCHFINDER_CACHE or the user's)")
-    return deed
-
-
-MODES = ("train", "forward", "inference")
-PRECISIONS = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
-OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
-ATTENTIONS = ("eager", "sdpa", "flash")
-TABLE_FORMATS = ("json", "lhotse")
 
 _MODEL = "NAME|PATH|MODULE:FACTORY"
+_ONE_SIZE: Options = {
+    "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
+    "--batch-size": {"default": "8", "metavar": "N", "help": "samples in a GPU's micro-batch (default: 8)"},
+    "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
+    "--accumulation": {"default": "1", "metavar": "N", "help": "micro-batches per optimizer step (default: 1)"},
+}
 
 
-def sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `sweep`."""
-    what = parser.add_argument_group("what is swept")
-    what.add_argument(
-        "--model",
-        action="append",
-        metavar=_MODEL,
-        help="a named model, a config.json or its folder, or your own factory; repeatable (default: two BERTs)",
+def _choice(names: tuple[str, ...], default: str | None) -> Mapping[str, Any]:
+    text = f"{', '.join(names)} (default: {default or 'the model chooses'})"
+    return {"default": default, "metavar": "NAME", "help": text}
+
+
+_STEP: Options = {
+    "--mode": _choice(MODES, "train"),
+    "--precision": _choice(PRECISION_NAMES, "fp32"),
+    "--optimizer": _choice(OPTIMIZER_NAMES, "adamw"),
+    "--attention": _choice(ATTENTION_NAMES, None),
+    "--gradient-checkpointing": {"action": "store_true", "help": "recompute activations in the backward"},
+}
+_JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
+_MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}
+_PLOT: Options = {
+    "--plot": {"metavar": "FILE", "help": "also draw the results: a .png or .svg (needs matplotlib)"},
+    "--explain": {"action": "store_true", "help": "list what the figures assume and leave out"},
+}
+_CACHE: Options = {"--cache": {"metavar": "URL", "help": "which cache (default: BATCHFINDER_CACHE or the user's)"}}
+
+SWEEP = Command(
+    "print the largest batch size for each model, GPU and sequence length",
+    {
+        "what is swept": {
+            "--model": {
+                "action": "append",
+                "metavar": _MODEL,
+                "help": "a named model, a config.json or its folder, or your own factory; repeatable (default: two "
+                "BERTs)",
+            },
+            "--seq-len": {
+                "action": "append",
+                "metavar": "N",
+                "help": "tokens, or pixels for images; repeatable",
+            },
+            "--device": {
+                "default": "auto",
+                "metavar": "NAME",
+                "help": "cuda, cuda:1 or cpu: measure with real training steps; simulated: no real steps; auto "
+                "(default): measure on this machine's GPU, or simulate where it has none or --gpu or --instance is "
+                "given",
+            },
+            "--gpu": {
+                "action": "append",
+                "metavar": "NAME",
+                "help": "a GPU to simulate; repeatable (default: this machine's, or a Titan X)",
+            },
+            "--instance": {"metavar": "NAME", "help": "simulate a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, or of the RAM, such as 12GiB"},
+        },
+        "the step": _STEP,
+        "the search": {
+            "--target-batch-size": {
+                "metavar": "N",
+                "help": "add micro-batch x accumulation for this effective batch size",
+            },
+            "--max-batch-size": {"metavar": "N", "help": "try no larger batch size than this"},
+            "--tolerance": {
+                "metavar": "SHARE",
+                "default": "0.01",
+                "help": "how far below the largest a measured result may be; 0 for exact, as simulated ones are "
+                "(default: 0.01)",
+            },
+            "--headroom": {
+                "metavar": "SHARE|SIZE",
+                "default": "0",
+                "help": "keep this much free: 0.1, 10%% or 1GiB",
+            },
+            "--cache": {
+                "metavar": "URL",
+                "help": "where to keep results (default: BATCHFINDER_CACHE or the user's)",
+            },
+            "--no-cache": {"action": "store_true", "help": "neither look up results nor keep them"},
+            "--no-certify": {"action": "store_true", "help": "use cached measured results without trying them once"},
+        },
+        "the output": {
+            **_JSON,
+            **_MARKDOWN,
+            "--csv": {"metavar": "FILE", "help": "also write all figures as CSV"},
+            **_PLOT,
+            "--batch-sizes": {
+                "metavar": "FILE",
+                "help": 'also write the batch size for each length, for samplers: {"64": 266}',
+            },
+            "--lhotse": {"metavar": "FILE", "help": "also write the same with the names of lhotse and NeMo"},
+        },
+    },
+)
+ESTIMATE = Command(
+    "print what one size takes memory for, and what would make it fit",
+    {
+        "what is estimated": {
+            **_ONE_SIZE,
+            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
+            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--num-gpus": {"metavar": "N", "help": "how many train together (default: the instance's, or 1)"},
+            "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
+        },
+        "the step": _STEP,
+        "the output": {
+            "--by": {"metavar": "WHAT", "help": "module: add the memory of each module of the model"},
+            "--advice": {"action": "store_true", "help": "add what other options would change, also where it fits"},
+            **_JSON,
+            **_MARKDOWN,
+            **_PLOT,
+        },
+    },
+)
+PROFILE = Command(
+    "print the memory of one training step, stage by stage",
+    {
+        "what is profiled": {
+            **_ONE_SIZE,
+            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless a budget is given"},
+            "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},
+        },
+        "the step": _STEP,
+        "the output": {
+            **_JSON,
+            **_PLOT,
+            "--snapshot": {"metavar": "FILE", "help": "also write all events: a .pickle for pytorch.org/memory_viz"},
+        },
+    },
+)
+REPRODUCE = Command(
+    "print published tables beside the same figures, found here",
+    {
+        "": {
+            "table": {
+                "nargs": "?",
+                "default": "all",
+                "metavar": "TABLE",
+                "help": f"{', '.join(REPRODUCTIONS)} or all (default: all)",
+            },
+            "--measured": {
+                "action": "store_true",
+                "help": "also run the cells with real steps, on a GPU here with enough memory",
+            },
+        },
+        "the output": {**_JSON, **_MARKDOWN},
+    },
+)
+CACHE = Command(
+    "list, show, clear, export or import cached results",
+    {},
+    {
+        "list": Command("list all results, one per line", {"": {**_CACHE, **_JSON}}),
+        "show": Command(
+            "show one result, with everything it depends on and every size tried",
+            {
+                "": {
+                    "record": {"metavar": "RECORD", "help": "the first digits of its name in the list"},
+                    **_CACHE,
+                    **_JSON,
+                }
+            },
+        ),
+        "clear": Command(
+            "remove all results, or only those that are named",
+            {
+                "": {
+                    "record": {"nargs": "*", "metavar": "RECORD", "help": "the first digits of a name in the list"},
+                    **_CACHE,
+                }
+            },
+        ),
+        "export": Command(
+            "write all results to one file, for another machine",
+            {"": {"file": {"metavar": "FILE", "help": "the file to write; - for stdout"}, **_CACHE}},
+        ),
+        "import": Command(
+            "add the results of an exported file; of two for the same key the newer one is kept",
+            {"": {"file": {"metavar": "FILE", "help": "the file to read; - for stdin"}, **_CACHE}},
+        ),
+    },
+)
+COMMANDS = {"sweep": SWEEP, "estimate": ESTIMATE, "profile": PROFILE, "reproduce": REPRODUCE, "cache": CACHE}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
     )
-    what.add_argument("--seq-len", action="append", metavar="N", help="tokens, or pixels for images; repeatable")
-    what.add_argument(
-        "--device",
-        default="auto",
-        metavar="NAME",
-        help="cuda, cuda:1 or cpu: real training steps on it; simulated: none; auto (default): real steps on the card "
-        "here, unless there is none or --gpu or --instance names another",
-    )
-    what.add_argument(
-        "--gpu", action="append", metavar="NAME", help="to simulate; repeatable (default: the card here, or a Titan X)"
-    )
-    what.add_argument("--instance", metavar="NAME", help="to simulate: a cloud instance's GPUs, such as p4d.24xlarge")
-    what.add_argument(
-        "--budget", metavar="SIZE", help="the most that may be used of a card, or of the RAM, such as 12GiB"
-    )
-    _step_arguments(parser)
-    how = parser.add_argument_group("the search")
-    how.add_argument("--target-batch-size", metavar="N", help="add micro-batch x accumulation for this effective batch")
-    how.add_argument("--max-batch-size", metavar="N", help="look no further than this")
-    how.add_argument(
-        "--tolerance",
-        metavar="SHARE",
-        default="0.01",
-        help="how far a measured answer may be under the largest; 0 for exact, as simulated ones are (default: 0.01)",
-    )
-    how.add_argument("--headroom", metavar="SHARE|SIZE", default="0", help="leave this much free: 0.1, 10%% or 1GiB")
-    how.add_argument("--cache", metavar="URL", help="where results are kept (default: BATCHFINDER_CACHE or the user's)")
-    how.add_argument("--no-cache", action="store_true", help="neither look results up nor keep them")
-    out = parser.add_argument_group("the output")
-    _json_argument(out)
-    out.add_argument("--markdown", metavar="FILE", help="write the table as Markdown, too")
-    out.add_argument("--csv", metavar="FILE", help="write all figures as CSV, too")
-    _plot_argument(out)
+    _add_commands(parser, COMMANDS, "command")
+    return parser
 
 
-def profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `profile`."""
-    what = parser.add_argument_group("what is profiled")
-    what.add_argument("--model", default="bert-base", metavar=_MODEL, help="default: bert-base")
-    what.add_argument("--batch-size", default="8", metavar="N", help="samples in a micro-batch (default: 8)")
-    what.add_argument("--seq-len", metavar="N", help="tokens, or pixels for images (default: 128 or 224)")
-    what.add_argument("--gpu", metavar="NAME", help="default: Titan X, unless a budget is given")
-    what.add_argument("--budget", metavar="SIZE", help="the most that may be used of the card, such as 12GiB")
-    what.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per optimizer step (default: 1)")
-    _step_arguments(parser)
-    out = parser.add_argument_group("the output")
-    _json_argument(out)
-    _plot_argument(out)
-    out.add_argument("--snapshot", metavar="FILE", help="write all events, too: a .pickle for pytorch.org/memory_viz")
-
-
-def estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `estimate`."""
-    what = parser.add_argument_group("what is estimated")
-    what.add_argument("--model", default="bert-base", metavar=_MODEL, help="default: bert-base")
-    what.add_argument("--batch-size", default="8", metavar="N", help="samples in a GPU's micro-batch (default: 8)")
-    what.add_argument("--seq-len", metavar="N", help="tokens, or pixels for images (default: 128 or 224)")
-    what.add_argument("--gpu", metavar="NAME", help="default: Titan X, unless an instance or a budget is given")
-    what.add_argument("--instance", metavar="NAME", help="a cloud instance's GPUs, such as p4d.24xlarge")
-    what.add_argument("--num-gpus", metavar="N", help="how many train side by side (default: the instance's, or 1)")
-    what.add_argument("--budget", metavar="SIZE", help="the most that may be used of a card, such as 12GiB")
-    what.add_argument("--accumulation", default="1", metavar="N", help="micro-batches per optimizer step (default: 1)")
-    _step_arguments(parser)
-    out = parser.add_argument_group("the output")
-    out.add_argument("--by", metavar="WHAT", help="module: add what each module of the model holds")
-    out.add_argument("--advice", action="store_true", help="add what each change would buy, also where it fits")
-    _json_argument(out)
-    out.add_argument("--markdown", metavar="FILE", help="write the tables as Markdown, too")
-    _plot_argument(out)
-
-
-def reproduce_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `reproduce`."""
-    names = ", ".join(REPRODUCTIONS)
-    parser.add_argument("table", nargs="?", default="all", metavar="TABLE", help=f"{names} or all (default: all)")
-    parser.add_argument(
-        "--measured", action="store_true", help="run the cells for real as well, on a GPU here with the memory for it"
-    )
-    out = parser.add_argument_group("the output")
-    _json_argument(out)
-    out.add_argument("--markdown", metavar="FILE", help="write the tables as Markdown, too")
-
-
-def table_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `table`."""
-    parser.add_argument("file", metavar="FILE", help="what `batchfinder sweep --json` printed; - for stdin")
-    parser.add_argument("--format", default="json", metavar="NAME", help=f"{', '.join(TABLE_FORMATS)} (default: json)")
-    parser.add_argument("--model", metavar="NAME", help="which, where the file has several")
-    parser.add_argument("--gpu", metavar="NAME", help="which, where the file has several")
-
-
-def _step_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the step")
-    _choice(group, "--mode", MODES, "train")
-    _choice(group, "--precision", PRECISIONS, "fp32")
-    _choice(group, "--optimizer", OPTIMIZERS, "adamw")
-    _choice(group, "--attention", ATTENTIONS, None)
-    group.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in the backward")
-
-
-def _choice(group: argparse._ArgumentGroup, option: str, names: Sequence[str], default: str | None) -> None:
-    said = f"{', '.join(names)} (default: {default or 'the model chooses'})"
-    group.add_argument(option, default=default, metavar="NAME", help=said)
-
-
-def _json_argument(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def _plot_argument(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--plot", metavar="FILE", help="draw the results, too: a .png or .svg (needs matplotlib)")
+def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command], dest: str) -> None:
+    added = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
+    for name, command in commands.items():
+        summary = command.summary
+        one = added.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        for title, options in command.groups.items():
+            group = one.add_argument_group(title) if title else one
+            for option, settings in options.items():
+                group.add_argument(option, **settings)
+        if command.commands is not None:
+            _add_commands(one, command.commands, f"{name}_{dest}")

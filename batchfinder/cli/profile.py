@@ -1,4 +1,4 @@
-"""The memory of one training step, stage by stage, for one model, batch size and GPU."""
+"""`profile`: the memory of one training step, stage by stage, for one model, batch size and GPU."""
 
 from __future__ import annotations
 
@@ -6,74 +6,65 @@ import argparse
 import json
 from typing import Any
 
-from batchfinder.cli.files import check_file, write_file
-from batchfinder.cli.options import (
-    DEFAULT_GPU,
-    allocator_notes,
-    allocator_settings,
-    card,
-    check_model_name,
-    how_to_step,
-    one_seq_len,
-    optional_number,
-    whole_number,
-    workload_spec,
-)
-from batchfinder.estimate.breakdown import over_time
+from batchfinder.cli.options import DEFAULT_GPU, card, check_file, seq_lens_of, step_options, whole_number, write_file
+from batchfinder.estimate.breakdown import bytes_over_time
+from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.plots import check_picture, draw_profile
 from batchfinder.report.progress import StatusLine
-from batchfinder.report.table import Columns, Table
+from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
 from batchfinder.simulator.replay import OomEvent, Timeline
 from batchfinder.units import format_bytes
 
-# What a reader of `torch.cuda.memory_allocated()` would print after; moving the model and the batch is no stage.
+# Moving the model and the batch is not shown.
 STAGES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 _FIGURES = ("allocated_bytes", "max_allocated_bytes", "reserved_bytes", "max_reserved_bytes")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Profile one size; running out of memory is a finding, not a failure."""
-    model = arguments.model
+    """Profile one size; that it runs out of memory is a result, not an error."""
+    model, options = arguments.model, step_options(arguments)
     batch_size = whole_number("--batch-size", arguments.batch_size)
-    how = how_to_step(arguments, whole_number("--accumulation", arguments.accumulation))
-    asked = optional_number("--seq-len", arguments.seq_len)
+    micro_batches = whole_number("--accumulation", arguments.accumulation)
+    asked = whole_number("--seq-len", arguments.seq_len)
     device = card(arguments.gpu or (None if arguments.budget else DEFAULT_GPU), arguments.budget).device
-    settings = allocator_settings()
+    settings = AllocatorSettings.from_environment()
     check_model_name(model)
-    check_picture("--plot", arguments.plot)
-    check_file("--snapshot", arguments.snapshot)
-    with StatusLine() as activity, Simulation(workload_spec(model, arguments), how) as simulation:
-        activity.doing(f"building {model}")
-        seq_len = one_seq_len(asked, simulation.facts())
-        activity.doing(f"recording {model}")
+    if arguments.plot is not None:
+        check_picture("--plot", arguments.plot)
+    if arguments.snapshot is not None:
+        check_file("--snapshot", arguments.snapshot)
+    spec, step = options.workload(model), options.step(micro_batches)
+    with StatusLine() as line, Simulation(spec, step) as simulation:
+        line.update(f"building {model}")
+        (seq_len,) = seq_lens_of(model, () if asked is None else (asked,), simulation.facts())
+        line.update(f"recording {model}")
         probe = simulation.probe(device, [seq_len], settings)
-        later = probe.exact_outlook(batch_size, Shape(seq_len))
+        later = probe.exact_steady_state(batch_size, Shape(seq_len))
     timeline = later.timeline
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
     title = f"{model} at {size} on {device.name}, simulated"
     if arguments.plot is not None:
-        memory = over_time(probe.exact_trace(batch_size, Shape(seq_len)))
+        memory = bytes_over_time(probe.exact_trace(batch_size, Shape(seq_len)))
         draw_profile(memory, device.usable_bytes, title, arguments.plot)
     if arguments.snapshot is not None:
         trace = probe.exact_trace(batch_size, Shape(seq_len))
         snapshot = take_snapshot(trace, CachingAllocator(probe.memory, settings))
         write_file("--snapshot", arguments.snapshot, pickled(snapshot))
     if arguments.json:
-        print(json.dumps({"stages": _stages(timeline), "oom": _oom(timeline.oom), "settled": later.settled}, indent=1))
+        found = {"stages": _stages(timeline), "oom": _oom(timeline.oom), "settled": later.settled}
+        print(json.dumps({**found, "unmodelled": list(probe.unmodelled)}, indent=1))
         return 0
-    details = (
-        ", ".join([how.precision, *([how.optimizer] if how.mode == "train" else [how.mode])]),
-        f"{format_bytes(device.usable_bytes)} usable",
-    )
+    details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable")
     notes = [] if timeline.oom is None else [_out_of_memory(timeline.oom)]
     if not later.settled:
-        notes.append("each further step gives back all cached memory to go on, which counts as not fitting")
-    notes += [f"left out: {text}" for text in (*probe.unmodelled, *allocator_notes(settings))]
-    Table(title, details, _columns(timeline, how.micro_batches), tuple(notes)).show()
+        notes.append("thrashing: every further step has to free the allocator's cache, which counts as not fitting")
+    notes += assumptions(probe.unmodelled, arguments.explain)
+    Table(title, details, _columns(timeline, micro_batches), tuple(notes)).show()
     return 0
 
 

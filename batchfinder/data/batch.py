@@ -1,16 +1,12 @@
-"""Walking through a batch or a sample, whatever it is nested in: dicts, tuples, dataclasses, BatchEncodings.
-
-Which parts of a batch follow its samples, one batch at a time or remembered over many.
-
-A tensor whose first dimension happens to be as long as the batch has samples need not hold one row for each: a table of
-ten class weights in a batch of ten, or three images of three channels in a list. One batch alone cannot tell; another
-one with another number of samples can.
-
-How many samples a batch has.
+"""Batches of any make (dicts, tuples, dataclasses, BatchEncodings): their leaves, and how many samples they have.
 
 Samples lie along the first dimension of tensors and arrays, or are the items of a list. Each part of a batch says which
-numbers it could mean, and the batch has the one that all agree on. A scalar, a tensor with one row among others with
-more, a plain number, a string alone and None say nothing.
+numbers of samples it could have, and the batch has the one that all agree on. A scalar, a tensor with one row among
+others with more, a plain number, a string alone and None say nothing.
+
+A tensor whose first dimension happens to be as long as the batch has samples need not hold one row for each: a table of
+ten class weights in a batch of ten, or three images of three channels in a list. One batch alone does not show it;
+another one with another number of samples does, and `Layout` remembers it.
 """
 
 from __future__ import annotations
@@ -28,16 +24,18 @@ from torch.nn.utils.rnn import PackedSequence
 from batchfinder.errors import NotSplittable
 
 Path = tuple[Any, ...]
+Reading = Literal["items", "rows", "inside", "whole"]
+_IMAGE_NDIM = 3  # channels, height, width
+
+# The usual names of a model's first input: tokens, and everything else.
+TOKEN_NAMES = frozenset({"input_ids", "token_ids", "inputs_ids", "tokens", "ids", "src"})
+INPUT_NAMES = TOKEN_NAMES | {"inputs_embeds", "pixel_values", "input_values", "input_features", "inputs", "x"}
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Each thing in a batch or sample that contains no others, with the keys, fields and positions that lead to it.
+    """Each leaf of a batch or sample, with the keys, fields and positions that lead to it.
 
     A list or tuple of plain numbers is a leaf, as are a list of strings, a string and a PackedSequence.
-
-    Args:
-        value: the batch or sample.
-        path: what leads to it.
     """
     inside = children(value)
     if inside is None:
@@ -48,22 +46,12 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tensors(value: Any) -> Iterator[tuple[Path, Tensor]]:
-    """The leaves that are tensors.
-
-    Args:
-        value: the batch or sample.
-    """
+    """The leaves that are tensors."""
     return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()) -> Any:
-    """A batch or sample of the same make with other leaves. The containers are copied, never changed.
-
-    Args:
-        function: makes the new leaf out of the path and the old one.
-        value: the batch or sample.
-        path: what leads to it.
-    """
+    """A batch or sample of the same make with the leaves `function(path, leaf)`. Containers are copied, not changed."""
     inside = children(value)
     if inside is None:
         return function(path, value)
@@ -71,11 +59,10 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
 
 
 def rebuild(value: Any, made: list[tuple[Any, Any]]) -> Any:
-    """A container of the same make that contains other things. The container itself is copied, never changed.
+    """A container of the same make with other contents. The container itself is copied, not changed.
 
     Args:
-        value: the container.
-        made: what the copy is to contain, by the keys, fields or positions of the container's `children`.
+        made: the contents, by the keys, fields or positions of the container's `children`.
     """
     if isinstance(value, Mapping):
         try:
@@ -96,11 +83,7 @@ def rebuild(value: Any, made: list[tuple[Any, Any]]) -> Any:
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """What a part of a batch contains, by key, field or position; None for a leaf.
-
-    Args:
-        value: the part.
-    """
+    """The contents of a part of a batch, by key, field or position; None for a leaf."""
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, Mapping):
@@ -120,15 +103,96 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-Reading = Literal["items", "rows", "inside", "whole"]
-_IMAGE_NDIM = 3  # channels, height, width
+def size_of(leaf: Any) -> int | None:
+    """How many rows or items a leaf has; None if it has neither."""
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    if isinstance(leaf, Tensor | np.ndarray):
+        return int(leaf.shape[0]) if leaf.ndim else None
+    return len(leaf) if isinstance(leaf, list | tuple) else None
+
+
+def is_alike(value: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether the items of a list could be samples: all of one type, rank and dtype, or dicts of the same keys."""
+    return not hasattr(value, "_fields") and len({_kind(item) for item in value}) == 1
+
+
+def _kind(item: Any) -> tuple[Any, ...]:
+    if isinstance(item, Tensor | np.ndarray):
+        return Tensor, item.ndim, item.dtype
+    if isinstance(item, Mapping):
+        return Mapping, frozenset(item)
+    return (type(item),)
+
+
+def samples_in(batch: Any, layout: Layout | None = None) -> int:
+    """How many samples a batch has.
+
+    Where the parts do not agree (a table of class weights beside the samples), it is the number of rows of the tensors
+    named as in `INPUT_NAMES`, or that of the first tensor if another one has as many.
+
+    Args:
+        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
+        layout: what earlier batches have shown.
+
+    Raises:
+        NotSplittable: the number is not clear.
+    """
+    layout = layout or Layout()
+    rows = [
+        (path, size)
+        for path, leaf in leaves(batch)
+        if (size := size_of(leaf)) is not None and not layout.is_whole(path)
+    ]
+    named = {size for path, size in rows if path and path[-1] in INPUT_NAMES}
+    if named == {1}:
+        return 1  # a batch of one sample, beside whatever else it holds
+    inside = children(batch) or ()
+    agreed = _common(_possible(child, (key,), layout) for key, child in inside) or _possible(batch, (), layout)
+    if agreed:
+        of_tensors = {size_of(leaf) for _, leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)}
+        return min(agreed, key=lambda count: (count not in of_tensors, count))
+    if len(named) == 1:
+        return named.pop()
+    counted = [size for _, size in rows if size != 1]
+    if not named and counted and Counter(counted)[counted[0]] > 1:
+        return counted[0]
+    raise NotSplittable(
+        f"its number of samples is not clear: the first dimensions of its parts are {_text(rows)}"
+        if rows
+        else "it holds no tensors, arrays or lists"
+    )
+
+
+def _possible(value: Any, path: Path, layout: Layout) -> frozenset[int] | None:
+    """The numbers of samples that a part could have, empty if its contents disagree; None if it says nothing."""
+    inside = children(value)
+    if inside is None:
+        size = size_of(value)
+        return None if size is None or layout.is_whole(path) else frozenset({size})
+    agreed = _common(_possible(child, (*path, key), layout) for key, child in inside)
+    if isinstance(value, list | tuple) and value and is_alike(value):
+        return (agreed or frozenset()) | {len(value)}
+    return agreed
+
+
+def _common(possible: Iterable[frozenset[int] | None]) -> frozenset[int] | None:
+    known = [numbers for numbers in possible if numbers is not None]
+    above_one = [numbers for numbers in known if numbers != {1}]
+    return frozenset.intersection(*(above_one or known)) if known else None
+
+
+def _text(rows: list[tuple[Path, int]]) -> str:
+    return ", ".join(
+        f"{size} ({''.join(f'[{key!r}]' for key in path) or 'the batch itself'})" for path, size in rows[:6]
+    )
 
 
 class Layout:
-    """Reads the parts of batches, and remembers what one batch has told for those in which it cannot be told.
+    """Tells which parts of a batch follow its samples, and remembers what batches of other sizes have shown.
 
-    Where nothing is remembered, what has as many rows as there are samples holds one for each. A list of n tensors of n
-    rows, for n samples, is fields of the batch, as `default_collate` makes them; but within another container, n
+    Where nothing is remembered, a leaf with as many rows as there are samples holds one for each. A list of n tensors
+    of n rows, for n samples, is fields of the batch, as `default_collate` makes them; but within another container, n
     tensors of three dimensions are n images. Only items of one kind can be one per sample.
     """
 
@@ -137,21 +201,11 @@ class Layout:
         self._whole: set[Path] = set()
 
     def learn(self, batch: Any, samples: int) -> None:
-        """Remember what a batch tells.
-
-        Args:
-            batch: a batch of the make that will be read.
-            samples: how many it has.
-        """
+        """Remember which parts of a batch follow its samples, and which do not."""
         self._learn(batch, (), samples)
 
     def read(self, value: Any, path: Path, samples: int) -> Reading:
         """How a part of a batch follows its samples.
-
-        Args:
-            value: the part.
-            path: the keys, fields and positions that lead to it.
-            samples: how many the batch has.
 
         Returns:
             `items`, a list or tuple of one item per sample; `rows`, a tensor, array or plain list of one row for each;
@@ -163,11 +217,7 @@ class Layout:
         return "rows" if size_of(value) == samples and path not in self._whole else "whole"
 
     def is_whole(self, path: Path) -> bool:
-        """Whether a part is known to be the same for all samples.
-
-        Args:
-            path: what leads to it.
-        """
+        """Whether a part is known to be the same for all samples."""
         return path in self._whole
 
     def _learn(self, value: Any, path: Path, samples: int) -> None:
@@ -191,36 +241,6 @@ class Layout:
         return path in self._items or not _is_fields(value, samples) or _is_images(value, path)
 
 
-def size_of(leaf: Any) -> int | None:
-    """How many rows, or items, something has that contains no other part of a batch; None if it has no such thing.
-
-    Args:
-        leaf: a tensor, an array, a list of strings or numbers, a PackedSequence, or anything else.
-    """
-    if isinstance(leaf, PackedSequence):
-        return int(leaf.batch_sizes[0])
-    if isinstance(leaf, Tensor | np.ndarray):
-        return int(leaf.shape[0]) if leaf.ndim else None
-    return len(leaf) if isinstance(leaf, list | tuple) else None
-
-
-def is_alike(value: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether the items of a list could be samples: of one kind, tensors of one rank and type, dicts of the same keys.
-
-    Args:
-        value: the list or tuple.
-    """
-    return not hasattr(value, "_fields") and len({_kind(item) for item in value}) == 1
-
-
-def _kind(item: Any) -> tuple[Any, ...]:
-    if isinstance(item, Tensor | np.ndarray):
-        return Tensor, item.ndim, item.dtype
-    if isinstance(item, Mapping):
-        return Mapping, frozenset(item)
-    return (type(item),)
-
-
 def _is_images(value: Any, path: Path) -> bool:
     return bool(path) and all(isinstance(item, Tensor) and item.ndim == _IMAGE_NDIM for item in value)
 
@@ -232,69 +252,3 @@ def _is_list(value: Any) -> bool:
 def _is_fields(value: list[Any] | tuple[Any, ...], samples: int) -> bool:
     sizes = [size_of(leaf) for item in value for _, leaf in leaves(item) if isinstance(leaf, Tensor | np.ndarray)]
     return bool(sizes) and all(size == samples for size in sizes)
-
-
-# What the first thing a model is called with is named, besides tokens.
-TOKEN_NAMES = frozenset({"input_ids", "token_ids", "inputs_ids", "tokens", "ids", "src"})
-INPUT_NAMES = TOKEN_NAMES | {"inputs_embeds", "pixel_values", "input_values", "input_features", "inputs", "x"}
-
-
-def samples_in(batch: Any, layout: Layout | None = None) -> int:
-    """How many samples a batch has.
-
-    Where the parts do not agree (a table of class weights beside the samples), it is the number that a tensor named
-    as in `INPUT_NAMES` has, or that of the first tensor if another one has it too.
-
-    Args:
-        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
-        layout: what earlier batches have told.
-
-    Raises:
-        NotSplittable: nobody can tell.
-    """
-    layout = layout or Layout()
-    rows = [
-        (path, size)
-        for path, leaf in leaves(batch)
-        if (size := size_of(leaf)) is not None and not layout.is_whole(path)
-    ]
-    inside = children(batch) or ()
-    agreed = _common(_possible(child, (key,), layout) for key, child in inside) or _possible(batch, (), layout)
-    if agreed:
-        of_tensors = {size_of(leaf) for _, leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)}
-        return min(agreed, key=lambda count: (count not in of_tensors, count))
-    named = {size for path, size in rows if path and path[-1] in INPUT_NAMES}
-    if len(named) == 1:
-        return named.pop()
-    counted = [size for _, size in rows if size != 1]
-    if not named and counted and Counter(counted)[counted[0]] > 1:
-        return counted[0]
-    raise NotSplittable(
-        f"nobody can tell how many samples it has: the first dimensions of what it holds are {_text(rows)}"
-        if rows
-        else "it holds no tensors, arrays or lists"
-    )
-
-
-def _possible(value: Any, path: Path, layout: Layout) -> frozenset[int] | None:
-    """The numbers of samples that all of a part would do for, empty if none does; None if it says nothing."""
-    inside = children(value)
-    if inside is None:
-        size = size_of(value)
-        return None if size is None or layout.is_whole(path) else frozenset({size})
-    agreed = _common(_possible(child, (*path, key), layout) for key, child in inside)
-    if isinstance(value, list | tuple) and value and is_alike(value):
-        return (agreed or frozenset()) | {len(value)}
-    return agreed
-
-
-def _common(says: Iterable[frozenset[int] | None]) -> frozenset[int] | None:
-    heard = [numbers for numbers in says if numbers is not None]
-    several = [numbers for numbers in heard if numbers != {1}]
-    return frozenset.intersection(*(several or heard)) if heard else None
-
-
-def _text(rows: list[tuple[Path, int]]) -> str:
-    return ", ".join(
-        f"{size} ({''.join(f'[{key!r}]' for key in path) or 'the batch itself'})" for path, size in rows[:6]
-    )

@@ -1,10 +1,8 @@
-"""How the samples are divided into steps: the cut is the same in every epoch, the samples in it are not.
+"""A batch sampler that gives each length its own batch size.
 
 Samples are laid out by group: those of a bucket, or those of nearly one length. A step takes the next samples of the
 layout, as many as its group's batch size times the number of ranks, so all ranks train batches of one size and of like
-lengths at the same time.
-
-A batch sampler that gives each length its own batch size.
+lengths at the same time. The cut into steps is the same in every epoch; the samples in each are not.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Division:
+class Grouping:
     """The samples that take part, by group.
 
     Attributes:
@@ -67,7 +65,6 @@ class Division:
         """Cut the layout into steps.
 
         Args:
-            num_replicas: ranks that train at the same time.
             drop_last: whether steps that are not full are left out; else they are smaller.
         """
         counts = torch.bincount(self.groups, minlength=len(self.batch_sizes)).tolist()
@@ -95,59 +92,53 @@ class Division:
         return shuffled[torch.argsort(self.groups[shuffled], stable=True)]
 
 
-def by_table(lengths: torch.Tensor, table: Mapping[int, int], overlong: Overlong) -> Division:
+def group_by_table(lengths: torch.Tensor, table: Mapping[int, int], overlong: Overlong) -> Grouping:
     """A group for each length of the table: samples up to that length and longer than the one before.
 
     Args:
         lengths: of all samples. Shape: (samples,).
         table: batch size by length; both positive.
-        overlong: what becomes of samples longer than the longest of the table.
 
     Raises:
-        SamplesTooLong: there are such samples, and no way was named to deal with them.
+        SamplesTooLong: there are longer samples, and `overlong` is `error`.
     """
     bounds = sorted(table)
     sizes = [table[bound] for bound in bounds]
     what = "the longest that a batch size is known for"
-    samples = _checked(lengths, bounds[-1], overlong, what, "find a batch size for {longest} as well")
+    samples = _taking_part(lengths, bounds[-1], overlong, what, "find a batch size for {longest} as well")
     groups = torch.bucketize(lengths[samples], torch.tensor(bounds))
-    return Division(samples, groups, (*sizes, 1), joined=False, left_out=len(lengths) - len(samples))
+    return Grouping(samples, groups, (*sizes, 1), joined=False, left_out=len(lengths) - len(samples))
 
 
-def by_budget(lengths: torch.Tensor, max_tokens: int, overlong: Overlong) -> Division:
+def group_by_budget(lengths: torch.Tensor, max_tokens: int, overlong: Overlong) -> Grouping:
     """Groups of nearly one length, the longest first, whose batches are as large as the budget allows.
 
     Args:
         lengths: of all samples. Shape: (samples,).
         max_tokens: the most that batch size times longest sample may be.
-        overlong: what becomes of samples longer than that.
 
     Raises:
-        SamplesTooLong: there are such samples, and no way was named to deal with them.
+        SamplesTooLong: there are longer samples, and `overlong` is `error`.
     """
-    samples = _checked(lengths, max_tokens, overlong, "the budget of a whole batch", "raise max_tokens to {longest}")
+    samples = _taking_part(
+        lengths, max_tokens, overlong, "the budget of a whole batch", "raise max_tokens to {longest}"
+    )
     taken = lengths[samples]
     nearly = -(taken.double().log2() * _GROUPS_PER_OCTAVE).floor().long()
     _, groups = torch.unique(nearly, return_inverse=True)
     longest = torch.zeros(int(groups.max()) + 1 if len(groups) else 0, dtype=torch.int64)
     longest.scatter_reduce_(0, groups, taken, "amax")
     sizes = tuple(max(1, max_tokens // length) for length in longest.tolist())
-    return Division(samples, groups, sizes, joined=True, left_out=len(lengths) - len(samples))
+    return Grouping(samples, groups, sizes, joined=True, left_out=len(lengths) - len(samples))
 
 
-def share_of(step: Step, layout: torch.Tensor, num_replicas: int, rank: int) -> torch.Tensor:
+def samples_of_rank(step: Step, layout: torch.Tensor, num_replicas: int, rank: int) -> torch.Tensor:
     """One rank's part of a step.
 
     Where the samples do not come out even, as many are repeated as are missing, so that every rank has as many.
 
-    Args:
-        step: of the layout.
-        layout: of the epoch.
-        num_replicas: ranks that share the step.
-        rank: whose part.
-
     Returns:
-        Places in `Division.samples`.
+        Places in `Grouping.samples`.
     """
     members = layout[step.start : step.stop]
     missing = -len(members) % num_replicas
@@ -158,7 +149,7 @@ def share_of(step: Step, layout: torch.Tensor, num_replicas: int, rank: int) -> 
     return members[rank::num_replicas]
 
 
-def _checked(lengths: torch.Tensor, limit: int, overlong: Overlong, what: str, remedy: str) -> torch.Tensor:
+def _taking_part(lengths: torch.Tensor, limit: int, overlong: Overlong, what: str, remedy: str) -> torch.Tensor:
     """The samples that take part."""
     too_long = lengths > limit
     count = int(too_long.sum())
@@ -201,8 +192,8 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         rank: this one.
 
     Raises:
-        InvalidValue: an argument cannot be meant.
-        SamplesTooLong: samples are too long, and `overlong` does not say what becomes of them.
+        InvalidValue: an argument is out of range, or does not go with another.
+        SamplesTooLong: samples are too long, and `overlong` is `error`.
     """
 
     def __init__(
@@ -239,12 +230,12 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         self.num_replicas = num_replicas
         self.rank = rank
         if self.batch_sizes is not None:
-            self._division = by_table(self.lengths, self.batch_sizes, overlong)
+            self._grouping = group_by_table(self.lengths, self.batch_sizes, overlong)
         else:
             assert max_tokens is not None
-            self._division = by_budget(self.lengths, max_tokens, overlong)
-        if self._division.left_out:
-            left_out, total = self._division.left_out, len(self.lengths)
+            self._grouping = group_by_budget(self.lengths, max_tokens, overlong)
+        if self._grouping.left_out:
+            left_out, total = self._grouping.left_out, len(self.lengths)
             limit = max_tokens if self.batch_sizes is None else max(self.batch_sizes)
             warnings.warn(f"{left_out} of {total} samples are left out: they are longer than {limit}.", stacklevel=2)
         self._cut: dict[int, list[Step]] = {}
@@ -321,7 +312,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         num_replicas, rank = self._ranks()
         for step, layout in self._ordered(num_replicas, self._batches):
             self._batches += 1
-            yield self._division.samples[share_of(step, layout, num_replicas, rank)].tolist()
+            yield self._grouping.samples[samples_of_rank(step, layout, num_replicas, rank)].tolist()
         self._finished = True
 
     def _ordered(self, num_replicas: int, first: int) -> Iterator[tuple[Step, torch.Tensor]]:
@@ -330,18 +321,18 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         if self.shuffle:
             generator = torch.Generator()
             generator.manual_seed(self.seed + self._epoch)
-            layout = self._division.layout(generator)
+            layout = self._grouping.layout(generator)
             order = torch.randperm(len(steps), generator=generator).tolist()
         else:
-            layout = self._division.layout(None)
+            layout = self._grouping.layout(None)
             order = sorted(range(len(steps)), key=lambda number: int(layout[steps[number].start]))
         for number in order[first:]:
             yield steps[number], layout
 
     def _steps(self, num_replicas: int) -> list[Step]:
         if num_replicas not in self._cut:
-            steps = self._division.steps(num_replicas, self.drop_last)
-            if not steps and len(self._division.samples):
+            steps = self._grouping.steps(num_replicas, self.drop_last)
+            if not steps and len(self._grouping.samples):
                 ranks = "one rank takes" if num_replicas == 1 else f"{num_replicas} ranks take"
                 raise InvalidValue("drop_last", True, f"False: no bucket has as many samples as {ranks} in a full step")
             self._cut[num_replicas] = steps
@@ -360,7 +351,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         return hashlib.sha256(self.lengths.numpy().tobytes()).hexdigest()
 
     def _settings(self, num_replicas: int) -> dict[str, Any]:
-        """All that the batches of an epoch depend on."""
+        """Everything that the batches of an epoch depend on."""
         return {
             "lengths": self._digest,
             "batch_sizes": None if self.batch_sizes is None else sorted(map(list, self.batch_sizes.items())),

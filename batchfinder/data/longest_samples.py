@@ -1,6 +1,6 @@
-"""Reading a few of a loader's own samples, without its workers and without moving its samplers or generators on.
+"""The samples a probe's batch is made of: the longest of the user's own, where they differ in length.
 
-Which of the user's samples a probe's batch is made of: the longest ones, where they differ in length.
+They are read without the loader's workers, and without advancing its samplers or generators.
 """
 
 from __future__ import annotations
@@ -30,28 +30,30 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from batchfinder.data.batch import Path, leaves, map_leaves, tensors
-from batchfinder.data.sequence_dim import with_batch_size
+from batchfinder.data.batch import Path, leaves, map_leaves, samples_in, tensors
+from batchfinder.data.split import with_batch_size
+from batchfinder.errors import NotSplittable
+
+DISTINCT = 32  # samples that are compared at first, and kept at most
+SCANNED = 2048  # samples that are looked at where lengths differ, for at most SCAN_SECONDS
+SCAN_SECONDS = 10.0
+MADE = 8  # batches that are compared where the loader has no samples
 
 _WHOLE_DATASET = (SequentialSampler, RandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
 class UnreadableData(Exception):
-    """Data that no sample can be had from. Who serves the user catches it and says what to pass instead."""
+    """No sample can be read from the data. The caller catches it and says what to pass instead."""
 
 
 def read_samples(loader: DataLoader[Any], count: int) -> Iterator[Any]:
-    """Some of a loader's samples, spread over the dataset where it can be indexed, else its first ones.
-
-    Args:
-        loader: a loader that collates samples to batches.
-        count: how many at most.
+    """At most `count` of a loader's samples, spread over the dataset where it can be indexed, else its first ones.
 
     Raises:
         UnreadableData: the dataset can be read only once.
     """
     if isinstance(loader.dataset, IterableDataset):
-        yield from itertools.islice(_again(loader.dataset), count)
+        yield from itertools.islice(_new_iterator(loader.dataset), count)
         return
     sampler: Any = loader.batch_sampler
     if hasattr(sampler, "sampler") and _is_plain(sampler.sampler):
@@ -63,11 +65,10 @@ def read_samples(loader: DataLoader[Any], count: int) -> Iterator[Any]:
 
 
 def read_batches(loader: Any, count: int) -> Iterator[Any]:
-    """Some of the batches that a dataset, or an iterable that is no DataLoader, makes itself.
+    """At most `count` of the batches that a dataset, or an iterable that is no DataLoader, makes itself.
 
     Args:
         loader: a DataLoader with `batch_size=None`, or any iterable.
-        count: how many at most.
 
     Raises:
         UnreadableData: it can be read only once.
@@ -76,11 +77,11 @@ def read_batches(loader: Any, count: int) -> Iterator[Any]:
         if isinstance(loader, Sequence):
             yield from (loader[index] for index in spread(len(loader), count))
         else:
-            yield from itertools.islice(_again(loader), count)
+            yield from itertools.islice(_new_iterator(loader), count)
         return
     made: Iterator[Any]
     if isinstance(loader.dataset, IterableDataset):
-        made = itertools.islice(_again(loader.dataset), count)
+        made = itertools.islice(_new_iterator(loader.dataset), count)
     elif _is_plain(loader.sampler):
         made = (loader.dataset[key] for key in _spread(loader.sampler, loader.dataset, count))
     else:
@@ -89,12 +90,7 @@ def read_batches(loader: Any, count: int) -> Iterator[Any]:
 
 
 def spread(size: int, count: int) -> list[int]:
-    """Up to `count` positions, evenly spread over `size`.
-
-    Args:
-        size: how many positions there are.
-        count: how many are wanted.
-    """
+    """Up to `count` positions, evenly spread over `size`."""
     count = min(size, count)
     return [index * size // count for index in range(count)]
 
@@ -110,25 +106,25 @@ def _spread(sampler: Any, dataset: Any, count: int) -> Iterator[Any]:
 
 
 def _read_keys(sampler: Any, count: int) -> list[Any]:
-    """What a sampler of the user's yields first."""
-    return list(itertools.islice(_apart(sampler), count))
+    """The first keys of a sampler of the user's, which stays where it is."""
+    return list(itertools.islice(_independent_copy(sampler), count))
 
 
-def _apart(sampler: Any) -> Any:
+def _independent_copy(sampler: Any) -> Any:
     """A copy of a sampler that shares with it no generator, no list that it might shuffle, and no inner sampler."""
-    apart = copy.copy(sampler)
+    twin = copy.copy(sampler)
     for name, value in getattr(sampler, "__dict__", {}).items():
         if isinstance(value, torch.Generator):
             generator = torch.Generator(value.device)
             generator.set_state(value.get_state())
-            apart.__dict__[name] = generator
+            twin.__dict__[name] = generator
         elif isinstance(value, Sampler):
-            apart.__dict__[name] = _apart(value)
+            twin.__dict__[name] = _independent_copy(value)
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-            apart.__dict__[name] = copy.deepcopy(value)
+            twin.__dict__[name] = copy.deepcopy(value)
         elif isinstance(value, list | dict | set | np.ndarray):
-            apart.__dict__[name] = copy.copy(value)
-    return apart
+            twin.__dict__[name] = copy.copy(value)
+    return twin
 
 
 def _item(dataset: Any, key: Any) -> Any:
@@ -138,13 +134,13 @@ def _item(dataset: Any, key: Any) -> Any:
     return dataset[key]
 
 
-def _again(iterable: Any) -> Iterator[Any]:
+def _new_iterator(iterable: Any) -> Iterator[Any]:
     """A new iterator over something that the training still has to read from its beginning."""
     iterator = iter(iterable)
     if iterator is iterable:
         with contextlib.suppress(Exception):
             return iter(copy.deepcopy(iterable))
-    elif not _goes_on(getattr(iterable, "dataset", iterable)):
+    elif not _is_one_stream(getattr(iterable, "dataset", iterable)):
         return iter(iterator)
     raise UnreadableData(
         f"{type(iterable).__name__} can be read only once: a batch that BatchFinder took from it to probe with would be"
@@ -152,7 +148,7 @@ def _again(iterable: Any) -> Iterator[Any]:
     )
 
 
-def _goes_on(data: Any) -> bool:
+def _is_one_stream(data: Any) -> bool:
     """Whether a second iterator over a stream goes on where the first one is."""
     if not isinstance(data, IterableDataset):  # `iter()` of anything else may start workers
         return False
@@ -160,18 +156,8 @@ def _goes_on(data: Any) -> bool:
     return iterator is not data and iter(data) is iterator
 
 
-DISTINCT = 32
-SCANNED = 2048
-SCAN_SECONDS = 10.0
-MADE = 8
-
-
 def batches_of(loader: Any) -> SampleBatches | MadeBatches:
-    """What makes batches of any size of a loader's data.
-
-    Args:
-        loader: a DataLoader, or any iterable of batches.
-    """
+    """A maker of batches of any size from a loader's data."""
     sampled = isinstance(loader, DataLoader) and loader.batch_sampler is not None
     return SampleBatches(loader) if sampled else MadeBatches(loader)
 
@@ -182,58 +168,44 @@ class SampleBatches:
     The first 32 samples are compared. If a length differs, up to 2048 spread over the dataset are looked at, for at
     most 10 seconds; of these only the longest are kept, one for each length that differs (a padded batch of source and
     target sentences is as wide as the longest of either).
-
-    Args:
-        loader: the loader.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
 
     def batch(self, batch_size: int, longest: bool = True) -> Any:
-        """Collate a batch of the samples, which are repeated as often as it takes.
-
-        Args:
-            batch_size: how many samples.
-            longest: whether to look beyond the first 32 for longer ones.
-        """
+        """Collate a batch of the samples, which are repeated as often as it takes."""
         return self._collate(self._samples(longest), batch_size)
 
     def mixed(self, batch_size: int) -> Any:
-        """Collate samples spread over the first 32 that are looked at.
-
-        Args:
-            batch_size: how many samples.
-        """
-        kept = self._few.kept
+        """Collate samples spread over the first 32 that are looked at."""
+        kept = self._first.kept
         return self._collate(kept[:: max(1, len(kept) // batch_size)], batch_size)
 
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
-        """A batch of the longest samples, and one of as many copies of the shortest.
-
-        Args:
-            longest: whether to look beyond the first 32 for longer ones.
-        """
+        """A batch of the longest samples, and one of as many copies of the shortest."""
         samples = self._samples(longest)
         many = max(2, len(samples))
-        return self._collate(samples, many), self._collate([self._few.shortest if self._few.vary else samples[0]], many)
+        return self._collate(samples, many), self._collate(
+            [self._first.shortest if self._first.vary else samples[0]], many
+        )
 
     def _samples(self, longest: bool) -> list[Any]:
-        if not self._few.vary:
-            return self._few.kept
-        return self._many.longest() if longest and self._many.vary else self._few.longest()
+        if not self._first.vary:
+            return self._first.kept
+        return self._scanned.longest() if longest and self._scanned.vary else self._first.longest()
 
     @cached_property
-    def _few(self) -> Extremes:
-        few = list(read_samples(self.loader, DISTINCT))
-        if not few:
+    def _first(self) -> Extremes:
+        samples = list(read_samples(self.loader, DISTINCT))
+        if not samples:
             raise UnreadableData(
                 f"The dataset {type(self.loader.dataset).__name__} is empty: there is no sample to probe with."
             )
-        return Extremes(few, keep=True)
+        return Extremes(samples, keep=True)
 
     @cached_property
-    def _many(self) -> Extremes:
+    def _scanned(self) -> Extremes:
         return Extremes(_for_seconds(read_samples(self.loader, SCANNED)))
 
     def _collate(self, samples: list[Any], batch_size: int) -> Any:
@@ -242,7 +214,7 @@ class SampleBatches:
 
 
 class MadeBatches:
-    """Batches stretched from those that a dataset or an iterable makes itself: the largest of the first few.
+    """Batches resized from those that a dataset or an iterable makes itself: the largest of the first eight.
 
     Args:
         loader: a DataLoader with `batch_size=None`, or any iterable.
@@ -252,28 +224,15 @@ class MadeBatches:
         self.loader = loader
 
     def batch(self, batch_size: int, longest: bool = True) -> Any:
-        """Repeat or cut the samples of the largest batch; None if it does not tell how many it has.
-
-        Args:
-            batch_size: how many samples.
-            longest: there is only one way.
-        """
+        """Repeat or cut the samples of the largest batch; None if it is not clear how many it has."""
         return with_batch_size(self._made[-1], batch_size)
 
     def mixed(self, batch_size: int) -> Any:
-        """The same as `batch`.
-
-        Args:
-            batch_size: how many samples.
-        """
+        """The same as `batch`."""
         return self.batch(batch_size)
 
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
-        """The batch with the largest samples, and the one with the smallest, cut to as many of them.
-
-        Args:
-            longest: there is only one way.
-        """
+        """The batch with the largest samples, and the one with the smallest, cut to as many of them."""
         return with_batch_size(self._made[-1], 2), with_batch_size(self._made[0], 2)
 
     @cached_property
@@ -285,12 +244,7 @@ class MadeBatches:
 
 
 class Extremes:
-    """The longest and shortest of some samples, in one pass that keeps no others.
-
-    Args:
-        samples: the samples.
-        keep: whether to keep all of them, in `kept`.
-    """
+    """The longest and shortest of some samples, in one pass that keeps no others (with `keep`, all in `kept`)."""
 
     def __init__(self, samples: Iterable[Any], keep: bool = False) -> None:
         self.kept: list[Any] = []
@@ -354,5 +308,7 @@ def _copied(sample: Any) -> Any:
 
 
 def _elements_per_sample(batch: Any) -> float:
-    found = [tensor for _, tensor in tensors(batch) if tensor.ndim]
-    return sum(tensor.numel() for tensor in found) / max(1, len(found[0])) if found else 0.0
+    try:
+        return sum(tensor.numel() for _, tensor in tensors(batch)) / max(1, samples_in(batch))
+    except NotSplittable:
+        return 0.0

@@ -1,4 +1,4 @@
-"""What each micro-batch's loss counts, so that together they are the loss of the batch they were taken from.
+"""Weights of the micro-batches' losses, with which they add up to the loss of the whole batch.
 
 A loss that is a mean over n samples, of which a micro-batch has m, counts m / n: the sum of (m / n) times the mean over
 the micro-batch is the mean over the batch, and so it is with the gradients. For a mean over tokens m and n are the
@@ -30,14 +30,13 @@ def weigh(parts: Sequence[Any], weight: Weight = "samples") -> list[float]:
     makes of such a batch.
 
     Args:
-        parts: the micro-batches of one batch.
         weight: what the loss is a mean over: `samples`; `tokens`, those whose label is not -100; `next_tokens`, these
             without each sequence's first label, which causal language models never predict; `sum`, for a loss that is
             a sum; or a function that says of a micro-batch how much it counts (the denominator of its mean).
 
     Raises:
-        InvalidValue: the weight is none of these, or the function returned something below 0 or not finite.
-        NotSplittable: tokens are to be counted, and no tensor is called `labels`; or samples, and nobody can tell.
+        InvalidValue: the weight is not a known one, or the function returned something below 0 or not finite.
+        NotSplittable: tokens are to be counted and no tensor is called `labels`, or the number of samples is not clear.
     """
     if weight == "sum":
         return [1.0] * len(parts)
@@ -49,15 +48,11 @@ def weigh(parts: Sequence[Any], weight: Weight = "samples") -> list[float]:
 
 
 def count_in(batch: Any, weight: Weight) -> float:
-    """How much a batch counts.
-
-    Args:
-        batch: a batch or micro-batch.
-        weight: as for `weigh`; for `sum`, 1.
+    """How much a batch or micro-batch counts; 1 for the weight `sum`.
 
     Raises:
-        InvalidValue: the weight is none of these, or the function returned something below 0 or not finite.
-        NotSplittable: tokens are to be counted, and no tensor is called `labels`; or samples, and nobody can tell.
+        InvalidValue: the weight is not a known one, or the function returned something below 0 or not finite.
+        NotSplittable: tokens are to be counted and no tensor is called `labels`, or the number of samples is not clear.
     """
     if callable(weight):
         count = float(weight(batch))

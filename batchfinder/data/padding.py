@@ -1,12 +1,10 @@
-"""The padded length of a batch, and the padding that a micro-batch of it can do without.
+"""Padding of a batch: its padded length, the samples' own lengths, and what a micro-batch of it can be trimmed to.
 
-Padding is what an attention mask leaves out of every sample. Cutting it off must not change the loss, so that is done
-only where it is sure: to inputs (`..._ids`, `...mask`, `...bias`, embeddings), which the mask hides there, and to
-labels that are -100 there. Where anything else is as long as the tokens, the batch stays as it is. Padding in front is
-cut only where the batch holds `position_ids` (without, models count positions from the first column) and the labels of
-the samples' first tokens are -100: a causal model tells these from the padding.
-
-The samples of a batch by their own lengths, so that each micro-batch is as short as its samples allow.
+Padding is what an attention mask leaves out of every sample. Cutting it off must not change the loss, so it is cut only
+from inputs (`..._ids`, `...mask`, `...bias`, embeddings), which the mask hides there, and from labels that are -100
+there. Where anything else is as long as the tokens, the batch stays as it is. Padding in front is cut only where the
+batch holds `position_ids` (without, models count positions from the first column) and the labels of the samples' first
+tokens are -100: a causal model predicts these from the padding.
 """
 
 from __future__ import annotations
@@ -20,21 +18,20 @@ from torch import Tensor
 
 from batchfinder.data.batch import TOKEN_NAMES, Path, map_leaves, tensors
 from batchfinder.data.loss_weights import IGNORED
-from batchfinder.data.sequence_dim import Sequence, find_sequence
+from batchfinder.data.sequence_dim import SequenceDims, find_sequence
 
 MASK = "attention_mask"
 
 
-def padded_length(batch: Any, sequence: Sequence | None = None) -> int | None:
+def padded_length(batch: Any, sequence: SequenceDims | None = None) -> int | None:
     """How long the sequences of a batch are, padding included.
 
     Args:
-        batch: a batch or micro-batch.
         sequence: where its sequence is, from `find_sequence` on batches of long and of short samples; without it,
             tensors with the usual names are looked for, then an attention mask.
 
     Returns:
-        Tokens; None if nobody can tell.
+        Tokens; None if the length is not clear.
     """
     if sequence is not None:
         return sequence.length_of(batch)
@@ -56,8 +53,7 @@ def trim(batch: Any, *, multiple_of: int = 1) -> Any:
         multiple_of: leave a length that this divides, where the batch is long enough.
 
     Returns:
-        A batch of the same make with views of its tensors; the batch itself if there is nothing to cut, or nobody can
-        tell that it may be cut.
+        A batch of the same make with views of its tensors; the batch itself if there is nothing that may be cut.
     """
     cuts: dict[tuple[Path, int], tuple[int, int]] = {}
     found = dict(tensors(batch))
@@ -98,16 +94,16 @@ class _Member:
         last = 2 if self.is_tokens else self.tensor.ndim
         return [dim for dim in range(first, min(last, self.tensor.ndim)) if self.tensor.size(dim) == length]
 
-    def may_go(self, start: int, stop: int) -> bool:
-        """Whether what lies outside a span does nothing for the loss."""
+    def may_be_cut(self, start: int, stop: int) -> bool:
+        """Whether what lies outside a span does not count for the loss."""
         if self.is_mask or self.is_tokens:
             return True
         if self.tensor.ndim != 2 or self.tensor.is_floating_point() or self.tensor.is_complex():
             return False
         return bool((self.tensor[:, :start] == IGNORED).all() and (self.tensor[:, stop:] == IGNORED).all())
 
-    def may_begin(self, mask: Tensor) -> bool:
-        """Whether nothing is told from the padding in front: a causal model tells a first token's label there."""
+    def may_lose_front(self, mask: Tensor) -> bool:
+        """Whether no label is predicted from the padding in front, as a causal model does with a first token's."""
         if self.is_mask or self.is_tokens or self.tensor.ndim != 2:
             return True
         first = mask.ne(0).long().argmax(1, keepdim=True)
@@ -120,20 +116,20 @@ def _cuts(
     """Where to begin and how much to keep, by path and dimension, of all that the mask is for; empty for no cut."""
     length = mask.size(1)
     seen = mask.ne(0).any(0).nonzero().flatten().tolist()
-    family = [(member, dims) for member in _family(found, path) if (dims := member.dims(length))]
-    if not seen or not any(member.is_tokens for member, _ in family) or bool((mask < 0).any()):  # one that is added
+    members = [(member, dims) for member in _members(found, path) if (dims := member.dims(length))]
+    if not seen or not any(member.is_tokens for member, _ in members) or bool((mask < 0).any()):  # one that is added
         return {}
-    start = seen[0] if any(member.name == "position_ids" for member, _ in family) else 0
-    if start and not all(member.may_begin(mask) for member, _ in family):
+    start = seen[0] if any(member.name == "position_ids" for member, _ in members) else 0
+    if start and not all(member.may_lose_front(mask) for member, _ in members):
         start = 0
     kept = min(length, -(-(seen[-1] + 1 - start) // multiple_of) * multiple_of)
     start = min(start, length - kept)
-    if kept == length or not all(member.may_go(start, start + kept) for member, _ in family):
+    if kept == length or not all(member.may_be_cut(start, start + kept) for member, _ in members):
         return {}
-    return {(member.path, dim): (start, kept) for member, dims in family for dim in dims}
+    return {(member.path, dim): (start, kept) for member, dims in members for dim in dims}
 
 
-def _family(found: dict[Path, Tensor], mask: Path) -> Iterator[_Member]:
+def _members(found: dict[Path, Tensor], mask: Path) -> Iterator[_Member]:
     masks = [path for path, tensor in found.items() if _is_mask(path, tensor)]
     decodes = any("decoder" in _name(path) for path in found)
     for path, tensor in found.items():
@@ -164,10 +160,7 @@ def sample_lengths(batch: Any) -> list[int] | None:
     """How many tokens each sample needs, its own padding left out.
 
     They are read from the one attention mask of shape (samples, length) that the batch has. Where sequences are padded
-    on the right a sample needs all up to its last token, where they are padded on the left all from its first.
-
-    Args:
-        batch: a batch as the loader made it, on any device.
+    on the right a sample needs all up to its last token; where they are padded on the left, all from its first.
 
     Returns:
         Tokens of each sample, at least 1; None where there is no such mask, or padding on both sides.

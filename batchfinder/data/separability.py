@@ -1,4 +1,4 @@
-"""Whether the loss of a batch is made of its samples' own losses, so that the batch may be split."""
+"""Whether a batch's loss is a weighted sum of its samples' losses, so that the batch may be split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def not_separable(module: nn.Module) -> list[str]:
         `name (class)` of each, such as `layer1.0.bn1 (BatchNorm2d)`.
     """
     return [
-        f"{name or 'the model itself'} ({type(part).__name__})" for name, part in module.named_modules() if _mixes(part)
+        f"{name or 'the model itself'} ({type(part).__name__})"
+        for name, part in module.named_modules()
+        if _mixes_samples(part)
     ]
 
 
@@ -49,17 +51,15 @@ def check_separable(
     here. A loss that draws random numbers in eval mode too cannot be compared, nor can one that is not finite.
 
     Args:
-        loss_of: the loss of a batch, a single number.
         batch: any batch; four samples of it are used.
-        weight: as for `weigh`.
         tolerance: the relative difference that is still rounding.
 
     Returns:
-        What differs, by how much and what to do; None if nothing does, or if nobody can tell.
+        What differs, by how much and what to do; None if nothing does, or if the losses cannot be compared.
 
     Raises:
-        NotSplittable: the batch cannot be taken apart, or the weight cannot be had from it.
-        InvalidValue: the weight is none that there is.
+        NotSplittable: the batch cannot be split, or the weight cannot be read from it.
+        InvalidValue: the weight is not a known one.
     """
     samples = samples_in(batch)
     if samples < 2:
@@ -67,7 +67,7 @@ def check_separable(
     few = split(batch, [SAMPLES, samples - SAMPLES])[0] if samples > SAMPLES else batch
     with torch.no_grad():
         whole = _loss(loss_of, few)
-        if not math.isfinite(whole) or _off(whole, _loss(loss_of, few, seed=1)) > tolerance / 10:
+        if not math.isfinite(whole) or _relative_difference(whole, _loss(loss_of, few, seed=1)) > tolerance / 10:
             return None
         return _check_parts(loss_of, few, whole, weight, tolerance) or _check_trim(loss_of, few, tolerance)
 
@@ -87,13 +87,15 @@ def _check_parts(
 
     def fits(rule: Weight) -> bool:
         try:
-            return all(_off(whole, total_of(parts, losses, rule)) <= tolerance for _, parts, losses in ways)
+            return all(
+                _relative_difference(whole, total_of(parts, losses, rule)) <= tolerance for _, parts, losses in ways
+            )
         except NotSplittable:
             return False
 
     totals = [(sizes, total_of(parts, losses, weight)) for sizes, parts, losses in ways]
-    sizes, total = max(totals, key=lambda item: _off(whole, item[1]))
-    if _off(whole, total) <= tolerance:
+    sizes, total = max(totals, key=lambda item: _relative_difference(whole, item[1]))
+    if _relative_difference(whole, total) <= tolerance:
         return None
     said = f"weight={weight!r}" if isinstance(weight, str) else "your weight="
     text = (
@@ -111,35 +113,35 @@ def _check_parts(
 
 
 def _check_trim(loss_of: Callable[[Any], Tensor], few: Any, tolerance: float) -> str | None:
-    """Whether the sample with the most padding has another loss without it."""
+    """Compare the loss of the sample with the most padding with and without it."""
     alone = split(few, [1] * samples_in(few))
     pairs = [(part, cut) for part in alone if (cut := trim(part)) is not part]
     if not pairs:
         return None
     part, cut = min(pairs, key=lambda pair: padded_length(pair[1]) or 0)
     before, after = _loss(loss_of, part), _loss(loss_of, cut)
-    if not math.isfinite(before) or _off(before, after) <= tolerance:
+    if not math.isfinite(before) or _relative_difference(before, after) <= tolerance:
         return None
     return (
         "the padding that all samples of a micro-batch share is cut off, and here that makes a loss of"
         f" {before:.6g} one of {after:.6g}, {_percent(before, after)}: something looks at tokens that attention_mask"
-        " leaves out. Pass the mask to all that should heed it; or call it something else in the batch, and nothing is"
-        " cut off"
+        " leaves out. Pass the mask to every module that needs it; or give it another name in the batch, and nothing"
+        " is cut off"
     )
 
 
-def _off(whole: float, total: float) -> float:
+def _relative_difference(whole: float, total: float) -> float:
     return abs(total - whole) / (abs(whole) or abs(total) or 1)
 
 
 def _percent(whole: float, total: float) -> str:
-    percent = 100 * _off(whole, total)
+    percent = 100 * _relative_difference(whole, total)
     return (
         f"{percent:.{0 if percent >= 10 else 2}{'f' if percent >= 10 else 'g'}} % {'more' if total > whole else 'less'}"
     )
 
 
-def _mixes(part: nn.Module) -> bool:
+def _mixes_samples(part: nn.Module) -> bool:
     if isinstance(part, _BatchNorm):
         return part.training or part.running_mean is None
     name = type(part).__name__

@@ -1,10 +1,8 @@
-"""Stretching a collated batch to another number of samples or another sequence length, by repeating or cutting.
-
-Which dimension is the sequence:
+"""Which dimensions of a batch are the sequence, and giving it another length by repeating or cutting.
 
 1. Where batches of long and of short samples differ, the dimensions (after the first) that differ: those of tokens,
-   labels, masks (B, S) and (B, S, S) alike, and of whatever else is as long as the tokens or longer by a constant. When
-   they do not all follow one length (source and target of a translation) nobody can tell what a length asked for means.
+   labels, masks (B, S) and (B, S, S) alike, and of whatever else is as long as the tokens or longer by a constant.
+   Where they do not all follow one length (source and target of a translation), a length asked for is ambiguous.
 2. Where all are padded alike, dimension 1 of a two-dimensional integer tensor named as in `TOKEN_NAMES`, or of the only
    such tensors there are; and each dimension of that size of an integer or boolean tensor or a mask, and dimension 1 of
    that size of any other tensor.
@@ -24,8 +22,8 @@ from batchfinder.data.batch import TOKEN_NAMES, Path, map_leaves, tensors
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """Where in a batch the sequence is.
+class SequenceDims:
+    """The dimensions of a batch that follow the sequence length.
 
     Attributes:
         length: the longest observed, in tokens.
@@ -38,12 +36,7 @@ class Sequence:
     lengths: frozenset[Path] = field(default=frozenset())
 
     def stretch(self, batch: Any, seq_len: int) -> Any:
-        """A copy of the batch whose sequences have another length.
-
-        Args:
-            batch: a batch of the same make as the ones that were observed.
-            seq_len: the new length.
-        """
+        """A copy of the batch whose sequences have another length, repeated or cut."""
 
         def stretched(path: Path, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -58,11 +51,7 @@ class Sequence:
         return map_leaves(stretched, batch)
 
     def length_of(self, batch: Any) -> int | None:
-        """The length of the sequences in a batch, in tokens, padding included; None if it holds none of them.
-
-        Args:
-            batch: a batch of the same make as the ones that were observed.
-        """
+        """The length of the sequences in a batch, in tokens, padding included; None if it holds none of them."""
         found = dict(tensors(batch))
         lengths = [
             found[path].size(dim) - more
@@ -72,16 +61,14 @@ class Sequence:
         return max(lengths, default=None)
 
 
-def find_sequence(long: Any, short: Any, guess: bool = True) -> Sequence | str:
+def find_sequence(long: Any, short: Any, guess: bool = True) -> SequenceDims | str:
     """Find the sequence by comparing two batches.
 
     Args:
-        long: a batch with the longest samples.
-        short: a batch of as many of the shortest samples.
         guess: whether integers in a tensor of any name may be tokens, where no length varies.
 
     Returns:
-        Where it is, or in words why nobody can tell.
+        The dimensions, or in words why they are not clear.
     """
     longs, shorts = dict(tensors(long)), dict(tensors(short))
     if not longs:
@@ -99,45 +86,15 @@ def find_sequence(long: Any, short: Any, guess: bool = True) -> Sequence | str:
     return _varying(longs, shorts, varying) if varying else _named(longs, guess)
 
 
-def with_batch_size(batch: Any, batch_size: int) -> Any:
-    """A copy of the batch with its samples repeated or cut to another number of them.
-
-    Args:
-        batch: a batch with the samples along the first dimension of its tensors.
-        batch_size: the new number of samples.
-
-    Returns:
-        The copy; None if nothing in the batch tells how many samples it has.
-    """
-    have = next((len(tensor) for _, tensor in tensors(batch) if tensor.ndim), 0)
-    if not have:
-        return None
-
-    def resized(path: Path, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return cycle(leaf, batch_size, 0) if leaf.ndim and len(leaf) == have else leaf
-        if isinstance(leaf, list | tuple) and len(leaf) == have:
-            return type(leaf)(leaf[index % have] for index in range(batch_size))
-        return leaf
-
-    return map_leaves(resized, batch)
-
-
 def cycle(tensor: Tensor, size: int, dim: int) -> Tensor:
-    """Repeat or cut a tensor along a dimension; the tensor itself if it has the size.
-
-    Args:
-        tensor: any tensor that is not empty along the dimension.
-        size: the size it is to have.
-        dim: the dimension.
-    """
+    """Repeat or cut a tensor along a dimension; the tensor itself if it has the size."""
     have = tensor.size(dim)
     return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device) % have)
 
 
 def _varying(
     longs: dict[Path, Tensor], shorts: dict[Path, Tensor], varying: dict[tuple[Path, int], tuple[int, int]]
-) -> Sequence | str:
+) -> SequenceDims | str:
     first = min(varying, key=lambda place: (not _is_named(place[0]), _is_float(longs[place[0]])))
     length, shortest = varying[first]
     dims = {}
@@ -150,10 +107,10 @@ def _varying(
         for path, tensor in longs.items()
         if _is_vector(tensor) and int(tensor.max()) == length and int(shorts[path].max()) == shortest
     }
-    return Sequence(length, dims, frozenset(lengths))
+    return SequenceDims(length, dims, frozenset(lengths))
 
 
-def _named(found: dict[Path, Tensor], guess: bool) -> Sequence | str:
+def _named(found: dict[Path, Tensor], guess: bool) -> SequenceDims | str:
     tables = {path: tensor.size(1) for path, tensor in found.items() if tensor.ndim == 2 and _is_integer(tensor)}
     tables = {path: size for path, size in tables.items() if size > 1}
     sizes = {size for path, size in tables.items() if _is_named(path)}
@@ -175,7 +132,7 @@ def _named(found: dict[Path, Tensor], guess: bool) -> Sequence | str:
         for path, tensor in found.items()
         if _is_vector(tensor) and "len" in str(path[-1:]) and int(tensor.max()) == length
     }
-    return Sequence(length, dims, frozenset(lengths))
+    return SequenceDims(length, dims, frozenset(lengths))
 
 
 def _is_named(path: Path) -> bool:

@@ -1,7 +1,4 @@
-"""The largest batch size by length, from whatever found it, and in the forms that other samplers read.
-
-Nothing here imports torch.
-"""
+"""The largest batch size by length, read from whatever found it, in the forms that other samplers read. No torch."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from batchfinder.errors import InvalidValue
 from batchfinder.results import SearchResult
 
 
-class HasOutcomes(Protocol):
-    """What came of each stage and length, as the `BatchFinder` callback keeps it."""
+class HasResults(Protocol):
+    """The result of each stage and length, as the `BatchFinder` callback keeps it."""
 
     @property
-    def outcomes(self) -> Mapping[str, Mapping[int | None, SearchResult]]:
+    def results(self) -> Mapping[str, Mapping[int | None, SearchResult]]:
         """By stage, then by length."""
         ...
 
 
-Found = HasOutcomes | Mapping[Any, Any] | Iterable[SearchResult]
-"""What a table can be read from: a `BatchFinder`, the result of `tune_batch_size`, sizes or outcomes by length, or
-outcomes."""
+Found = HasResults | Mapping[Any, Any] | Iterable[SearchResult]
+"""What a table can be read from: a `BatchFinder`, the result of `tune_batch_size`, sizes or results by length, or
+results."""
 
 
 def table_of(found: Found, stage: str = "fit") -> dict[int, int]:
@@ -38,27 +35,25 @@ def table_of(found: Found, stage: str = "fit") -> dict[int, int]:
     Raises:
         InvalidValue: there is nothing in it, nothing fits, or it is of data of one fixed shape.
     """
-    outcomes: Any = getattr(found, "outcomes", found)
-    if outcomes is not found:
-        if stage not in outcomes:
-            ran = ", ".join(outcomes) or "none yet: it finds sizes when training begins"
+    results: Any = found
+    if not isinstance(found, Mapping) and hasattr(found, "results"):
+        results = found.results
+        if stage not in results:
+            ran = ", ".join(results) or "none yet: it finds sizes when training begins"
             raise InvalidValue("stage", stage, f"one that BatchFinder has found sizes for ({ran})")
-        outcomes = outcomes[stage]
-    if isinstance(outcomes, Mapping):
-        sizes = {seq_len: _size(value) for seq_len, value in outcomes.items()}
+        results = results[stage]
+    if isinstance(results, Mapping):
+        sizes = {seq_len: _size(value) for seq_len, value in results.items()}
     else:
-        sizes = {outcome.shape.seq_len: outcome.max_batch_size for outcome in outcomes}
+        sizes = {result.shape.seq_len: result.max_batch_size for result in results}
     return checked(sizes)
 
 
 def checked(sizes: Mapping[Any, Any]) -> dict[int, int]:
     """A table in order, without the lengths at which nothing fits.
 
-    Args:
-        sizes: batch size by length, as they were given.
-
     Raises:
-        InvalidValue: a length or a size cannot be meant, or none is left.
+        InvalidValue: a length or a size is not a whole number in range, or none is left.
     """
     for seq_len, size in sizes.items():
         if seq_len is None:
@@ -75,22 +70,15 @@ def checked(sizes: Mapping[Any, Any]) -> dict[int, int]:
 
 
 def to_json(table: Mapping[int, int]) -> str:
-    """An object with a size for each length: `{"128": 134, "512": 33}`.
-
-    Args:
-        table: batch size by length.
-    """
+    """An object with a size for each length: `{"128": 134, "512": 33}`."""
     return json.dumps({str(seq_len): size for seq_len, size in checked(table).items()})
 
 
 def from_json(text: str) -> dict[int, int]:
     """Read what `to_json` wrote.
 
-    Args:
-        text: JSON.
-
     Raises:
-        InvalidValue: it is no such object.
+        InvalidValue: the text is not such an object.
     """
     expected = 'an object with a batch size for each length, such as {"128": 134, "512": 33}'
     try:
@@ -110,18 +98,15 @@ def to_lhotse(table: Mapping[int, int]) -> dict[str, list[int]]:
     well. Bounds are in the table's own unit: where samples are measured in seconds, multiply them.
 
     Source: lhotse 1.33, lhotse/dataset/sampling/dynamic_bucketing.py; NeMo, scripts/speech_recognition/oomptimizer.py.
-
-    Args:
-        table: batch size by length.
     """
     table = checked(table)
     return {"bucket_duration_bins": list(table), "bucket_batch_size": list(table.values())}
 
 
 def _size(value: Any) -> Any:
-    """A batch size that stands for itself, or the largest that was found."""
-    outcome = getattr(value, "outcome", value)
-    return outcome.max_batch_size if isinstance(outcome, SearchResult) else outcome
+    """A batch size as it is given, or the largest one of a result."""
+    result = getattr(value, "result", value)
+    return result.max_batch_size if isinstance(result, SearchResult) else result
 
 
 def _whole(value: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Taking a batch apart into micro-batches, each of the batch's own make.
-
-A batch in micro-batches and what each one's loss counts, for a loop of one's own.
-"""
+"""Splitting a batch into micro-batches of its own make, reordering its samples, and changing their number."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ from batchfinder.errors import InvalidValue, NotSplittable
 
 
 def split(batch: Any, sizes: Sequence[int], layout: Layout | None = None) -> list[Any]:
-    """Take a batch apart into micro-batches of given sizes, in order.
+    """Split a batch into micro-batches of given sizes, in order.
 
     Tensors and arrays with as many rows as the batch has samples are split along their first dimension, into views of
-    the same memory; lists and tuples with one item per sample are cut. What else the batch holds goes to each part as
-    it is. The containers are of the batch's own types; the batch itself is not changed.
+    the same memory; lists and tuples with one item per sample are cut. Everything else goes to each part as it is. The
+    containers are of the batch's own types; the batch itself is not changed.
 
     Args:
         batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
         sizes: samples of each part; together as many as the batch has.
-        layout: what earlier batches have told of which parts follow the samples; it learns from this one.
+        layout: what earlier batches have shown; it learns from this one.
 
     Raises:
         InvalidValue: a size is below 1, or nothing in the batch has as many rows or items as the sizes add up to.
@@ -49,13 +46,41 @@ def split(batch: Any, sizes: Sequence[int], layout: Layout | None = None) -> lis
     )
 
 
-def reorder(batch: Any, order: Sequence[int], layout: Layout | None = None) -> Any:
-    """A copy of a batch with its samples in another order.
+def split_batch(batch: Any, largest: int, weight: Weight = "samples") -> list[tuple[Any, float]]:
+    """Split a batch into the fewest micro-batches that fit, so that their gradients add up to the batch's.
+
+    Each micro-batch is trimmed to its own longest sample where `attention_mask` and the rest of the batch allow it. One
+    of which nothing counts (every label is ignored) is left out.
 
     Args:
-        batch: as for `split`.
-        order: the positions of all samples, in the order they are to have.
-        layout: as for `split`.
+        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
+        largest: samples that a micro-batch may have at most.
+        weight: what the loss is a mean over: `samples`; `tokens`, those whose label is not -100; `next_tokens`, these
+            without each sequence's first label, which causal language models never predict; `sum`, for a loss that is
+            a sum; or a function that says of a micro-batch how much it counts (the denominator of its mean).
+
+    Returns:
+        Micro-batches of the batch's own make, each with the factor for its loss.
+
+    Raises:
+        InvalidValue: `largest` is below 1, or the weight is not a known one.
+        NotSplittable: the batch cannot be split, or the weight cannot be read from it.
+
+    Example:
+        >>> import torch
+        >>> x, weight = torch.tensor([1.0, 2.0, 6.0]), torch.tensor(1.0, requires_grad=True)
+        >>> for part, factor in split_batch(x, largest=2):
+        ...     ((weight * part).mean() * factor).backward()
+        >>> weight.grad
+        tensor(3.)
+    """
+    parts = split(batch, equal_sizes(samples_in(batch), largest))
+    factors = weigh(parts, weight)
+    return [(trim(part), factor) for part, factor in zip(parts, factors, strict=True) if factor]
+
+
+def reorder(batch: Any, order: Sequence[int], layout: Layout | None = None) -> Any:
+    """A copy of a batch with its samples in another order: `order` holds the position of each.
 
     Raises:
         InvalidValue: nothing in the batch has as many rows or items as the order.
@@ -65,11 +90,7 @@ def reorder(batch: Any, order: Sequence[int], layout: Layout | None = None) -> A
 
 
 def equal_sizes(samples: int, largest: int) -> list[int]:
-    """The fewest parts of which none is too large, as equal as can be, larger ones first.
-
-    Args:
-        samples: how many there are to share out.
-        largest: what a part may have at most.
+    """Sizes of the fewest parts that are at most `largest`, as equal as possible, larger ones first.
 
     Raises:
         InvalidValue: either is below 1.
@@ -85,6 +106,21 @@ def equal_sizes(samples: int, largest: int) -> list[int]:
     parts = -(-samples // largest)
     size, more = divmod(samples, parts)
     return [size + 1] * more + [size] * (parts - more)
+
+
+def with_batch_size(batch: Any, batch_size: int) -> Any:
+    """A copy of a batch with its samples repeated in turn, or cut, to another number of them.
+
+    Returns:
+        The copy; None where it is not clear how many samples the batch has.
+    """
+    try:
+        samples = samples_in(batch)
+    except NotSplittable:
+        samples = 0
+    if not samples:
+        return None
+    return _chosen(batch, [[index % samples for index in range(batch_size)]], samples, None)[0]
 
 
 def _chosen(batch: Any, choices: Sequence[slice | list[int]], samples: int, layout: Layout | None) -> list[Any]:
@@ -146,36 +182,3 @@ def _rows(leaf: Any, choice: slice | list[int]) -> Any:
 def _index(tensor: Tensor, choice: slice | list[int]) -> Tensor:
     chosen = choice if isinstance(choice, list) else list(range(choice.start, choice.stop))
     return torch.tensor(chosen, device=tensor.device)
-
-
-def split_batch(batch: Any, largest: int, weight: Weight = "samples") -> list[tuple[Any, float]]:
-    """Take a batch apart into the fewest micro-batches that fit, so that their gradients make the batch's.
-
-    Each micro-batch is trimmed to its own longest sample where `attention_mask` and the rest of the batch allow it. One
-    of which nothing counts (every label is ignored) is left out.
-
-    Args:
-        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
-        largest: samples that a micro-batch may have at most.
-        weight: what the loss is a mean over: `samples`; `tokens`, those whose label is not -100; `next_tokens`, these
-            without each sequence's first label, which causal language models never predict; `sum`, for a loss that is
-            a sum; or a function that says of a micro-batch how much it counts (the denominator of its mean).
-
-    Returns:
-        Micro-batches of the batch's own make, each with the factor for its loss.
-
-    Raises:
-        InvalidValue: `largest` is below 1, or the weight cannot be meant.
-        NotSplittable: the batch cannot be taken apart, or the weight cannot be had from it.
-
-    Example:
-        >>> import torch
-        >>> x, weight = torch.tensor([1.0, 2.0, 6.0]), torch.tensor(1.0, requires_grad=True)
-        >>> for part, factor in split_batch(x, largest=2):
-        ...     ((weight * part).mean() * factor).backward()
-        >>> weight.grad
-        tensor(3.)
-    """
-    parts = split(batch, equal_sizes(samples_in(batch), largest))
-    factors = weigh(parts, weight)
-    return [(trim(part), factor) for part, factor in zip(parts, factors, strict=True) if factor]

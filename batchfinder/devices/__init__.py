@@ -1,14 +1,15 @@
-"""WHERE: the GPUs and cloud instances batchfinder knows, how much of one may be used, and which are present."""
+"""The GPUs and cloud instances that batchfinder knows, how much of one may be used, and which are in this machine."""
 
 from __future__ import annotations
 
 from batchfinder.devices.catalog import Gpu, Instance, all_gpus, all_instances, find_gpu, find_instance
-from batchfinder.devices.detect import PresentGpu, driver_version, host_name, parse_nvidia_smi, present_gpus
-from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY, Budget, Device, device_for, device_with_budget
+from batchfinder.devices.detect import PresentGpu, driver_version, host_name, present_gpus
+from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY, Budget, Card, Device, device_for, device_with_budget
 
 __all__ = [
     "DEFAULT_COMPUTE_CAPABILITY",
     "Budget",
+    "Card",
     "Device",
     "Gpu",
     "Instance",
@@ -21,6 +22,5 @@ __all__ = [
     "find_gpu",
     "find_instance",
     "host_name",
-    "parse_nvidia_smi",
     "present_gpus",
 ]

@@ -1,10 +1,7 @@
-"""Reads the catalogue's TOML files, which are part of the package.
+"""The GPUs and cloud instances of gpus.toml and instances.toml, found by almost any of their names.
 
-Makes names comparable: what people type, what a driver prints and what the catalogue says meet in one key.
-
-The GPUs in gpus.toml, and finding one by almost any of its names.
-
-The cloud instances in instances.toml, and finding one by its provider's name for it.
+A name as people type it, as a driver prints it and as the catalog has it becomes one key. A new GPU is one entry in
+gpus.toml.
 """
 
 from __future__ import annotations
@@ -22,15 +19,7 @@ from batchfinder.errors import UnknownName
 
 
 def read_tables(file: str, kind: str) -> list[dict[str, Any]]:
-    """Read one catalogue file.
-
-    Args:
-        file: the file's name, in this package.
-        kind: the name of its array of tables: `gpu` or `instance`.
-
-    Returns:
-        The tables, in the order of the file.
-    """
+    """Read the array of tables named `kind` from a file of this package, in the order of the file."""
     text = files("batchfinder.devices").joinpath(file).read_text(encoding="utf-8")
     tables: list[dict[str, Any]] = tomllib.loads(text)[kind]
     return tables
@@ -65,11 +54,7 @@ class GpuKey:
 
 
 def gpu_key(name: str) -> GpuKey:
-    """Take a GPU's name apart.
-
-    Args:
-        name: as typed or printed: `Tesla V100-SXM2-32GB`, `rtx 3090`, `a100_80g`.
-    """
+    """Take a GPU's name apart."""
     text = name.lower().replace("_", " ").replace("-", " ")
     sizes = _SIZE.findall(text)
     model = re.sub(r"[^a-z0-9]", "", _NOISE.sub("", _SIZE.sub(" ", text)))
@@ -77,11 +62,7 @@ def gpu_key(name: str) -> GpuKey:
 
 
 def instance_key(name: str) -> str:
-    """Make an instance's name comparable: `ml.p3.2xlarge` to `p32xlarge`, `Standard_NC24s_v3` to `nc24sv3`.
-
-    Args:
-        name: as typed, with or without the provider in front.
-    """
+    """Make an instance's name comparable: `ml.p3.2xlarge` to `p32xlarge`, `Standard_NC24s_v3` to `nc24sv3`."""
     text = name.strip().lower()
     prefix = _PROVIDER.match(text)
     return re.sub(r"[^a-z0-9]", "", text[prefix.end() :] if prefix else text)
@@ -91,9 +72,7 @@ def nearest(key: str, names: Mapping[str, str], limit: int = 5) -> tuple[str, ..
     """Find the known names most like one that is not known.
 
     Args:
-        key: the key that was not found.
         names: every known key and the name it stands for; several keys may stand for one name.
-        limit: how many names at most.
 
     Returns:
         Names, best first, each once; empty when none is like it.
@@ -107,9 +86,7 @@ class Gpu:
     """One GPU as software sees it; a card with two of them (K80, MI250X) counts as two.
 
     Attributes:
-        name: what a report calls it.
         aliases: other names it is found by.
-        vendor: `NVIDIA` or `AMD`.
         class_gb: the marketing size, which tells cards of one family apart; not a capacity.
         memory_bytes: what the driver reports as total.
         context_bytes: what the CUDA context and libraries take of it before the first tensor.
@@ -118,7 +95,7 @@ class Gpu:
         multiprocessors: streaming multiprocessors, or compute units for AMD.
         source: where `memory_bytes` comes from.
         context_source: where `context_bytes` comes from.
-        estimated: the fields that are not figures printed for this very card.
+        estimated: the fields that are not figures printed for this card.
     """
 
     name: str
@@ -142,7 +119,7 @@ class Gpu:
 
 @cache
 def all_gpus() -> tuple[Gpu, ...]:
-    """Every GPU of the catalogue, by generation."""
+    """Every GPU of the catalog, by generation."""
     return tuple(_gpu(table) for table in read_tables("gpus.toml", "gpu"))
 
 
@@ -156,18 +133,20 @@ def find_gpu(name: str) -> Gpu:
         name: `v100-32gb`, `Tesla T4`, `NVIDIA GeForce RTX 3090`, `titan x maxwell`.
 
     Raises:
-        UnknownName: there is no such GPU in the catalogue; after a wrong size, the family's cards are named.
+        UnknownName: there is no such GPU; after a wrong size, the cards of its family are named.
     """
     key = gpu_key(name)
-    known = _by_key()
+    known = _gpus_by_key()
     for attempt in (key, key.without_form()):
         if attempt.text in known:
             return known[attempt.text]
-    raise UnknownName("GPU", name, _family(key) or nearest(key.text, {text: gpu.name for text, gpu in known.items()}))
+    raise UnknownName(
+        "GPU", name, _same_family(key) or nearest(key.text, {text: gpu.name for text, gpu in known.items()})
+    )
 
 
 @cache
-def _by_key() -> dict[str, Gpu]:
+def _gpus_by_key() -> dict[str, Gpu]:
     """Every key a GPU is found by: each name and alias, as it stands and with the card's size."""
     known: dict[str, Gpu] = {}
     for gpu in all_gpus():
@@ -178,7 +157,7 @@ def _by_key() -> dict[str, Gpu]:
     return known
 
 
-def _family(key: GpuKey) -> tuple[str, ...]:
+def _same_family(key: GpuKey) -> tuple[str, ...]:
     """The cards whose name differs from this one in the size only."""
     if key.size_gb is None:
         return ()
@@ -207,7 +186,6 @@ class Instance:
         name: the provider's name for it.
         aliases: other names it is found by.
         provider: `AWS`, `Azure` or `Google Cloud`.
-        gpu: the GPU, one of them.
         num_gpus: how many GPUs a process sees there.
         source: where the GPU and the number come from.
     """
@@ -222,7 +200,7 @@ class Instance:
 
 @cache
 def all_instances() -> tuple[Instance, ...]:
-    """Every instance of the catalogue, by provider."""
+    """Every instance of the catalog, by provider."""
     return tuple(_instance(table) for table in read_tables("instances.toml", "instance"))
 
 
@@ -235,7 +213,7 @@ def find_instance(name: str) -> Instance:
         name: `ml.p3.16xlarge`, `NC24s v3`, `Standard_ND96asr_v4`, `a2-highgpu-8g`.
 
     Raises:
-        UnknownName: there is no such instance in the catalogue.
+        UnknownName: there is no such instance.
     """
     key = instance_key(name)
     known = _instances_by_key()

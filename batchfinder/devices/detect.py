@@ -1,20 +1,21 @@
-"""Which NVIDIA GPUs this machine has, asked of nvidia-smi, so that torch need not be imported to find out.
-
-The machine itself, for those who train on its CPU.
-"""
+"""The GPUs of this machine, asked of nvidia-smi or rocm-smi so that torch need not be imported, and its CPU's name."""
 
 from __future__ import annotations
 
+import json
+import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchfinder.units import MIB
+from batchfinder.units import GIB, MIB
 
-_QUERY = ("--query-gpu=index,name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+_NVIDIA_QUERY = ("--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+_ROCM_QUERY = ("--showproductname", "--showmeminfo", "vram", "--json")
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -23,43 +24,72 @@ class PresentGpu:
     """A GPU in this machine.
 
     Attributes:
-        index: nvidia-smi's number for it; CUDA's may differ (`CUDA_DEVICE_ORDER`, `CUDA_VISIBLE_DEVICES`).
+        index: its number in nvidia-smi or rocm-smi. CUDA numbers cards of different models by speed instead, unless
+            `CUDA_DEVICE_ORDER=PCI_BUS_ID` is set.
         name: as the driver prints it; `find_gpu` takes it.
-        smi_total_bytes: nvidia-smi's total, which counts memory the driver keeps: up to 3 % more than CUDA reports.
-        compute_capability: major and minor; None when the driver does not say.
+        smi_total_bytes: the program's total; nvidia-smi counts memory the driver keeps: up to 3 % more than CUDA.
+        compute_capability: major and minor; None for AMD, or when the driver does not say.
+        uuid: such as `GPU-8f6c...`; empty for AMD.
     """
 
     index: int
     name: str
     smi_total_bytes: int
     compute_capability: tuple[int, int] | None
+    uuid: str = ""
 
 
 def present_gpus(timeout_seconds: float = _TIMEOUT_SECONDS) -> tuple[PresentGpu, ...]:
-    """Ask nvidia-smi which GPUs there are.
+    """The GPUs that this process can see: NVIDIA's, or AMD's where there are none.
 
-    Args:
-        timeout_seconds: how long to wait for its answer.
+    `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES` for AMD) hides the others.
 
     Returns:
-        The GPUs by index; empty when nvidia-smi is not there, fails or does not answer in time.
+        The GPUs in CUDA's order of that variable, else by index; empty when neither nvidia-smi nor rocm-smi is there,
+        or it fails or does not answer in time.
     """
-    return parse_nvidia_smi(_ask(_QUERY, timeout_seconds))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = parse_nvidia_smi(_ask("nvidia-smi", _NVIDIA_QUERY, timeout_seconds))
+    if not gpus:
+        gpus = parse_rocm_smi(_ask("rocm-smi", _ROCM_QUERY, timeout_seconds))
+        visible = os.environ.get("HIP_VISIBLE_DEVICES", visible)
+    return visible_gpus(gpus, visible)
+
+
+def visible_gpus(gpus: Sequence[PresentGpu], visible: str | None) -> tuple[PresentGpu, ...]:
+    """Those of the GPUs that a value of `CUDA_VISIBLE_DEVICES` leaves, in its order; None for a variable not set.
+
+    Its entries are all indices or all prefixes of UUIDs. The first that names no GPU ends the list; naming one twice
+    leaves none (`_parse_visible_devices`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/__init__.py).
+    A MIG instance hides nothing here: nvidia-smi's query does not say which GPU it is on.
+    """
+    if visible is None or visible.startswith("MIG-"):
+        return tuple(gpus)
+    chosen: list[PresentGpu] = []
+    for entry in visible.split(","):
+        if visible.startswith("GPU-"):
+            named = [gpu for gpu in gpus if entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+        else:
+            digits = re.match(r"\s*\+?(\d+)", entry)  # CUDA reads `1gpu` as 1
+            named = [gpu for gpu in gpus if digits and gpu.index == int(digits[1])]
+        if len(named) != 1:
+            break
+        if named[0] in chosen:
+            return ()
+        chosen += named
+    return tuple(chosen)
 
 
 def driver_version(timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
-    """The NVIDIA driver's version, such as `580.95.05`; empty where nvidia-smi does not say.
-
-    Args:
-        timeout_seconds: how long to wait for its answer.
-    """
-    lines = _ask(("--query-gpu=driver_version", "--format=csv,noheader"), timeout_seconds).splitlines()
+    """The NVIDIA driver's version, such as `580.95.05`; empty where nvidia-smi does not say."""
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    lines = _ask("nvidia-smi", query, timeout_seconds).splitlines()
     return lines[0].strip() if lines else ""
 
 
-def _ask(query: Sequence[str], timeout_seconds: float) -> str:
-    """What nvidia-smi answers; empty when it is not there, fails or does not answer in time."""
-    program = shutil.which("nvidia-smi")
+def _ask(name: str, query: Sequence[str], timeout_seconds: float) -> str:
+    """What a program answers; empty when it is not there, fails or does not answer in time."""
+    program = shutil.which(name)
     if program is None:
         return ""
     try:
@@ -73,23 +103,47 @@ def parse_nvidia_smi(text: str) -> tuple[PresentGpu, ...]:
     """Read nvidia-smi's answer to the query of `present_gpus`.
 
     Args:
-        text: lines of index, name, total MiB and compute capability, separated by commas.
+        text: lines of index, UUID, name, total MiB and compute capability, separated by commas.
 
     Returns:
-        One GPU for each line that has an index and a total; warnings and other lines are passed over.
+        One GPU for each line that has an index and a total; warnings and other lines are skipped.
     """
-    parsed = (_parse_line(line) for line in text.splitlines())
-    return tuple(gpu for gpu in parsed if gpu is not None)
+    gpus = []
+    for line in text.splitlines():
+        index, _, rest = line.partition(",")
+        uuid, _, rest = rest.partition(",")
+        fields = [field.strip() for field in rest.rsplit(",", 2)]  # a name may hold a comma
+        if len(fields) != 3 or not index.strip().isdecimal() or not fields[1].isdecimal():
+            continue
+        major, _, minor = fields[2].partition(".")
+        capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+        gpus.append(PresentGpu(int(index), fields[0], int(fields[1]) * MIB, capability, uuid.strip()))
+    return tuple(gpus)
 
 
-def _parse_line(line: str) -> PresentGpu | None:
-    index, _, rest = line.partition(",")
-    fields = [field.strip() for field in rest.rsplit(",", 2)]
-    if len(fields) != 3 or not index.strip().isdecimal() or not fields[1].isdecimal():
-        return None
-    major, _, minor = fields[2].partition(".")
-    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
-    return PresentGpu(int(index), fields[0], int(fields[1]) * MIB, capability)
+def parse_rocm_smi(text: str) -> tuple[PresentGpu, ...]:
+    """Read rocm-smi's answer to the query of `present_gpus`.
+
+    Args:
+        text: JSON such as `{"card0": {"Card Series": "AMD Instinct MI210", "VRAM Total Memory (B)": "68702699520"}}`;
+            older versions write `Card series`, and put the name in brackets after the chip's.
+
+    Returns:
+        One GPU for each card with a name and at least 1 GiB: the graphics unit of a CPU has less.
+    """
+    try:
+        cards = json.loads(text[text.index("{") :])  # warnings may come first
+    except ValueError:
+        return ()
+    gpus = []
+    for card, values in cards.items():
+        facts = {key.lower(): str(value) for key, value in values.items()} if isinstance(values, dict) else {}
+        total = facts.get("vram total memory (b)", "")
+        name = facts.get("card series", "")
+        name = name.rstrip("]").rpartition("[")[2].strip()
+        if card.removeprefix("card").isdecimal() and name and total.isdecimal() and int(total) >= GIB:
+            gpus.append(PresentGpu(int(card.removeprefix("card")), name, int(total), None))
+    return tuple(sorted(gpus, key=lambda gpu: gpu.index))
 
 
 _CPUINFO = Path("/proc/cpuinfo")

@@ -1,24 +1,21 @@
-"""The device a simulation runs on: a card of the catalogue, a budget, or a budget on a card.
-
-How much of a card may be used, for those who share it or plan for a smaller one.
-"""
+"""The device a simulation runs on: a GPU of the catalog, a memory budget, or a budget on a GPU."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchfinder.devices.catalog import Gpu
 from batchfinder.errors import InvalidValue
 from batchfinder.units import format_bytes, parse_bytes
 
 DEFAULT_COMPUTE_CAPABILITY = (8, 0)
-"""Stands in where no NVIDIA GPU was named: a budget alone, or an AMD card. It is an A100's, the usual case."""
+"""An A100's: assumed for a budget without a GPU, and for AMD GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """All that a simulation needs to know of a device.
+    """What a simulation needs to know of a device.
 
     Attributes:
         name: for reports and messages.
@@ -36,13 +33,28 @@ class Device:
     assumed_capability: bool = False
     context_bytes: int = 0
 
+    def with_headroom(self, reserve_bytes: int) -> Device:
+        """The same with less of it usable, at least one byte."""
+        return replace(self, usable_bytes=max(1, self.usable_bytes - reserve_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A device as tables show it.
+
+    Attributes:
+        device: with what of it may be used.
+        name: as it is shown: an instance's card by the instance's name, a real one by its short name.
+        count: how many of it train side by side.
+    """
+
+    device: Device
+    name: str
+    count: int = 1
+
 
 def device_for(gpu: Gpu) -> Device:
-    """A whole card with nothing else on it.
-
-    Args:
-        gpu: a GPU of the catalogue.
-    """
+    """A whole card with nothing else on it."""
     capability = gpu.compute_capability
     return Device(
         gpu.name,
@@ -61,7 +73,6 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
     beside it, so no more than the card's own usable bytes are given out.
 
     Args:
-        budget_bytes: the most the allocator may reserve.
         gpu: the card it is a part of; None for no card in particular.
 
     Raises:
@@ -102,20 +113,13 @@ class Budget:
     def parse(cls, text: str) -> Budget:
         """Read `12GiB`, `900MiB` or `24GB`.
 
-        Args:
-            text: the value of `--budget`.
-
         Raises:
             InvalidValue: it is not a positive size.
         """
-        return cls(parse_bytes(text, option="--budget"))
+        return cls(parse_bytes(text, "--budget"))
 
     def of(self, usable_bytes: int) -> int:
-        """Cap what a card has for the allocator.
-
-        Args:
-            usable_bytes: what the allocator could get without the budget.
-        """
+        """The budget, or the bytes that the allocator could get without it if they are fewer."""
         return min(self.limit_bytes, usable_bytes)
 
     def __str__(self) -> str:
@@ -130,7 +134,6 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
     are, comes to a byte less, and a segment that just fits is refused.
 
     Args:
-        limit_bytes: bytes the allocator may reserve in all.
         total_bytes: the real device's total memory, as `torch.cuda.get_device_properties` has it.
 
     Returns:

@@ -1,13 +1,8 @@
-"""The processes that train together, and how they agree on what each of them does next.
+"""Agreement between the ranks of a run: a group of their own, and a probe, a memory and a cache entry for all of them.
 
-Where one of several processes runs out of memory, the others must hear of it before they wait for its gradients. They
-meet over a group of the host's own (gloo), apart from the one that training uses: a meeting waits for nothing on a GPU,
-and one that fails leaves the training's group as it was.
-
-What a search asks of its process, agreed by all processes that train together: so it is the same search on each.
-
-A size fits where it fits on every rank, its peak is the largest, and what is free is the smallest. Only what steers the
-search is agreed; each rank tries sizes under its own memory's limit.
+A size fits where it fits on every rank, its peak is the largest, and what is free is the smallest, so that the search
+is the same on each. Ranks agree over gloo on the host, apart from the training's own group: that waits for no GPU, and
+a collective that fails leaves the training's group as it was.
 """
 
 from __future__ import annotations
@@ -21,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from batchfinder.cache.store import ResultEntry
 from batchfinder.errors import CacheFailed, RankFailed, RankLost
-from batchfinder.find import ResultEntry
 from batchfinder.measure.device_memory import Memory
 from batchfinder.probe import Probe
 from batchfinder.results import Measurement, SearchResult, Shape
@@ -31,19 +26,19 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that train together; or a single one, for which each meeting is over at once.
+    """The ranks of a run, or a single process, for which each collective returns at once.
 
-    `smallest`, `gathered`, `each` and `together` are meetings: all ranks call them, in the same order. A
-    rank that does not come within the time limit, or whose process has ended, is an error on all others.
+    `all_reduce_min`, `all_gather`, `all_gather_call` and `barrier_call` are collectives: all ranks call them, in the
+    same order. Each raises `RankLost` where another rank has ended, or does not answer within the time limit.
 
     Args:
-        group: a group of all processes on the host, from `open`; None for a single process.
-        seconds: how long a meeting may take.
+        group: a gloo group of all ranks, from `open`; None for a single process.
+        seconds: time limit of a collective.
 
     Attributes:
-        rank: this process's number, from 0.
-        size: how many there are.
-        seconds: how long a meeting may take.
+        rank: this process's rank, from 0.
+        size: the world size.
+        seconds: time limit of a collective.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, seconds: float = 0.0) -> None:
@@ -54,12 +49,15 @@ class Ranks:
 
     @classmethod
     def open(cls, timeout: timedelta | None = None) -> Ranks:
-        """A group of all processes of `torch.distributed`; a single process where it is not in use.
+        """Open a gloo group of all ranks of `torch.distributed`; a single process where that is not initialized.
 
-        All processes call this at the same time. The group is theirs until `close`.
+        A collective itself: all ranks call it. The group stays open until `close`.
 
         Args:
-            timeout: how long a meeting may take, the slowest rank's work before it included; None for PyTorch's own.
+            timeout: of a collective, the slowest rank's work before it included; None for PyTorch's default.
+
+        Raises:
+            RankLost: the group could not be opened.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
@@ -71,55 +69,48 @@ class Ranks:
             raise RankLost(dist.get_rank(), dist.get_world_size(), timeout.total_seconds(), words) from error
 
     def close(self) -> None:
-        """Leave the group. Whoever still waits in a meeting is told that this rank is lost."""
+        """Leave the group. A rank that waits in a collective gets `RankLost`."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             with suppress(RuntimeError):  # of a group that has failed
                 dist.destroy_process_group(group)
 
-    def smallest(self, *numbers: int) -> tuple[int, ...]:
-        """Of each number the smallest that any rank has.
+    def all_reduce_min(self, *numbers: int) -> tuple[int, ...]:
+        """The least of each number over all ranks.
 
         Args:
             numbers: as many on every rank, each within 64 bits.
-
-        Raises:
-            RankLost: a rank has ended, or does not answer within the time limit.
         """
         if self.size == 1:
             return numbers
         agreed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._meet(lambda: dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._open_group()))
+        self._collective(lambda: dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._open_group()))
         return tuple(agreed.tolist())
 
-    def gathered(self, thing: T) -> list[T]:
-        """What every rank has, in their order.
+    def all_gather(self, thing: T) -> list[T]:
+        """The objects of all ranks, by rank.
 
         Args:
-            thing: anything that can be pickled.
-
-        Raises:
-            RankLost: a rank has ended, or does not answer within the time limit.
+            thing: this rank's; anything that can be pickled.
         """
         if self.size == 1:
             return [thing]
         things: list[T] = [thing] * self.size
-        self._meet(lambda: dist.all_gather_object(things, thing, group=self._open_group()))
+        self._collective(lambda: dist.all_gather_object(things, thing, group=self._open_group()))
         return things
 
-    def together(self, doing: Callable[[], T], what: str) -> T:
-        """Do something on every rank, and return what this rank's came to, once all ranks are through with it.
+    def barrier_call(self, doing: Callable[[], T], what: str) -> T:
+        """Call a function on every rank, wait until all ranks have, and return this rank's result.
 
         Args:
-            doing: does it; holds no meetings.
+            doing: calls no collectives.
             what: what it does, as it goes on after "when it": `tried batch size 8`.
 
         Raises:
             Exception: whatever `doing` raised on this rank, unchanged.
-            RankFailed: another rank raised something.
-            RankLost: a rank has ended, or does not answer within the time limit.
+            RankFailed: it raised something on another rank.
         """
-        # An interrupt is no Exception: nobody is told, and the others are when this rank's group is closed.
+        # An interrupt is no Exception: the other ranks get RankLost when this rank closes its group.
         failed: Exception | None = None
         result: list[T] = []
         try:
@@ -129,7 +120,7 @@ class Ranks:
         try:
             if self.size > 1:
                 words = None if failed is None else f"{type(failed).__name__}: {failed}"
-                for rank, other in enumerate(self.gathered(words)):
+                for rank, other in enumerate(self.all_gather(words)):
                     if other is not None and failed is None:
                         raise RankFailed(rank, self.size, what, other)
             if failed is not None:
@@ -138,29 +129,29 @@ class Ranks:
             failed = None  # its traceback holds this frame
         return result[0]
 
-    def each(self, doing: Callable[[], T], what: str) -> list[T]:
-        """Like `together`, and returns what every rank's came to, in their order.
+    def all_gather_call(self, doing: Callable[[], T], what: str) -> list[T]:
+        """Like `barrier_call`, and returns the results of all ranks, by rank.
 
         Args:
-            doing: does it, and returns something that can be pickled; holds no meetings.
-            what: what it does.
+            doing: returns something that can be pickled; calls no collectives.
+            what: as for `barrier_call`.
         """
-        return self.gathered(self.together(doing, what))
+        return self.all_gather(self.barrier_call(doing, what))
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
             raise RuntimeError("this rank has left the group")
         return self._group
 
-    def _meet(self, meeting: Callable[[], object]) -> None:
+    def _collective(self, collective: Callable[[], object]) -> None:
         try:
-            meeting()
+            collective()
         except RuntimeError as error:
             raise RankLost(self.rank, self.size, self.seconds, _words(error)) from error
 
 
 def _words(error: RuntimeError) -> str:
-    """What gloo says, without its advice."""
+    """gloo's message without its advice."""
     return str(error).partition(". This is typically")[0].rstrip(".")
 
 
@@ -168,11 +159,10 @@ def agree(seen: list[Measurement]) -> Measurement:
     """The measurement that holds for all ranks.
 
     Args:
-        seen: what each rank measured of the same size, in their order.
+        seen: each rank's measurement of the same size, by rank.
 
     Returns:
-        The largest peaks and readings; where it failed, the verdict of the first rank it failed on, which the message
-        names.
+        The largest peaks; where it failed, the verdict of the first rank it failed on, which the message names.
     """
     if len(seen) == 1:
         return seen[0]
@@ -192,11 +182,11 @@ def agree(seen: list[Measurement]) -> Measurement:
 
 
 class AgreedProbe:
-    """Tries a size on every rank, and gives each rank the same measurement.
+    """A probe that tries each size on every rank and returns the same measurement on all of them.
 
     Args:
         probe: this rank's, which waits for no other.
-        ranks: who agrees.
+        ranks: all ranks.
     """
 
     def __init__(self, probe: Probe, ranks: Ranks) -> None:
@@ -206,26 +196,24 @@ class AgreedProbe:
         self.unmodelled = probe.unmodelled
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size.
-
-        Args:
-            batch_size: samples in the micro-batch.
-            shape: one sample's shape.
+        """Try one size on every rank.
 
         Raises:
             Exception: whatever this rank's probe raised, unchanged.
             RankFailed: another rank's probe raised something.
             RankLost: a rank has ended, or does not answer within the time limit.
         """
-        return agree(self._ranks.each(lambda: self._probe(batch_size, shape), f"tried batch size {batch_size}"))
+        return agree(
+            self._ranks.all_gather_call(lambda: self._probe(batch_size, shape), f"tried batch size {batch_size}")
+        )
 
 
 class AgreedMemory:
-    """A device's memory whose free bytes are the least that any rank has; all else is this rank's own.
+    """This rank's device memory, of which as much is free as on the rank with the least.
 
     Args:
-        memory: this rank's device's.
-        ranks: who agrees. `free_bytes` and `max_peak_bytes` are meetings.
+        memory: this rank's.
+        ranks: all ranks. `free_bytes` and `max_peak_bytes` are collectives.
     """
 
     def __init__(self, memory: Memory, ranks: Ranks) -> None:
@@ -234,16 +222,14 @@ class AgreedMemory:
         self.name = memory.name
         self.total_bytes = memory.total_bytes
         self.allowance_bytes = memory.allowance_bytes
-        self.has_hard_limit = memory.has_hard_limit
-        self.first_step_overhead = memory.first_step_overhead
 
     def free_bytes(self) -> int:
-        """What training could take now on each rank."""
-        return self._ranks.smallest(self._memory.free_bytes())[0]
+        """What training could take now on the rank with the least."""
+        return self._ranks.all_reduce_min(self._memory.free_bytes())[0]
 
     def max_peak_bytes(self, held_bytes: int) -> int:
-        """What a peak may come to on each rank."""
-        return self._ranks.smallest(self._memory.max_peak_bytes(held_bytes))[0]
+        """What a peak may come to on the rank with the least."""
+        return self._ranks.all_reduce_min(self._memory.max_peak_bytes(held_bytes))[0]
 
     def held_bytes(self) -> int:
         """What this process holds now."""
@@ -252,10 +238,6 @@ class AgreedMemory:
     def limited(self, reserve_bytes: int, held_bytes: int) -> AbstractContextManager[None]:
         """This rank's own limit."""
         return self._memory.limited(reserve_bytes, held_bytes)
-
-    def record_leak(self, left_bytes: int) -> None:
-        """What a try left in this process."""
-        self._memory.record_leak(left_bytes)
 
     def reset_peak(self) -> None:
         """Start to watch."""
@@ -271,42 +253,42 @@ class AgreedMemory:
 
 
 class AgreedEntry:
-    """A place for one outcome that the first rank alone reads and writes, for all.
+    """A cache entry that rank 0 alone reads and writes, for all ranks.
 
     Args:
-        slot: this rank's way there.
-        ranks: who agrees. `get` is a meeting.
+        entry: this rank's.
+        ranks: all ranks. `get` is a collective.
     """
 
-    def __init__(self, slot: ResultEntry, ranks: Ranks) -> None:
-        self._slot = slot
+    def __init__(self, entry: ResultEntry, ranks: Ranks) -> None:
+        self._entry = entry
         self._ranks = ranks
 
     def get(self) -> SearchResult | None:
-        """What the first rank finds.
+        """What rank 0 reads.
 
         Raises:
-            CacheFailed: the first rank cannot read it; on every rank.
+            CacheFailed: rank 0 cannot read it; on every rank.
         """
-        found, failed = self._ranks.each(self._read, "looked the answer up")[0]
+        found, failed = self._ranks.all_gather_call(self._read, "read the cache")[0]
         if failed is not None:
             raise CacheFailed(*failed)
         return found
 
-    def put(self, outcome: SearchResult) -> None:
-        """Keep an outcome.
+    def put(self, result: SearchResult) -> None:
+        """Write a result on rank 0.
 
         Raises:
-            CacheFailed: the first rank cannot write it; on that rank.
+            CacheFailed: it cannot be written; on rank 0.
         """
         if self._ranks.rank == 0:
-            self._slot.put(outcome)
+            self._entry.put(result)
 
     def _read(self) -> tuple[SearchResult | None, tuple[str, str] | None]:
         if self._ranks.rank > 0:
             return None, None
         try:
-            return self._slot.get(), None
+            return self._entry.get(), None
         except CacheFailed as error:
             return None, (error.url, error.reason)
 

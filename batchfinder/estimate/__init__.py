@@ -1,1 +1,1 @@
-"""WHAT FOR: the memory of one size by kind, by module and by tensor, on one GPU and on several."""
+"""Memory of one size by kind, by module and by tensor, on one GPU and on several."""

@@ -1,7 +1,4 @@
-"""The memory at the peak by module, as a tree.
-
-What memory is for, event by event through a step.
-"""
+"""The memory of a step by module, as a tree, and by kind over time."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from batchfinder.estimate.estimate import NAMES, kind_of
 from batchfinder.simulator.trace import StageMark, Trace
 
 OUTSIDE = ("input", "workspace", "communication")
-"""Kinds of blocks that belong to no module, whichever was at work when they were made."""
+"""Kinds of blocks that belong to no module, whichever was running when they were made."""
 
 
 @dataclass
@@ -46,11 +43,7 @@ class ModuleBytes:
         return sum(self.by_kind().values())
 
     def to_json(self, above: str = "") -> dict[str, Any]:
-        """As JSON values: each module, by its path, with what it and the modules in it hold.
-
-        Args:
-            above: the path of the module that this one is in.
-        """
+        """As JSON values: each module, by its path, with what it and the modules in it hold."""
         path = f"{above}.{self.name}" if above else self.name
         return {
             "module": path,
@@ -63,12 +56,8 @@ class ModuleBytes:
 def module_tree(trace: Trace, blocks: Iterable[int]) -> ModuleBytes:
     """Blocks by the module they belong to.
 
-    Args:
-        trace: the step.
-        blocks: by number.
-
     Returns:
-        The model, whose own bytes are all that belongs to no module in it; its total is that of the blocks.
+        The model, whose own bytes are those that belong to no module in it; its total is that of the blocks.
     """
     root = ModuleBytes("")
     known = {"": root}
@@ -88,17 +77,17 @@ def module_tree(trace: Trace, blocks: Iterable[int]) -> ModuleBytes:
     return root
 
 
-def lists_folded(module: ModuleBytes) -> ModuleBytes:
-    """The same tree with the modules of each list in one, as a model's layers are alike."""
+def fold_lists(module: ModuleBytes) -> ModuleBytes:
+    """The same tree with the modules of each list merged into one, as a model's layers are alike."""
     children: dict[str, list[ModuleBytes]] = {}
     for child in module.children:
         children.setdefault("*" if child.name.isdecimal() else child.name, []).append(child)
-    folded = [lists_folded(_one(name, like) if name == "*" else like[0]) for name, like in children.items()]
+    folded = [fold_lists(_merge(name, like) if name == "*" else like[0]) for name, like in children.items()]
     return ModuleBytes(module.name, module.count, module.own, folded)
 
 
-def _one(name: str, like: list[ModuleBytes]) -> ModuleBytes:
-    """Several modules as one: their own bytes added up, and all their children, of which namesakes are one again."""
+def _merge(name: str, like: list[ModuleBytes]) -> ModuleBytes:
+    """Several modules as one: their own bytes added up, and children of one name merged in turn."""
     one = ModuleBytes(name, sum(module.count for module in like))
     namesakes: dict[str, list[ModuleBytes]] = {}
     for module in like:
@@ -106,7 +95,7 @@ def _one(name: str, like: list[ModuleBytes]) -> ModuleBytes:
             one.own[kind] = one.own.get(kind, 0) + size
         for child in module.children:
             namesakes.setdefault(child.name, []).append(child)
-    one.children = [_one(child_name, children) for child_name, children in namesakes.items()]
+    one.children = [_merge(child_name, children) for child_name, children in namesakes.items()]
     return one
 
 
@@ -117,7 +106,6 @@ class OverTime:
     Attributes:
         by_kind: one figure per event, by kind, in the order in which kinds are shown; kinds that never hold anything
             are left out.
-        marks: where each stage starts.
         peak: the event after which tensors hold most; the first such one.
         peak_bytes: what they hold then.
     """
@@ -128,12 +116,8 @@ class OverTime:
     peak_bytes: int
 
 
-def over_time(trace: Trace) -> OverTime:
-    """Sum what is alive by kind after each event.
-
-    Args:
-        trace: the step.
-    """
+def bytes_over_time(trace: Trace) -> OverTime:
+    """Sum what is alive by kind after each event."""
     now = dict.fromkeys(NAMES, 0)
     series: dict[str, list[int]] = {kind: [] for kind in now}
     totals: list[int] = []

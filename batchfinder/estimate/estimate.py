@@ -1,7 +1,4 @@
-"""What the memory of a training step is for, in kinds that sum to all that the process takes from the card.
-
-What one recorded size takes, what for, and whether a card has it.
-"""
+"""What the memory of one recorded size is for, in kinds that add up to all that the process takes from the card."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import OomEvent, PeakEvent, alive_at, replay
-from batchfinder.simulator.steady_state import outlook, smallest_usable_bytes
+from batchfinder.simulator.steady_state import simulate_steady_state, smallest_usable_bytes
 from batchfinder.simulator.trace import Trace
 
 # From a block's kind in a recording to ours.
@@ -51,11 +48,11 @@ class Kinds:
         parameters: the model's parameters and buffers.
         gradients: what `.grad` of the parameters holds.
         optimizer: the tensors in the optimizer's state.
-        activations: made in a forward or its loss and still there when the backward begins, so kept for it (without a
-            backward: still there when the forward ends).
+        activations: made in a forward or its loss and alive when the backward begins, so kept for it (without a
+            backward: alive when the forward ends).
         temporary: every other tensor: results on their way through a layer, gradients of activations, what
             checkpointing recomputes, the optimizer's intermediate results, autocast's copies that nothing keeps.
-        inputs: the batches on the card; the old one goes when the new one has come.
+        inputs: the batches on the card; the old one is released once the new one is there.
         workspace: cuBLAS workspaces.
         communication: on several GPUs, the buckets gradients are sent in, and layers gathered from their shards.
         fragmentation: reserved by the allocator and held by no tensor: blocks rounded up to 512 B, what was too little
@@ -76,7 +73,7 @@ class Kinds:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all kinds."""
         return sum(asdict(self).values())
 
     def shown(self) -> dict[str, int]:
@@ -91,12 +88,7 @@ def kind_of(trace: Trace, block: int) -> str:
 
 
 def bytes_by_kind(trace: Trace, blocks: Iterable[int]) -> dict[str, int]:
-    """What some blocks' tensors hold, by kind; kinds without any are left out.
-
-    Args:
-        trace: whose sizes count.
-        blocks: by number.
-    """
+    """Bytes of some blocks by kind; kinds without any are left out."""
     totals: dict[str, int] = {}
     for block in blocks:
         kind = kind_of(trace, block)
@@ -105,6 +97,7 @@ def bytes_by_kind(trace: Trace, blocks: Iterable[int]) -> dict[str, int]:
 
 
 LARGEST = 10
+"""Tensors that are listed unless another number is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +108,7 @@ class Tensor:
         bytes: what it holds.
         shape: its type and dimensions (`float32[8, 128]`); empty where they are not known.
         kind: a field of `Kinds`.
-        module: as in `Structure.modules`; empty outside the model.
-        operator: that made it.
+        module: as in `TraceStructure.modules`; empty outside the model.
     """
 
     bytes: int
@@ -138,12 +130,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """A moment of the replay: right after one allocation.
-
-    Attributes:
-        moment: which one.
-        tensor: what was allocated.
-    """
+    """A moment of the replay: right after one allocation."""
 
     moment: PeakEvent
     tensor: Tensor
@@ -166,13 +153,12 @@ class Peak:
 class Estimate:
     """The memory of one size.
 
-    The peak is the fullest moment: the first one with the most bytes in live blocks. The memory taken then is the most
-    that the allocator reserved at all, which it may have come to a little later (often in the optimizer of the second
-    step): it keeps what it has reserved, so each later step meets its fullest moment with that much. In recordings of
-    four steps neither figure changed after the second.
+    The peak is the first moment with the most bytes in live blocks. The memory counted there is the most that the
+    allocator reserved at all, which may happen a little later (often in the optimizer of the second step): it keeps
+    what it has reserved, so each later step reaches its peak with that much. In recordings of four steps neither figure
+    changed after the second.
 
     Attributes:
-        trace: the step.
         alive: the blocks alive at the peak, by number.
         kinds: bytes by kind at the peak; they sum to `peak_bytes`.
         peak_bytes: everything the process takes from the card: reserved and context.
@@ -180,10 +166,10 @@ class Estimate:
         reserved_bytes: the most the allocator reserved.
         capacity_bytes: what the card has for this process, the context included.
         required_bytes: the least a card must have for this size to run, the context included.
-        fits: whether the card has room, step after step. If not, all the rest is as on a card without end.
-        peak: the fullest moment; None when nothing was allocated.
+        fits: whether the card has room, step after step. If not, the other figures are those of an unlimited card.
+        peak: the allocation at which it was reached; None when nothing was allocated.
         last_segment: when the allocator last had to take memory from the card; None likewise.
-        num_alloc_retries: how often the cache had to be given back to go on.
+        num_alloc_retries: how often the cache had to be released to go on.
         oom: the allocation that the card had no room for; None where there was none.
     """
 
@@ -222,21 +208,18 @@ class Estimate:
 def estimate(
     trace: Trace, memory: DeviceMemory, context_bytes: int = 0, settings: AllocatorSettings = DEFAULT_SETTINGS
 ) -> Estimate:
-    """Replay a step on a card and say what its memory is for.
+    """Replay a step on a card and divide its memory by kind.
 
     Args:
-        trace: the step at one size.
-        memory: the card.
         context_bytes: what the CUDA context takes of the card beside what is usable.
-        settings: the caching allocator's.
     """
     structure, sizes = trace.structure, trace.sizes
-    later = outlook(structure, sizes, lambda: CachingAllocator(memory, settings))
-    timeline = later.timeline
-    if not later.fits:
+    steady = simulate_steady_state(structure, sizes, lambda: CachingAllocator(memory, settings))
+    timeline = steady.timeline
+    if not steady.fits:
         timeline = replay(structure, sizes, CachingAllocator(UNLIMITED, settings))
-    fullest = timeline.allocated_peak
-    alive = () if fullest is None else tuple(alive_at(structure, fullest.position))
+    at_peak = timeline.allocated_peak
+    alive = () if at_peak is None else tuple(alive_at(structure, at_peak.position))
     held = bytes_by_kind(trace, alive)
     reserved = timeline.max_reserved_bytes
     kinds = Kinds(**held, fragmentation=reserved - sum(held.values()), context=context_bytes)
@@ -249,11 +232,11 @@ def estimate(
         reserved_bytes=reserved,
         capacity_bytes=memory.capacity_bytes + context_bytes,
         required_bytes=smallest_usable_bytes(structure, sizes, settings, context_bytes) + context_bytes,
-        fits=later.fits,
-        peak=_peak(trace, fullest),
+        fits=steady.fits,
+        peak=_peak(trace, at_peak),
         last_segment=_peak(trace, timeline.reserved_peak),
         num_alloc_retries=timeline.num_alloc_retries,
-        oom=later.timeline.oom,
+        oom=steady.timeline.oom,
     )
 
 

@@ -1,6 +1,4 @@
-"""The model's parameters in the units that a sharded model is gathered in.
-
-The step of one GPU as it would be with several that train side by side, each with a batch of its own.
+"""The step of one of several GPUs under DDP, ZeRO or FSDP, made from the step recorded on one.
 
 The recorded step is changed and replayed, so segments, the moment of the peak and the smallest card are those of the
 changed step. With `P`, `G` and `O` the bytes of the parameters, the gradients and the optimizer's state and `N` GPUs,
@@ -36,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from batchfinder.simulator.trace import AddedBlock, Trace, with_added
+from batchfinder.simulator.trace import AddedBlock, Trace, add_blocks
 from batchfinder.units import MIB
 
 
@@ -58,9 +56,6 @@ def layers_of(trace: Trace) -> Layers:
 
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html: what was not sharded as part of an inner
     module belongs to the root's own unit.
-
-    Args:
-        trace: whose parameters count.
     """
     structure = trace.structure
     units: dict[str, int] = {}
@@ -83,40 +78,38 @@ def _unit(module: str) -> str:
 
 FIRST_BUCKET_BYTES = MIB
 BUCKET_BYTES = 25 * MIB
-_UNTIL_BACKWARD_ENDS = ("forward", "loss", "zero_grad", "backward")  # some trainers zero gradients after the loss
+_THROUGH_BACKWARD = ("forward", "loss", "zero_grad", "backward")  # some trainers zero gradients after the loss
 
 
 STRATEGIES: Mapping[str, int] = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2, "ZeRO-3, FSDP": 3}
 """The stages of ZeRO; 0 where each GPU has a whole copy of everything."""
 
 
-def side_by_side(trace: Trace, stage: int, num_gpus: int, computed_share: float = 1.0) -> Trace:
-    """The step of one of several GPUs.
+def sharded_step(trace: Trace, stage: int, num_gpus: int, computed_share: float = 1.0) -> Trace:
+    """The step of one of several GPUs, each with a batch of its own.
 
     Args:
-        trace: the step on one GPU.
         stage: of `STRATEGIES`. From 1 on whatever the optimizer allocates is an Nth, from 2 on the gradients too, and
             in 3 the parameters, whose layers are gathered for their work as `fully_shard` does.
-        num_gpus: among how many.
         computed_share: bytes of a number as it is computed with over bytes as it is stored.
     """
-    shared = _optimizer_shared_out(trace, num_gpus) if stage >= 1 else trace
+    sharded = _shard_optimizer(trace, num_gpus) if stage >= 1 else trace
     if stage < 2:
-        return with_added(shared, _buckets(shared))
-    shared = _kind_shared_out(shared, "gradient", num_gpus)
+        return add_blocks(sharded, _ddp_buckets(sharded))
+    sharded = _shard_kind(sharded, "gradient", num_gpus)
     layers = layers_of(trace)
     rest, largest = int(layers.rest * computed_share), int(layers.largest * computed_share)
-    added = _gradients_on_their_way(trace, max(rest, largest))
+    added = _gradient_buffers(trace, max(rest, largest))
     if stage < 3:
-        return with_added(shared, added)
-    return with_added(_kind_shared_out(shared, "parameter", num_gpus), [*_gathered(trace, rest, largest), *added])
+        return add_blocks(sharded, added)
+    return add_blocks(_shard_kind(sharded, "parameter", num_gpus), [*_gathered_layers(trace, rest, largest), *added])
 
 
 def bucket_sizes(gradients: list[int]) -> list[int]:
     """The reducer's buckets.
 
     Args:
-        gradients: their bytes, in the order in which they become ready.
+        gradients: bytes of each, in the order in which they become ready.
     """
     sizes: list[int] = []
     filling = 0
@@ -128,16 +121,16 @@ def bucket_sizes(gradients: list[int]) -> list[int]:
     return [*sizes, filling] if filling else sizes
 
 
-def _buckets(trace: Trace) -> list[AddedBlock]:
+def _ddp_buckets(trace: Trace) -> list[AddedBlock]:
     start = next((mark.position for mark in trace.structure.marks if mark.step >= 0), 0)  # the model is there
     sizes = bucket_sizes(_gradients(trace))
     return [AddedBlock(size, start, None, "communication", "the reducer's bucket") for size in sizes]
 
 
-def _gathered(trace: Trace, rest: int, largest: int) -> list[AddedBlock]:
+def _gathered_layers(trace: Trace, rest: int, largest: int) -> list[AddedBlock]:
     return [
         AddedBlock(size, start, end, "communication", what)
-        for start, end in _spans(trace, "forward", _UNTIL_BACKWARD_ENDS)
+        for start, end in _spans(trace, "forward", _THROUGH_BACKWARD)
         for size, what in (
             (rest, "gathered: what is in no layer"),
             (largest, "gathered: the largest layer"),
@@ -147,7 +140,7 @@ def _gathered(trace: Trace, rest: int, largest: int) -> list[AddedBlock]:
     ]
 
 
-def _gradients_on_their_way(trace: Trace, unit: int) -> list[AddedBlock]:
+def _gradient_buffers(trace: Trace, unit: int) -> list[AddedBlock]:
     if not unit or not _gradients(trace):
         return []
     return [
@@ -167,7 +160,7 @@ def _gradients(trace: Trace) -> list[int]:
     return [trace.sizes[i] for i in events if i >= 0 and structure.kinds[i] == "gradient"]
 
 
-def _kind_shared_out(trace: Trace, kind: str, num_gpus: int) -> Trace:
+def _shard_kind(trace: Trace, kind: str, num_gpus: int) -> Trace:
     kinds = trace.structure.kinds
     return replace(
         trace,
@@ -175,7 +168,7 @@ def _kind_shared_out(trace: Trace, kind: str, num_gpus: int) -> Trace:
     )
 
 
-def _optimizer_shared_out(trace: Trace, num_gpus: int) -> Trace:
+def _shard_optimizer(trace: Trace, num_gpus: int) -> Trace:
     sizes = list(trace.sizes)
     for start, end in _spans(trace, "optimizer", ("optimizer",)):
         for event in trace.structure.order[start:end]:

@@ -42,12 +42,7 @@ def own_loader(trainer: Any) -> Any:
 
 
 def set_size(trainer: Any, batch_size: int) -> None:
-    """Have the trainer make its training loader with a size.
-
-    Args:
-        trainer: on one device.
-        batch_size: samples per micro-batch.
-    """
+    """Have the trainer make its training loader with so many samples per micro-batch."""
     trainer.args.per_device_train_batch_size = batch_size
     trainer._train_batch_size = trainer.args.train_batch_size
 
@@ -78,7 +73,7 @@ class TrainerBatches:
 
         Args:
             batch_size: its samples.
-            seq_len: its sequence length; None for that of the longest samples.
+            seq_len: its sequence length, to which it is stretched or cut; None for that of the longest samples.
 
         Raises:
             InvalidValue: the data do not tell how to make one, or can be read only once.
@@ -117,6 +112,6 @@ class TrainerBatches:
             raise InvalidValue(
                 "seq_len",
                 seq_len,
-                f"None, since nobody can tell which dimension is the sequence: {found}; {_MAKE_BATCH}",
+                f"None, since it cannot be seen which dimension is the sequence: {found}; {_MAKE_BATCH}",
             )
         return found.stretch(batch, seq_len)

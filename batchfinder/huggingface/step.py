@@ -1,33 +1,27 @@
-"""One optimizer step as `Trainer` takes it, from the micro-batches to the update.
-
-The name under which an answer for a Trainer is kept: everything that changes it.
-"""
+"""One optimizer step as `Trainer` takes it, and the key under which the result for a Trainer is cached."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
 from batchfinder.huggingface.batches import TrainerBatches
-from batchfinder.loop.cache_key import group_switches, process_settings
-from batchfinder.loop.options import Setting
+from batchfinder.loop.cache_key import process_settings
+from batchfinder.loop.options import LoopConfig
 from batchfinder.measure.device_memory import Memory
-from batchfinder.measure.key_fields import describe_batch, measured_in, optimizer_options, versions
+from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
 from batchfinder.measure.tuner import SearchLimits
-from batchfinder.models.fingerprint import fingerprint
+from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.results import Shape
-from batchfinder.training.workload import Workload
 
 
-class OneStep:
+class TrainerStep:
     """Takes optimizer steps with a trainer's own `training_step`.
 
     As in training, all micro-batches of a step are fetched, and moved to the device, before the first of them runs,
@@ -105,66 +99,47 @@ ARGUMENTS = (
 
 
 def make_key(
-    trainer: Any, setting: Setting, shape: Shape, sample: Any, memory: Memory, limits: SearchLimits
+    trainer: Any, config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limits: SearchLimits
 ) -> CacheKey:
-    """Name everything that changes the answer.
+    """The key of a Trainer: what changes the memory that a step takes.
 
     Args:
         trainer: about to train, all prepared, with the callbacks that take part.
-        setting: what is tried.
+        config: the trainer as a loop.
         shape: one sample's shape.
-        sample: a batch of the smallest size: the data's own shapes and types, which no code may tell.
+        sample: a batch of the smallest size, for the shapes and dtypes of the data.
         memory: the device's memory.
         limits: what bounds the search.
     """
-    args, model = trainer.args, trainer.model_wrapped
-    optimizers = [item for item in setting.state if isinstance(item, Optimizer)]
+    args, model, optimizers = trainer.args, trainer.model_wrapped, config.optimizers
     extra: dict[str, Json] = {
         "sample": describe_batch(sample),
         "trainer": f"{type(trainer).__module__}.{type(trainer).__qualname__}",
         "arguments": {name: _json(getattr(args, name, None)) for name in ARGUMENTS},
-        "target": setting.target_batch_size,
+        "target": limits.target_batch_size,
         "headroom": limits.headroom,
         "clip": bool(args.max_grad_norm and args.max_grad_norm > 0),
         "training": [name for name, part in model.named_modules() if part.training],
-        "groups": [group_switches(optimizer) for optimizer in optimizers],
         "compiled": any(part._compiled_call_impl is not None for part in model.modules()),
         "optimizer": str(getattr(args, "optim", "")),
-        "state": [f"{type(item).__module__}.{type(item).__qualname__}" for item in setting.state],
+        "state": [f"{type(item).__module__}.{type(item).__qualname__}" for item in config.state],
         "callbacks": [type(callback).__qualname__ for callback in trainer.callback_handler.callbacks],
-        "settings": process_settings(setting.device),
+        "settings": process_settings(config.device),
     }
-    # The classes stand for the methods of theirs that a step runs: where one is the user's, so are its sources.
-    loss: Any = functools.partial(_no_loss, type(trainer), type(trainer.data_collator), trainer.compute_loss_func)
     return CacheKey(
-        **measured_in(memory, limits, setting.device, shape, optimizers),
-        model=fingerprint(Workload(model, _no_batches, loss)),
+        **measured_key_fields(memory, limits, config.device, shape, optimizers),
+        model=fingerprint_module(model, trainer, trainer.data_collator, trainer.compute_loss_func),
         mode="train",
         precision=str(trainer.accelerator.mixed_precision),
-        optimizer_options={str(index): _options(optimizer) for index, optimizer in enumerate(optimizers)},
+        optimizer_options={str(index): fingerprint_optimizer(optimizer) for index, optimizer in enumerate(optimizers)},
         attention=str(getattr(getattr(model, "config", None), "_attn_implementation", "") or ""),
         gradient_checkpointing=bool(getattr(args, "activation_checkpointing", False))
         or bool(getattr(args, "gradient_checkpointing", False)),
         accumulation=1,
-        floor=setting.min_batch_size,
-        multiple_of=setting.multiple_of,
         versions=versions("transformers", "accelerate"),
         extra=extra,
     )
 
 
-def _options(optimizer: Optimizer) -> Json:
-    """What it was made with but for the learning rate, which is often tried in turn and takes no memory."""
-    return {name: value for name, value in optimizer_options(optimizer).items() if name != "lr"}
-
-
 def _json(value: Any) -> Json:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
-
-
-def _no_batches(batch_size: int, seq_len: int | None) -> None:
-    """Stands for the batches in a fingerprint; the key holds a sample's shape instead."""
-
-
-def _no_loss(*parts: Any) -> None:
-    """Stands for the loss in a fingerprint."""

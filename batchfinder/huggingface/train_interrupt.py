@@ -1,4 +1,4 @@
-"""Standing where training begins: everything that `trainer.train()` prepares is there, and no step has been taken."""
+"""Running `trainer.train()` up to its first batch: everything is prepared, and no step has been taken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def where_training_begins(
 
     `trainer.train()` itself runs, up to where it asks for the first batch: the model is wrapped, the optimizer and the
     scheduler are made, hooks are in place, whatever the version of transformers and whatever a derived class overrides.
-    Callbacks sit out, but for those that are named; nothing is evaluated.
+    Only the callbacks that are named take part; nothing is evaluated.
 
     Args:
         trainer: not in training.
@@ -53,33 +53,29 @@ def where_training_begins(
                 return body(loader)
 
             loader = make_loader(trainer)
-            gate = _Gate(loader, begin)
-            trainer.get_train_dataloader = lambda: gate
+            sentinel = _LoaderSentinel(loader, begin)
+            trainer.get_train_dataloader = lambda: sentinel
             trainer.args.eval_on_start = False
             trainer.callback_handler = _only(trainer, callbacks)
             try:
                 trainer.train()
-            except _Returned as returned:
+            except _TrainingInterrupted as returned:
                 result: T = returned.value
                 return result
-        raise _unserved(trainer, "ends")
+        raise _unsupported(trainer, "ends")
     finally:
         before.restore()
 
 
 def bulk_data(trainer: Any) -> list[Any]:
-    """The trainer's data where they are plain lists, which nobody has to look through to put them back.
-
-    Args:
-        trainer: any.
-    """
+    """The trainer's data where they are plain lists, which need not be copied to put them back."""
     found = [trainer.train_dataset, trainer.eval_dataset]
     if isinstance(trainer.eval_dataset, dict):
         found += trainer.eval_dataset.values()
     return [data for data in found if isinstance(data, list | tuple)]
 
 
-class _Returned(BaseException):
+class _TrainingInterrupted(BaseException):
     """Carries what the body returned out of `train()`, past handlers of exceptions."""
 
     def __init__(self, value: Any) -> None:
@@ -87,7 +83,7 @@ class _Returned(BaseException):
         self.value = value
 
 
-class _Gate:
+class _LoaderSentinel:
     """Stands for the loader until training asks for its first batch."""
 
     def __init__(self, loader: Any, body: Callable[[], Any]) -> None:
@@ -101,14 +97,14 @@ class _Gate:
     def __iter__(self) -> Iterator[Any]:
         # Taken out, so that nothing that the trainer can reach leads to the search.
         body, self._loader = self._body.pop(), ()
-        raise _Returned(body())
+        raise _TrainingInterrupted(body())
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    raise _unserved(optimizer, "steps")
+    raise _unsupported(optimizer, "steps")
 
 
-def _unserved(item: Any, does: str) -> InvalidValue:
+def _unsupported(item: Any, does: str) -> InvalidValue:
     return InvalidValue(
         "trainer",
         f"{type(item).__name__} {does} without a batch",

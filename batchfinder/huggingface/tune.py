@@ -1,7 +1,4 @@
-"""What of a Trainer can be served, and what to do instead of what cannot.
-
-Finding and setting the largest micro-batch of a Trainer, with its effective batch as it was.
-"""
+"""Finding and setting the largest micro-batch of a transformers Trainer, with its effective batch as it was."""
 
 from __future__ import annotations
 
@@ -13,24 +10,22 @@ from typing import Any
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, MissingExtra
 from batchfinder.huggingface.batches import MakeBatch, TrainerBatches, own_loader, set_size
-from batchfinder.huggingface.step import OneStep, make_key
+from batchfinder.huggingface.step import TrainerStep, make_key
 from batchfinder.huggingface.train_interrupt import bulk_data, where_training_begins
-from batchfinder.loop.options import Setting, budget_of, check_sizes, device_of, headroom_of, limits_of, store_of
+from batchfinder.loop.options import LoopConfig, device_of, store_of
 from batchfinder.loop.result import TunedBatchSize
-from batchfinder.loop.tune import LoopTuner
-from batchfinder.measure.device_memory import memory_of
-from batchfinder.results import Shape, Trial
+from batchfinder.loop.tune import tune_loop
+from batchfinder.measure.tuner import SearchLimits
+from batchfinder.results import Trial
+from batchfinder.units import parse_bytes, parse_headroom
 
 
 def check_trainer(trainer: Any) -> None:
-    """Refuse what cannot be served.
-
-    Args:
-        trainer: what was given for one.
+    """Refuse what is not supported.
 
     Raises:
-        MissingExtra: accelerate is not there.
-        InvalidValue: says what is in the way and what would do.
+        MissingExtra: accelerate is not installed.
+        InvalidValue: says what is not supported, and what to do instead.
     """
     try:
         import accelerate  # noqa: F401
@@ -63,11 +58,13 @@ def _check_alone(trainer: Any) -> None:
         raise InvalidValue(
             "processes that train together",
             args.world_size,
-            f"one, since the others wait for ever when it runs out of memory; {alone}",
+            f"one, since the others would hang when it runs out of memory; {alone}",
         )
     if args.n_gpu > 1:
         raise InvalidValue(
-            "GPUs of one process", args.n_gpu, "one, such as CUDA_VISIBLE_DEVICES=0 leaves; DataParallel is not served"
+            "GPUs of one process",
+            args.n_gpu,
+            "one, such as CUDA_VISIBLE_DEVICES=0 leaves; DataParallel is not supported",
         )
     sharded = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
@@ -94,6 +91,7 @@ def tune_trainer(
     tolerance: float = 0.01,
     budget: int | str | None = None,
     cache: str | os.PathLike[str] | Store | bool | None = None,
+    certify: bool = True,
     on_trial: Callable[[Trial], object] | None = None,
 ) -> TunedBatchSize:
     """Find the largest micro-batch that a Trainer of transformers trains with, and set it before `trainer.train()`.
@@ -102,7 +100,8 @@ def tune_trainer(
     collator, optimizer, precision, checkpointing and clipping, on batches of its own samples. Then everything is put
     back, down to the random numbers, and `per_device_train_batch_size` and `gradient_accumulation_steps` are set.
     Training is bit for bit what it would have been with these two given to TrainingArguments by hand. The effective
-    batch stays what the arguments say. A later start of the same program looks the answer up and tries nothing.
+    batch stays what the arguments say. A later start of the same program takes the answer from the cache and tries it
+    once.
 
     Args:
         trainer: a `transformers.Trainer` or one of a derived class, not in training.
@@ -119,48 +118,52 @@ def tune_trainer(
         multiple_of: every size tried is a multiple of this.
         tolerance: share of the answer that may be left on the table for fewer tries; 0 for the exact maximum.
         budget: the most memory that may be used, in bytes or as `12GiB`; on a CPU, resident memory of the process.
-        cache: where answers are kept (a path, an fsspec URL, a `Store`); None or True for the default place, False for
-            none.
-        on_trial: called after each try with the trial, for a line of progress.
+        cache: where results are cached (a path, an fsspec URL, a `Store`); None or True for the default place, False
+            for no cache.
+        certify: whether a cached answer is tried once before it is set. With False it is set at once where as much
+            memory is free as when it was found, or far more than it takes.
+        on_trial: called after each trial with it, for a line of progress.
 
     Returns:
         What was found and set; its text is one line that says it all, and `watch()` is a context for `trainer.train()`
-        that lowers the record should training run out of memory all the same.
+        that lowers the cached result should training run out of memory all the same.
 
     Raises:
-        InvalidValue: an argument cannot be meant, or the trainer cannot be served; the text says what would do.
+        InvalidValue: an argument has an invalid value, or the trainer is not supported; the text says what to do.
         MissingExtra: accelerate is not installed.
         OutOfMemory: not even the smallest size fits; the text says what to do.
         Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
     """
     check_trainer(trainer)
     args = trainer.args
-    target = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    target = target if target_batch_size is None else target_batch_size
     if seq_len is not None and seq_len < 1:
         raise InvalidValue("seq_len", seq_len, "a length of at least 1, or None for the longest in the data")
-    check_sizes(None, target, min_batch_size, max_batch_size, multiple_of, tolerance)
-    share = headroom_of(headroom)
-    budget_bytes = budget_of(budget)
+    target = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    limits = SearchLimits(
+        max_batch_size=max_batch_size,
+        tolerance=tolerance,
+        headroom=parse_headroom(headroom),
+        min_batch_size=min_batch_size,
+        multiple_of=multiple_of,
+        target_batch_size=target if target_batch_size is None else target_batch_size,
+        certify=certify,
+    )
+    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
     device = device_of(args.device, ())
     store = store_of(cache)
 
     def search(loader: Any) -> TunedBatchSize:
         batches = TrainerBatches(loader, make_batch)
-        step = OneStep(trainer, batches, target)
+        step = TrainerStep(trainer, batches, limits.target_batch_size or 1)
         # Accelerate wraps the optimizer; hooks see the one inside.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         named = (trainer.model_wrapped, optimizer, trainer, *state)
-        # Batches keep the samples they have read from one try to the next.
+        # Batches keep the samples they have read from one trial to the next.
         alone = (batches, *bulk_data(trainer))
-        setting = Setting(
-            step, batches, named, device, target, min_batch_size, multiple_of, asked_by="tune_trainer", left_alone=alone
-        )
-        batches(setting.smallest, seq_len)
-        memory = memory_of(device, budget_bytes)
-        limits = limits_of(memory, share, tolerance, max_batch_size, target)
-        tuning = LoopTuner(setting, memory, limits, functools.partial(make_key, trainer))
-        return tuning.find([Shape(seq_len)], store, on_trial).smallest
+        config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone)
+        batches(limits.smallest, seq_len)
+        key = functools.partial(make_key, trainer)
+        return tune_loop(config, limits, budget_bytes, [seq_len], store, on_trial, key).smallest
 
     found = where_training_begins(trainer, own_loader, probe_callbacks, search)
     set_size(trainer, found.batch_size)

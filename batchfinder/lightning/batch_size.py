@@ -7,10 +7,16 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
-from pytorch_lightning.utilities.parsing import _lightning_get_all_attr_holders
 
 from batchfinder.errors import InvalidValue
+from batchfinder.lightning.compat import (
+    LoaderSource,
+    StageLoop,
+    attribute_holders,
+    drop_loaders,
+    loader_source,
+    set_loader_source,
+)
 from batchfinder.lightning.dataloaders import batch_size_of, check_resizable, flattened, resize
 
 STAGES = ("fit", "validate", "test", "predict")
@@ -47,7 +53,7 @@ class SizedSource:
     """
 
     def __init__(
-        self, source: _DataLoaderSource, batch_size: int, stage: str, trusted: str, applied: Applied | None = None
+        self, source: LoaderSource, batch_size: int, stage: str, trusted: str, applied: Applied | None = None
     ) -> None:
         self.source = source
         self.name = source.name
@@ -84,13 +90,7 @@ class SizedSource:
         return loaders
 
     def give_size(self, loaders: Any) -> list[str]:
-        """Give each loader the size.
-
-        Args:
-            loaders: what the hook returned or the user passed.
-
-        Returns:
-            What was changed, one line each.
+        """Give each loader the size, and return what was changed, one line each.
 
         Raises:
             MisconfigurationException: a loader's size cannot be changed.
@@ -106,11 +106,7 @@ class SizedSource:
         return lines
 
     def named(self, loader: Any) -> str:
-        """Say which loader is meant.
-
-        Args:
-            loader: one of the source's loaders.
-        """
+        """A loader of the source's by its class and where it came from."""
         return f"the {type(loader).__name__} {_came_from(self, self.stage)}"
 
 
@@ -129,11 +125,11 @@ def apply_batch_size(
     are dropped, and asked for again.
 
     Args:
-        trainer: the trainer, before its loop has run.
-        pl_module: the module.
+        trainer: before its loop has run.
+        pl_module: its module.
         stage: one of `STAGES`.
         batch_size: samples per batch on one device.
-        attribute: the attribute's name.
+        attribute: what the module or datamodule calls its batch size.
 
     Returns:
         What was set, one line each; `undo()` puts the old sizes back.
@@ -151,7 +147,7 @@ def apply_batch_size(
             _set_attribute(pl_module, attribute, batch_size, applied)
         trusted = attribute if applied else ""
         for loop in loops:
-            source = SizedSource(loop._data_source, batch_size, stage, trusted, applied)
+            source = SizedSource(loader_source(loop), batch_size, stage, trusted, applied)
             if not source.is_module() and source.instance is not None:
                 applied.extend(source.give_size(source.instance))
             _replace_source(loop, source, applied)
@@ -161,7 +157,7 @@ def apply_batch_size(
     return applied
 
 
-def check_loaders(source: _DataLoaderSource, loaders: Any, stage: str, has_attribute: bool) -> None:
+def check_loaders(source: LoaderSource, loaders: Any, stage: str, has_attribute: bool) -> None:
     """Make sure, before a search, that its answer can be given to the loaders it is for.
 
     Args:
@@ -180,17 +176,12 @@ def check_loaders(source: _DataLoaderSource, loaders: Any, stage: str, has_attri
 
 
 def has_size(pl_module: LightningModule, attribute: str) -> bool:
-    """Whether the module, its hparams, the datamodule or its hparams have the attribute as a size.
-
-    Args:
-        pl_module: the module, attached to its trainer.
-        attribute: the attribute's name.
-    """
+    """Whether the module, its hparams, the datamodule or its hparams have the attribute as a size."""
     return any(True for _ in _sizes(pl_module, attribute))
 
 
-def _loops(trainer: Trainer, stage: str) -> list[Any]:
-    loops: dict[str, list[Any]] = {
+def _loops(trainer: Trainer, stage: str) -> list[StageLoop]:
+    loops: dict[str, list[StageLoop]] = {
         "fit": [trainer.fit_loop],
         "validate": [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop],
         "test": [trainer.test_loop],
@@ -213,7 +204,7 @@ def _set_attribute(pl_module: LightningModule, attribute: str, batch_size: int, 
 
         def undo(holder: Any = holder, put: Any = put, before: Any = before) -> None:
             now = holder.get(attribute) if isinstance(holder, dict) else getattr(holder, attribute, None)
-            if now == batch_size:  # nobody has set another size since
+            if now == batch_size:  # no other size has been set since
                 put(attribute, before)
 
         applied.undoing.append(undo)
@@ -223,27 +214,25 @@ def _set_attribute(pl_module: LightningModule, attribute: str, batch_size: int, 
 
 def _sizes(pl_module: LightningModule, attribute: str) -> Iterator[tuple[Any, int | None]]:
     """Each holder of the attribute where it is a size, and the size."""
-    for holder in _lightning_get_all_attr_holders(pl_module, attribute):
+    for holder in attribute_holders(pl_module, attribute):
         size = holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
         if size is None or (isinstance(size, int) and not isinstance(size, bool)):
             yield holder, size
 
 
-def _replace_source(loop: Any, source: SizedSource, applied: Applied) -> None:
-    if loop._combined_loader is not None:
-        loop._combined_loader.reset()
-        loop._combined_loader = None
-    loop._data_source = source
+def _replace_source(loop: StageLoop, source: SizedSource, applied: Applied) -> None:
+    drop_loaders(loop)
+    set_loader_source(loop, source)
 
     def undo() -> None:
         source.undone = True
-        if loop._data_source is source:
-            loop._data_source = source.source
+        if loader_source(loop) is source:
+            set_loader_source(loop, source.source)
 
     applied.undoing.append(undo)
 
 
-def _came_from(source: _DataLoaderSource | SizedSource, stage: str) -> str:
+def _came_from(source: LoaderSource, stage: str) -> str:
     if source.is_module():
         return f"that {type(source.instance).__name__}.{source.name}() returned"
     return f"passed to {stage}()"

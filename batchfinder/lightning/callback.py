@@ -1,6 +1,6 @@
-"""The callback: find the largest batch size on fit start, set it, and make up the rest by accumulation.
+"""The callback: finds the largest batch size on fit start, sets it, and makes up the rest by accumulation.
 
-Training that ran out of memory at a size that was found: the record is lowered, and the user told what to do.
+Training that runs out of memory at a size that was found: the record is lowered, and the user told what to do.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback
 
 from batchfinder.cache import Store
+from batchfinder.cache.validity import lower
 from batchfinder.data.loss_weights import Weight
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError, CacheFailed
 from batchfinder.lightning.accumulation import Accumulating
-from batchfinder.lightning.batch_size import Applied, apply_batch_size
-from batchfinder.lightning.checks import check, check_arguments
+from batchfinder.lightning.batch_size import Applied, apply_batch_size, check_loaders, has_size
+from batchfinder.lightning.compat import StageLoop, callbacks_of, is_fast_dev_run, loader_source, set_attributes
 from batchfinder.lightning.ddp import ranks_of
-from batchfinder.lightning.dry_run_scope import ahead_of_tuners
-from batchfinder.lightning.micro_batching.fit import IN_ORDER, MicroBatchingFit, check_split, check_split_arguments
+from batchfinder.lightning.dry_run import TrainBatches, TrialConfig
+from batchfinder.lightning.dry_run_scope import capture_data, move_ahead_of_tuners
+from batchfinder.lightning.micro_batching.fit import MicroBatchingFit
+from batchfinder.lightning.options import FinderOptions, check_trainer
 from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.lightning.restart import EvaluationRestart, SchedulerSetup
-from batchfinder.lightning.stage_tuner import Found, Lengths, Train, batches_of, find_sizes, setting_for
+from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.oom import classify
-from batchfinder.measure.tuner import lower
+from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
-from batchfinder.search.base import check_tolerance
-from batchfinder.units import parse_bytes
+from batchfinder.units import parse_bytes, parse_headroom
 
 
 class BatchFinder(Accumulating):
@@ -38,8 +41,8 @@ class BatchFinder(Accumulating):
 
     Sizes are tried with real steps of the trainer's own loops: this module, its hooks, optimizers, precision and
     strategy. Then everything is put back, down to the random numbers: training is bit for bit what it would be had it
-    been started with the sizes found. A second start looks the answer up and tries nothing. Under DDP all ranks search
-    together, and get the size that fits on each of them.
+    been started with the sizes found. A second start looks the answer up and certifies it with one try. Under DDP all
+    ranks search together, and get the size that fits on each of them.
 
     While sizes are tried, loggers are dummies, nothing is validated or saved, and only those callbacks take part that
     hold tensors or modules (an average of the weights, say), that freeze layers, or that `probe_callbacks` names. Hooks
@@ -51,38 +54,41 @@ class BatchFinder(Accumulating):
         seq_lens: lengths to find sizes for; the loader gets the size of the longest. None for the longest in the data,
             or for data of one fixed shape.
         make_batch: `make_batch(batch_size, seq_len)` returns a batch as a loader would; None to stretch the user's own.
-        also: stages besides training to find sizes for: `validate`, `test`, `predict`.
-        headroom: memory to leave free: a share of what training could take (a float), or bytes (an int).
+        also: stages besides training to find sizes for: `validate`, `test`, `predict`; one of them, or several.
+        headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
         max_batch_size: no larger size is tried.
         tolerance: share of the answer that may be left on the table for fewer tries; 0 for the exact maximum.
         budget: the most memory that may be used, in bytes or as `12GiB`; on a CPU, resident memory of the process.
         cache: where answers are kept (a path, an fsspec URL, a `Store`); None for the default place, False for none.
+        certify: whether an answer from the cache is tried once before it is used.
         batch_size_attribute: what the module, its hparams or the datamodule calls its batch size.
         probe_callbacks: callbacks, or their classes, that take part in the tries.
-        predict: whether a search starts from what the simulated step says, recorded in a process of its own that takes
-            some seconds and some hundred MiB of the host's memory. None for on a GPU only, where it saves more tries
-            than it costs. A step that cannot be recorded (manual optimization, a module that holds what cannot be
-            copied to another process) is searched without; the answer is the same, and the log says why at INFO.
-        split_batches: let the loader give all samples of an optimizer step, and take each batch apart into
-            micro-batches of its lengths' own sizes; see docs/variable.md. Samples are sorted by length where an
+        predict: whether a search starts from a simulated step, which is recorded in forks of this process and takes
+            some seconds. None for on a GPU only, where it saves more tries than it costs. Where a step cannot be
+            recorded (manual optimization, say) the search starts from one sample; the answer is the same, and the log
+            says why at INFO.
+        split_batches: let the loader give all samples of an optimizer step, and split each batch into micro-batches
+            of the sizes that fit its lengths; see docs/variable.md. Samples are sorted by length where an
             attention mask shows it; `in_order` keeps them as they come. Without a target the loader keeps its size.
         weight: what the loss is a mean over, where batches are split: `samples`, `tokens` (labels that are not -100),
             `next_tokens` (the same for a causal model), `sum`, or a function of a micro-batch that says how much it
             counts.
         recover: where batches are split, run a batch that runs out of memory again, from its start, in smaller
-            micro-batches if need be.
+            micro-batches if need be. None for with a single process only: under DDP it costs each step the overlap of
+            the gradients' all-reduce with the backward. An out-of-memory in the optimizer's step ends the run.
 
     Attributes:
-        batch_size: the size training was given; None before, and where the loader keeps one that nobody can see.
+        batch_size: the size training was given; None before, and where the loader keeps one that cannot be seen.
         plan: how the target is made up; None without one, or before.
-        outcomes: what was found, by stage and length.
+        options: the arguments, each in one form.
+        results: what was found, by stage and length.
 
     Raises:
-        InvalidValue: an argument cannot be meant.
+        InvalidValue: names the argument and what it may be.
 
     Example:
-        >>> BatchFinder(target_batch_size=1024).target_batch_size
-        1024
+        >>> BatchFinder(target_batch_size=1024, headroom="5%").options.headroom
+        0.05
     """
 
     def __init__(
@@ -91,168 +97,193 @@ class BatchFinder(Accumulating):
         *,
         seq_lens: Sequence[int] | None = None,
         make_batch: Callable[[int, int | None], Any] | None = None,
-        also: Iterable[str] = (),
-        headroom: float | int = 0.0,
+        also: str | Iterable[str] = (),
+        headroom: float | int | str = 0.0,
         max_batch_size: int | None = None,
         tolerance: float = 0.01,
         budget: int | str | None = None,
         cache: str | os.PathLike[str] | Store | bool | None = None,
+        certify: bool = True,
         batch_size_attribute: str = "batch_size",
         probe_callbacks: Iterable[Callback | type[Callback]] = (),
         predict: bool | None = None,
         split_batches: bool | str = False,
         weight: Weight = "samples",
-        recover: bool = True,
+        recover: bool | None = None,
     ) -> None:
         super().__init__()
-        check_arguments(target_batch_size, seq_lens, also, headroom, max_batch_size, predict)
-        check_split_arguments(split_batches, weight, recover)
-        check_tolerance(tolerance)
-        self.target_batch_size = target_batch_size
-        self.seq_lens = None if seq_lens is None else tuple(sorted(seq_lens, reverse=True))
-        self.make_batch = make_batch
-        self.also = tuple(also)
-        self.headroom = headroom
-        self.max_batch_size = max_batch_size
-        self.tolerance = tolerance
-        self.budget = parse_bytes(str(budget), option="budget") if budget is not None else None
-        self.batch_size_attribute = batch_size_attribute
-        self.probe_callbacks = tuple(probe_callbacks)
-        self.predict = predict
+        self.options = FinderOptions(
+            target_batch_size=target_batch_size,
+            seq_lens=None if seq_lens is None else tuple(sorted(seq_lens, reverse=True)),
+            make_batch=make_batch,
+            also=(also,) if isinstance(also, str) else tuple(also),
+            headroom=parse_headroom(headroom),
+            max_batch_size=max_batch_size,
+            tolerance=tolerance,
+            budget=None if budget is None else parse_bytes(budget, option="budget"),
+            cache=cache,
+            certify=certify,
+            batch_size_attribute=batch_size_attribute,
+            probe_callbacks=tuple(probe_callbacks),
+            predict=predict,
+            split_batches=split_batches,
+            weight=weight,
+            recover=recover,
+        )
         self.batch_size: int | None = None
-        self.outcomes: dict[str, dict[int | None, SearchResult]] = {}
-        self.cache = cache
-        self.split_batches = split_batches
-        self.weight = weight
-        self.recover = recover
-        self._in_use: dict[str, Found] = {}
+        self.results: dict[str, dict[int | None, SearchResult]] = {}
+        self._in_use: dict[str, TuningResult] = {}
         self._applied: dict[str, Applied] = {}
-        self._optimizer_setup = SchedulerSetup()
-        self._evaluation_start = EvaluationRestart()
-        self._train: Train | None = None
+        self._scheduler_setup = SchedulerSetup()
+        self._evaluation_restart = EvaluationRestart()
+        self._train: TrainBatches | None = None
         self._ranks = Ranks()
-        self._split: MicroBatchingFit | None = None
+        self._micro_batching: MicroBatchingFit | None = None
 
     @property
     def micro_batch_sizes(self) -> dict[int | None, int]:
         """Where batches are split, the largest micro-batch of each length as it is now; empty before, and elsewhere."""
-        table = None if self._split is None else self._split.table
+        table = None if self._micro_batching is None else self._micro_batching.table
         return {} if table is None else table.sizes
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo an earlier run's sizes, and watch for what asks for the loaders before this run's are known."""
         self._in_use = {}
-        for earlier in ("fit", "validate") if stage == "fit" else (str(trainer.state.fn.value),):
+        running = _running_stage(trainer)
+        for earlier in ("fit", "validate") if stage == "fit" else (running,):
             self._applied.pop(earlier, Applied()).undo()
         if stage == "fit":
-            self.batch_size, self._split = None, None
+            self.batch_size, self._micro_batching = None, None
             self._accumulate(trainer, None)
-        if trainer.fast_dev_run:
+        if is_fast_dev_run(trainer):
             return
         if stage == "fit":
-            trainer.callbacks = ahead_of_tuners(trainer.callbacks, self)
-            self._optimizer_setup.watch(trainer)
-        elif stage in self.also:
-            self._evaluation_start.watch(getattr(trainer, f"{trainer.state.fn.value}_loop"))
+            set_attributes(trainer, callbacks=move_ahead_of_tuners(callbacks_of(trainer), self))
+            self._scheduler_setup.watch(trainer)
+        elif stage in self.options.also:
+            self._evaluation_restart.watch(getattr(trainer, f"{running}_loop"))
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the sizes: the model is on its device, and its loaders are not iterated yet."""
-        if trainer.fast_dev_run:
+        if is_fast_dev_run(trainer):
             rank_zero_info("BatchFinder: skipped, since `fast_dev_run` is enabled.")
             return
-        check(trainer, self.target_batch_size)
-        if self.split_batches:
-            check_split(trainer)
-            in_order = self.split_batches == IN_ORDER
-            self._split = MicroBatchingFit(self.target_batch_size, self.seq_lens, self.weight, self.recover, in_order)
+        options = self.options
+        check_trainer(trainer, options)
+        if options.split_batches:
+            self._micro_batching = MicroBatchingFit(options, trainer.world_size)
         self._ranks = ranks_of(trainer)
-        training, validation = self._batches(trainer, "fit", trainer.fit_loop), None
-        if "validate" in self.also and trainer.enable_validation:
-            validation = self._batches(trainer, "validate", trainer.fit_loop.epoch_loop.val_loop)
-        founds = self._serve(trainer, pl_module, "fit", training)
-        if self._split is None:
+        training, validation = self._probe_batches(trainer, "fit", trainer.fit_loop), None
+        if "validate" in options.also and trainer.enable_validation:
+            validation = self._probe_batches(trainer, "validate", trainer.fit_loop.epoch_loop.val_loop)
+        results = self._tune(trainer, "fit", training)
+        if self._micro_batching is None:
             found = self._in_use["fit"]
             self.batch_size = found.batch_size
             self._accumulate(trainer, found.plan)
         if validation is not None:
-            self._serve(trainer, pl_module, "validate", validation)
+            self._tune(trainer, "validate", validation)
         self._train = None  # the data it holds would take room beside the loader's
-        self._optimizer_setup.repeat_if_asked(trainer)
-        if self._split is not None:
-            self._split.begin(trainer, self, training, founds, self._ranks)
+        self._scheduler_setup.repeat_if_asked(trainer)
+        if self._micro_batching is not None:
+            self._micro_batching.begin(trainer, self, training, results, self._ranks)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the size of `trainer.validate`."""
         if trainer.state.fn == "validate":
-            self._serve_alone(trainer, pl_module, "validate", trainer.validate_loop)
+            self._tune_evaluation(trainer, "validate", trainer.validate_loop)
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the size of `trainer.test`."""
-        self._serve_alone(trainer, pl_module, "test", trainer.test_loop)
+        self._tune_evaluation(trainer, "test", trainer.test_loop)
 
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the size of `trainer.predict`."""
-        self._serve_alone(trainer, pl_module, "predict", trainer.predict_loop)
+        self._tune_evaluation(trainer, "predict", trainer.predict_loop)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the user's own accumulation and loop back, from which the next fit starts."""
         self._ranks.close()
         self._accumulated.undo()
-        if self._split is not None:
-            self._split.end()
+        if self._micro_batching is not None:
+            self._micro_batching.end()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lower the record when training runs out of memory at the size that was found."""
         self._ranks.close()
-        self._optimizer_setup.unwatch(trainer)
+        self._scheduler_setup.unwatch(trainer)
         self._accumulated.undo()
         self._train = None
-        stage = "validate" if trainer.validating or trainer.sanity_checking else str(trainer.state.fn.value)
-        found = self._in_use.get(stage)
-        if self._split is not None:
-            found = self._split.in_use() if stage == "fit" else found
-            self._split.end()
+        stage = "validate" if trainer.validating or trainer.sanity_checking else _running_stage(trainer)
+        found, recovers = self._in_use.get(stage), False
+        if self._micro_batching is not None:
+            if stage == "fit":
+                found, recovers = self._micro_batching.in_use(), self._micro_batching.recovers
+            self._micro_batching.end()
         if found is not None:
-            on_oom(found, stage, exception, trainer.strategy.root_device.type)
+            on_oom(found, stage, exception, trainer.strategy.root_device.type, recovers)
 
-    def _batches(self, trainer: Any, stage: str, loop: Any) -> ProbeBatches:
-        resized = stage != "fit" or not self.split_batches or self.target_batch_size is not None
-        return batches_of(self, trainer, stage, loop, self._ranks, resized)
+    def _probe_batches(self, trainer: Trainer, stage: str, loop: StageLoop) -> ProbeBatches:
+        """Where a stage's batches come from; loaders that cannot be given a size are refused before any is tried."""
+        options, source, module = self.options, loader_source(loop), trainer.lightning_module
+        resized = stage != "fit" or not options.split_batches or options.target_batch_size is not None
+        before = capture_data(trainer, self)
+        try:
+            batches = ProbeBatches(trainer, module, source, options.make_batch)
+            if self._ranks.barrier_call(lambda: batches.loaders, "made its loaders") is not None and resized:
+                check_loaders(source, batches.loaders, stage, has_size(module, options.batch_size_attribute))
+        finally:
+            before.restore()
+        return batches
 
-    def _serve_alone(self, trainer: Any, pl_module: Any, stage: str, loop: Any) -> None:
-        """Serve a stage that runs without a fit, whose loaders have been asked for already."""
-        if stage not in self.also or trainer.fast_dev_run:
+    def _tune_evaluation(self, trainer: Trainer, stage: str, loop: StageLoop) -> None:
+        """Find and set the size of a stage that runs without a fit, whose loaders have been asked for already."""
+        if stage not in self.options.also or is_fast_dev_run(trainer):
             return
-        check(trainer, None)
+        check_trainer(trainer, self.options)
         self._ranks = ranks_of(trainer)
-        self._serve(trainer, pl_module, stage, self._batches(trainer, stage, loop))
-        self._evaluation_start.again(loop)
+        self._tune(trainer, stage, self._probe_batches(trainer, stage, loop))
+        self._evaluation_restart.restart(loop)
 
-    def _serve(self, trainer: Any, pl_module: Any, stage: str, batches: ProbeBatches) -> list[Found]:
-        """Find each length's size, and set that of the longest; where batches are split, their own."""
-        split = self._split if trainer.state.fn == "fit" else None
-        splits = split is not None and stage == "fit"
-        lengths: Lengths = lambda longest: self.seq_lens or (longest,)  # noqa: E731
-        if split is not None and splits:
-            setting, lengths = split.setting(split.samples(trainer, batches)), split.lengths
-            self.batch_size = cap = setting.split_batch_size
+    def _tune(self, trainer: Trainer, stage: str, batches: ProbeBatches) -> list[TuningResult]:
+        """Find each length's size, and set that of the longest; where batches are split, the whole batch's."""
+        options = self.options
+        micro_batching = self._micro_batching if trainer.state.fn == "fit" else None
+        accumulation = trainer.accumulate_grad_batches if micro_batching is None else 2
+        if trainer.state.fn != "fit":
+            config = TrialConfig(stage, alone=True)
+        elif stage != "fit":
+            config = TrialConfig(stage, accumulation=accumulation, train=self._train)
+        elif micro_batching is None:
+            config = TrialConfig(stage, options.target_batch_size, accumulation, num_devices=trainer.world_size)
         else:
-            target = self.target_batch_size if stage == "fit" else None
-            cap = None if target is None else -(-target // trainer.world_size)
-            setting = setting_for(trainer, stage, target, self._train, split is not None)
-        also = [] if split is None else [split.rehearsal(self.batch_size)]
-        founds = find_sizes(self, trainer, setting, batches, self._ranks, cap, lengths, also)
-        self.outcomes[stage] = {found.outcome.shape.seq_len: found.outcome for found in founds}
-        self._in_use[stage] = smallest = min(founds, key=lambda found: found.batch_size)
+            self.batch_size = micro_batching.samples(batches)
+            config = TrialConfig(stage, accumulation=accumulation, split_batch_size=self.batch_size)
+        extra = [] if micro_batching is None else [micro_batching.dry_run_memory(self.batch_size)]
+        tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra)
+        splits, longest = micro_batching is not None and stage == "fit", tuner.longest_seq_len
+        lengths = micro_batching.lengths(longest) if micro_batching is not None and splits else None
+        results = tuner.tune(lengths or options.seq_lens or (longest,))
+        self.results[stage] = {found.result.shape.seq_len: found.result for found in results}
+        self._in_use[stage] = smallest = min(results, key=lambda found: found.batch_size)
         if stage == "fit":
-            self._train = smallest.batch_size, smallest.outcome.shape, batches
-        size = cap if splits else smallest.batch_size
-        if size is not None and not (splits and self.target_batch_size is None):
-            self._applied[stage] = apply_batch_size(trainer, pl_module, stage, size, self.batch_size_attribute)
-        return founds
+            self._train = TrainBatches(smallest.batch_size, smallest.result.shape, batches)
+        size: int | None = smallest.batch_size
+        if splits:
+            size = None if options.target_batch_size is None else self.batch_size
+        if size is not None:
+            attribute = options.batch_size_attribute
+            self._applied[stage] = apply_batch_size(trainer, trainer.lightning_module, stage, size, attribute)
+        return results
 
 
-def on_oom(found: Found, stage: str, exception: BaseException, device: str) -> None:
+def _running_stage(trainer: Trainer) -> str:
+    """What the trainer was called for: `fit`, `validate`, `test` or `predict`."""
+    assert trainer.state.fn is not None
+    return str(trainer.state.fn.value)
+
+
+def on_oom(found: TuningResult, stage: str, exception: BaseException, device: str, recovers: bool = False) -> None:
     """Lower the record where an exception says that memory ran out; say nothing of any other.
 
     Args:
@@ -260,23 +291,26 @@ def on_oom(found: Found, stage: str, exception: BaseException, device: str) -> N
         stage: `fit`, `validate`, `test` or `predict`.
         exception: what ended the run.
         device: the type of the device.
+        recovers: whether batches that run out of memory are run again.
     """
     if isinstance(exception, BatchFinderError):
         return  # of the next search, which ended before training began
     if classify(exception, device=device) not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
         return
     happened = f"BatchFinder: {stage} ran out of memory at batch size {found.batch_size}, which ran when it was tried."
+    if recovers:
+        happened += " It did so outside forward and backward, which alone are run again; perhaps in optimizer.step()."
     # A warning of this process, since it may be another rank than the first that ran out.
     warnings.warn(f"{happened} {_lowered(found, str(exception))}", stacklevel=2)
 
 
-def _lowered(found: Found, message: str) -> str:
+def _lowered(found: TuningResult, message: str) -> str:
     """Lower the record; returns what a person should know of it."""
     advice = "Leave more free with BatchFinder(headroom=0.05)."
-    if found.slot is None:
+    if found.entry is None:
         return advice
     try:
-        lowered = lower(found.slot, found.batch_size, message)
+        lowered = lower(found.entry, found.batch_size, message)
     except CacheFailed as error:
         return (
             f"{advice} The cache at {error.url} still says {found.batch_size}, since it cannot be written: "

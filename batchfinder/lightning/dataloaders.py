@@ -3,8 +3,8 @@
 The size lives in the loader's batch sampler, which reads it whenever it is iterated; `DataLoader.batch_size` is a copy
 of it for `len()` and for Lightning. Changing both leaves dataset, sampler, generator, workers and collate_fn the very
 objects they were. Lightning builds some loaders anew (distributed sampling, overfit_batches, predict) from the
-arguments they were first made with; what it then repeats on the new loader is the list `__pl_attrs_record`, so the
-change is entered there as well.
+arguments they were first made with; it repeats recorded calls on the new loader, so the
+change is recorded there as well.
 """
 
 from __future__ import annotations
@@ -21,37 +21,36 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from batchfinder.data.bucket_sampler import LengthBucketBatchSampler
-from batchfinder.lightning.compat import is_a
-
-_RECORD = "__pl_attrs_record"
+from batchfinder.lightning.compat import (
+    inner_batch_sampler,
+    is_a,
+    needs_distributed_sampler,
+    recorded_calls,
+    set_recorded_calls,
+)
 
 
 def flattened(loaders: Any) -> list[Any]:
     """The single loaders in what a `*_dataloader()` hook returned: one, a list, a dict or a CombinedLoader.
 
-    Args:
-        loaders: what the hook returned. Nothing is iterated.
+    Nothing is iterated.
     """
     combined = loaders if is_a(loaders, "CombinedLoader") else CombinedLoader(loaders)
     return list(combined.flattened)
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """The batch size that `resize` would change, None where there is none that it can.
-
-    Args:
-        loader: a DataLoader or any iterable.
-    """
+    """The batch size that `resize` would change; None where it cannot change one."""
     holders = _holders(loader)
     return None if not holders else int(holders[0].batch_size)
 
 
-def check_resizable(loader: Any, what: str, hook: str) -> None:
+def check_resizable(loader: object, what: str, hook: str) -> None:
     """Make sure that a loader's batch size can be changed.
 
     Args:
         loader: a DataLoader or any iterable.
-        what: where it comes from, for the message.
+        what: the loader as the message calls it.
         hook: the hook that could make such a loader (`train_dataloader`), for the message.
 
     Raises:
@@ -91,8 +90,11 @@ def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
     Raises:
         MisconfigurationException: another stage uses the same loader at another size, or the size does not stick.
     """
-    for (other_size, other_stage), function in getattr(loader, _RECORD, ()):
-        if function is _repeat and other_stage != stage and other_size != batch_size:
+    for arguments, function in recorded_calls(loader):
+        if function is not _repeat:
+            continue
+        other_size, other_stage = arguments
+        if other_stage != stage and other_size != batch_size:
             raise MisconfigurationException(
                 f"The same loader is used to {other_stage}, at batch size {other_size}, and to {stage}, at batch size"
                 f" {batch_size}, and cannot have both. Give each stage a loader of its own, or leave one of the two out"
@@ -102,29 +104,24 @@ def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
     before = [(_reference(holder), holder.batch_size) for holder in holders]
     for holder in holders:
         _set(holder, batch_size)
-    _enter(loader, (batch_size, stage))
+    _record(loader, (batch_size, stage))
     whole = _reference(loader)
 
     def undo() -> None:
         for reference, size in before:
             if (holder := reference()) is not None:
                 _set(holder, size)
-        _enter(whole(), None)
+        _record(whole(), None)
 
     return undo
 
 
 def samples_per_epoch(trainer: Trainer, loader: Any) -> int | None:
-    """How many samples one device reads from a loader in an epoch; None where only reading would tell.
-
-    Args:
-        trainer: says whether Lightning will put a distributed sampler in.
-        loader: a DataLoader or any iterable.
-    """
+    """How many samples one device reads from a loader in an epoch; None where only reading would tell."""
     if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or loader.batch_sampler is None:
         return None
     sampler = getattr(loader.batch_sampler, "sampler", None)
-    if trainer._data_connector._requires_distributed_sampler(loader):
+    if needs_distributed_sampler(trainer, loader):
         whole = loader.dataset if sampler is None or isinstance(sampler, RandomSampler | SequentialSampler) else sampler
         samples = sized_len(whole)
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
@@ -161,7 +158,7 @@ def _holders(loader: Any) -> list[Any]:
         return [maker for maker in (loader.sampler, loader.dataset) if _has_size(maker)][:1]
     if not _has_size(batch_sampler):
         return []
-    inner = getattr(batch_sampler, "_batch_sampler", None)  # Lightning's wrapper for predict reads this one
+    inner = inner_batch_sampler(batch_sampler)
     size: int = batch_sampler.batch_size
     sampler: Any = getattr(batch_sampler, "sampler", None)
     holders = [batch_sampler, *([inner] if _has_size(inner) else [])]
@@ -190,17 +187,12 @@ def _repeat(loader: Any, batch_size: int, stage: str) -> None:
     resize(loader, batch_size, stage)
 
 
-def _enter(loader: Any, arguments: tuple[int, str] | None) -> None:
-    """Enter a size in the list of what Lightning repeats on a copy, in place of an earlier one; None takes it out."""
-    if not hasattr(loader, "__dict__"):
-        return
-    entries = [entry for entry in getattr(loader, _RECORD, ()) if entry[1] is not _repeat]
-    if arguments is not None:
-        entries.append((arguments, _repeat))
-    if entries:
-        object.__setattr__(loader, _RECORD, entries)
-    else:
-        loader.__dict__.pop(_RECORD, None)
+def _record(loader: Any, arguments: tuple[int, str] | None) -> None:
+    """Enter a size in the calls that Lightning repeats on a copy, in place of an earlier one; None takes it out."""
+    calls: list[tuple[tuple[Any, ...], Callable[..., object]]] = [
+        call for call in recorded_calls(loader) if call[1] is not _repeat
+    ]
+    set_recorded_calls(loader, calls if arguments is None else [*calls, (arguments, _repeat)])
 
 
 def _reference(holder: Any) -> Callable[[], Any]:

@@ -1,7 +1,4 @@
-"""The processes of a trainer: how they agree, and how one of them steps without the others.
-
-When the gradients of several processes meet: once for each batch, however many micro-batches each has.
-"""
+"""A trainer's ranks: their group, steps that one rank takes alone, and one all-reduce of gradients for each batch."""
 
 from __future__ import annotations
 
@@ -12,21 +9,21 @@ from typing import Any
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from batchfinder.distributed.agreement import AgreedMemory, Ranks
 from batchfinder.distributed.local_group import extra_groups, local_collectives
+from batchfinder.lightning.compat import collective_timeout, rewrap_in_ddp, synchronize_before_forward
 from batchfinder.measure.device_memory import Memory
 
 
-def ranks_of(trainer: Any) -> Ranks:
-    """Open a group of the trainer's processes; all of them call this. A meeting may take what the strategy allows.
+def ranks_of(trainer: Trainer) -> Ranks:
+    """Open a group of the trainer's ranks, with the strategy's timeout. All ranks call this.
 
-    Where there are groups that the user's code has made, a warning says what that means for tries.
-
-    Args:
-        trainer: set up.
+    Warns where the user's code has made process groups, whose collectives are not left out while sizes are tried.
     """
     if trainer.world_size == 1:
         return Ranks()
@@ -37,28 +34,23 @@ def ranks_of(trainer: Any) -> Ranks:
             "group are not left out while BatchFinder tries sizes: where a rank runs out of memory, the others wait in "
             "them for as long as the group allows. If a step uses one, find the size with Trainer(devices=1)."
         )
-    return Ranks.open(getattr(trainer.strategy, "_timeout", None))
+    return Ranks.open(collective_timeout(trainer.strategy))
 
 
 def agreed_memory(memory: Memory, ranks: Ranks) -> Memory:
-    """A device's memory, of which as much is free as on the rank with the least.
-
-    Args:
-        memory: this rank's device's.
-        ranks: who agrees.
-    """
+    """This rank's memory, of which as much is free as on the rank with the least."""
     return memory if ranks.size == 1 else AgreedMemory(memory, ranks)
 
 
 def agreed_data(cap: int | None, seq_len: int | None, ranks: Ranks) -> tuple[int | None, int | None]:
-    """The smallest cap and the longest length that any rank sees in its data; None where no rank sees one.
+    """The smallest cap and the longest sequence length over all ranks; None where no rank has one.
 
     Args:
         cap: the largest size of use to this rank.
-        seq_len: this rank's longest length.
-        ranks: who agrees.
+        seq_len: this rank's longest sequence length.
+        ranks: all ranks.
     """
-    caps, lengths = zip(*ranks.gathered((cap, seq_len)), strict=True)
+    caps, lengths = zip(*ranks.all_gather((cap, seq_len)), strict=True)
     return (
         min((cap for cap in caps if cap is not None), default=None),
         max((length for length in lengths if length is not None), default=None),
@@ -66,11 +58,11 @@ def agreed_data(cap: int | None, seq_len: int | None, ranks: Ranks) -> tuple[int
 
 
 @contextmanager
-def local_only(trainer: Any) -> Iterator[None]:
-    """Let steps synchronise nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory.
+def local_only(trainer: Trainer) -> Iterator[None]:
+    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory.
 
     Args:
-        trainer: set up. Its strategy steps with the bare module inside.
+        trainer: set up. Its strategy steps with the bare module inside DDP.
     """
     if trainer.world_size == 1:
         yield
@@ -78,7 +70,7 @@ def local_only(trainer: Any) -> Iterator[None]:
     strategy = trainer.strategy
     wrapped = strategy.model
     strategy.model = trainer.lightning_module
-    strategy.broadcast = lambda obj, src=0: obj  # what is sent as an object cannot be echoed
+    vars(strategy)["broadcast"] = lambda obj, src=0: obj  # the fake backend receives no object
     try:
         with local_collectives():
             yield
@@ -87,11 +79,11 @@ def local_only(trainer: Any) -> Iterator[None]:
         strategy.model = wrapped
 
 
-def forget_used_parameters(trainer: Any) -> None:
-    """Make DDP anew where it notes which parameters a backward reaches: it has noted those of the steps without it.
+def forget_used_parameters(trainer: Trainer) -> None:
+    """Wrap the module in DDP again where DDP records which parameters a backward reaches: the tries are in its record.
 
     With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
-    with `static_graph` it would wait for as many gradients as all tries had. The weights are not sent round again.
+    with `static_graph` it would wait for as many gradients as all tries had. The weights are not broadcast again.
 
     Args:
         trainer: after steps in `local_only`, with no gradients.
@@ -102,89 +94,62 @@ def forget_used_parameters(trainer: Any) -> None:
         return
     if not (wrapped.find_unused_parameters or wrapped.static_graph):
         return
-    options = strategy._ddp_kwargs
-    strategy.model = trainer.lightning_module
-    del wrapped  # the old one's hooks on the parameters go with it
-    strategy._ddp_kwargs = {**options, "init_sync": False}
-    try:
-        strategy.configure_ddp()
-    finally:
-        strategy._ddp_kwargs = options
+    strategy.model = None
+    del wrapped  # its hooks on the parameters go with it
+    rewrap_in_ddp(strategy, trainer.lightning_module)
 
 
 class GradientSync:
-    """One process: there is nobody to meet."""
+    """A single process: nothing to synchronize."""
 
     def begin(self) -> None:
-        """Before the first micro-batch of a batch."""
+        """Called before the first micro-batch of a batch."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Around a forward and backward.
-
-        Args:
-            last: whether it is the batch's last.
-        """
+        """A context for a forward and backward; `last` for the last ones of a batch."""
         return nullcontext()
 
     def finish(self) -> None:
-        """After the last micro-batch of a batch, on all ranks."""
+        """Called after the last micro-batch of a batch, on all ranks."""
 
 
 class LastBackwardSync(GradientSync):
-    """DDP's own way: gradients meet while the last backward runs.
-
-    Args:
-        model: wrapped in DDP.
-    """
+    """DDP's own way: gradients are all-reduced while the last backward runs."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """DDP's `no_sync` for all but the last.
-
-        Args:
-            last: whether it is the batch's last.
-        """
+        """DDP's `no_sync` for all but the last."""
         context: AbstractContextManager[None] = nullcontext() if last else self._model.no_sync()
         return context
 
 
 class AfterwardsSync(GradientSync):
-    """Gradients meet when all ranks are through with the batch, so that no rank that fails leaves another waiting.
+    """Gradients are all-reduced when all ranks have finished the batch, so that a rank that fails leaves none waiting.
 
-    What DDP does together with the other ranks before a forward (buckets in the order of the first backward, buffers as
-    rank 0 has them) is done before the first micro-batch. After the last, a backward that adds nothing makes DDP reduce
-    what is there: its buckets, communication hooks and unused parameters are as ever.
-
-    Args:
-        model: wrapped in DDP.
+    DDP's collectives before a forward (rebuilding buckets, broadcasting buffers) run before the first micro-batch.
+    After the last, a backward of a zero gradient makes DDP reduce what has accumulated, with its buckets,
+    communication hooks and unused parameters.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._model: Any = model
+        self._model = model
 
     def begin(self) -> None:
-        """Do now what a forward would do together with the other ranks."""
-        model = self._model
-        if model.reducer._rebuild_buckets():
-            model._has_rebuilt_buckets = True
-        if model._check_sync_bufs_pre_fwd():
-            model._sync_buffers()
-        model.require_forward_param_sync = False
+        """Run the collectives that DDP runs before a forward."""
+        synchronize_before_forward(self._model)
+        self._model.require_forward_param_sync = False  # else each forward broadcasts, and a rank that failed waits
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """DDP's `no_sync`, always.
-
-        Args:
-            last: whether it is the batch's last.
-        """
+        """DDP's `no_sync`, always."""
         context: AbstractContextManager[None] = self._model.no_sync()
         return context
 
     def finish(self) -> None:
-        """Reduce the gradients."""
-        model, module = self._model, self._model.module
+        """All-reduce the gradients."""
+        model: Any = self._model
+        module = model.module
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if model.find_unused_parameters:  # one without a gradient is to look unused, as after any other backward
             trained = [parameter for parameter in trained if parameter.grad is not None] or trained
@@ -201,15 +166,15 @@ class AfterwardsSync(GradientSync):
             loss.backward()
 
 
-def gradient_sync(strategy: Any, recover: bool) -> GradientSync:
-    """How the gradients of a trainer's processes meet.
+def gradient_sync(strategy: Strategy, recover: bool) -> GradientSync:
+    """When the gradients of a trainer's ranks are all-reduced.
 
     Args:
         strategy: the trainer's, set up.
-        recover: whether a batch may be run again.
+        recover: whether a batch may be run again after an out-of-memory error.
 
     Raises:
-        MisconfigurationException: DDP's static graph counts backwards, of which each rank may have another number.
+        MisconfigurationException: DDP has a static graph, which has as many backwards in each step.
     """
     model = strategy.model
     if not isinstance(model, DistributedDataParallel):
@@ -224,7 +189,7 @@ def gradient_sync(strategy: Any, recover: bool) -> GradientSync:
 
 
 class _AddNothing(torch.autograd.Function):
-    """A loss of 0 on which all parameters depend, whose gradient is 0 and takes no memory."""
+    """A loss of 0 on which all parameters depend, whose gradients are 0 and take no memory."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *parameters: Tensor) -> Tensor:
@@ -235,14 +200,14 @@ class _AddNothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return (None, *(_nothing(*like) for like in ctx.like))
+        return (None, *(_zeros(*like) for like in ctx.like))
 
 
 def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.is_sparse
 
 
-def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device, sparse: bool) -> Tensor:
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, sparse: bool) -> Tensor:
     if sparse:  # a dense one would make the gradient dense
         return torch.zeros(shape, dtype=dtype, device=device, layout=torch.sparse_coo)
     return torch.zeros((), dtype=dtype, device=device).expand(shape)

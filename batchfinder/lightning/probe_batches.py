@@ -9,14 +9,12 @@ from typing import Any
 
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from torch.utils._pytree import tree_unflatten
 
 from batchfinder.data.batch import tensors
 from batchfinder.data.longest_samples import MadeBatches, SampleBatches, UnreadableData, batches_of
-from batchfinder.data.sequence_dim import Sequence, find_sequence
-from batchfinder.lightning.compat import is_a
+from batchfinder.data.sequence_dim import SequenceDims, find_sequence
+from batchfinder.lightning.compat import LoaderSource, combine_batches, is_a, is_sequential
 from batchfinder.lightning.dataloaders import samples_per_epoch
 
 MakeBatch = Callable[[int, int | None], Any]
@@ -45,9 +43,9 @@ class ProbeBatches:
     those back. Samplers and the loaders' generators stay where they are.
 
     Args:
-        trainer: the trainer.
-        pl_module: the module.
-        source: where a loop's loaders come from (`trainer.fit_loop._data_source`).
+        trainer: set up.
+        pl_module: its module.
+        source: where a loop's loaders come from (`compat.loader_source`).
         make_batch: makes a batch of (batch_size, seq_len) instead; seq_len is None where none was asked for.
     """
 
@@ -55,7 +53,7 @@ class ProbeBatches:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        source: _DataLoaderSource,
+        source: LoaderSource,
         make_batch: MakeBatch | None = None,
     ) -> None:
         self.trainer = trainer
@@ -95,7 +93,7 @@ class ProbeBatches:
         made = [self._stretched(index, batch_size, seq_len) for index in self._used]
         if self._takes_turns:
             return made[0]
-        return tree_unflatten(made, self._combined._spec)
+        return combine_batches(self._combined, made)
 
     @_refused()
     def mixed(self, batch_size: int) -> Any:
@@ -107,7 +105,7 @@ class ProbeBatches:
         if self.make_batch is not None:
             return self.make_batch(batch_size, None)
         made = [self._makers[index].mixed(batch_size) for index in self._used]
-        return made[0] if self._takes_turns else tree_unflatten(made, self._combined._spec)
+        return made[0] if self._takes_turns else combine_batches(self._combined, made)
 
     @_refused()
     def longest_seq_len(self) -> int | None:
@@ -143,7 +141,7 @@ class ProbeBatches:
 
     @property
     def _takes_turns(self) -> bool:
-        return self._combined._mode == "sequential"
+        return is_sequential(self._combined)
 
     @cached_property
     def _makers(self) -> list[SampleBatches | MadeBatches]:
@@ -173,9 +171,9 @@ class ProbeBatches:
             )
         return found.stretch(batch, seq_len)
 
-    def _sequence_or_none(self, index: int) -> Sequence | None:
+    def _sequence_or_none(self, index: int) -> SequenceDims | None:
         found = find_sequence(*self._makers[index].extremes(), guess=False)
-        return found if isinstance(found, Sequence) else None
+        return found if isinstance(found, SequenceDims) else None
 
 
 def _drops_last(loader: Any) -> bool:

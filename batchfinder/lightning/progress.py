@@ -1,17 +1,14 @@
-"""A bar while sizes are tried, in the style of the trainer's own: Rich, TQDM, or none.
-
-What a person reads when a size was found: one line per length.
-"""
+"""A bar while sizes are tried, in the style of the trainer's own: Rich, TQDM, or none."""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Any
 
-from batchfinder.accumulation import AccumulationPlan
-from batchfinder.lightning.compat import is_a
-from batchfinder.measure.tuner import summary
-from batchfinder.results import SearchResult, Trial
+from pytorch_lightning import Trainer
+
+from batchfinder.lightning.compat import is_a, progress_bar_console
+from batchfinder.results import Trial
 
 
 class Progress:
@@ -21,12 +18,12 @@ class Progress:
         trainer: whose progress bar is imitated.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         bar = trainer.progress_bar_callback
         shown = bar is not None and trainer.is_global_zero and not getattr(bar, "is_disabled", False)
         self._rich = shown and is_a(bar, "RichProgressBar")
         self._tqdm = shown and is_a(bar, "TQDMProgressBar")
-        self._console: dict[str, Any] = getattr(bar, "_console_kwargs", {})  # where the user wants Rich to write
+        self._console: dict[str, Any] = progress_bar_console(bar)  # where the user wants Rich to write
         self._bar: Any = None
         self._tries = 0
 
@@ -59,24 +56,3 @@ class Progress:
             if self._bar is None:
                 self._bar = tqdm(leave=False, bar_format="{desc}")
             self._bar.set_description_str(text)
-
-
-def summary_line(
-    stage: str,
-    outcome: SearchResult,
-    plan: AccumulationPlan | None,
-    limit_bytes: int,
-    reserve_bytes: int,
-    seconds: float,
-) -> str:
-    """Say what was found, at what peak, with what headroom, how it is accumulated, and what it took.
-
-    Args:
-        stage: `train`, `validate`, `test` or `predict`.
-        outcome: what was found; its source is `cache` where nothing was searched.
-        plan: how the target is made up; None without one.
-        limit_bytes: what training could take.
-        reserve_bytes: what of it was kept free.
-        seconds: what it took.
-    """
-    return f"BatchFinder: {stage} {summary(outcome, plan, limit_bytes, reserve_bytes, seconds)}."

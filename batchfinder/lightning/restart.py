@@ -1,12 +1,10 @@
-"""Schedulers that are as long as training: made again when the batch size changes how long that is.
-
-Starting an evaluation again: its loaders have been asked for and iterated before any hook could set their size.
-"""
+"""What has to start again once a size is known: schedulers that depend on it, and an evaluation that is under way."""
 
 from __future__ import annotations
 
-from typing import Any
+from pytorch_lightning import Trainer
 
+from batchfinder.lightning.compat import StageLoop, combined_loader, drop_loaders
 from batchfinder.snapshot.training_state import TrainingState
 
 
@@ -21,34 +19,29 @@ class SchedulerSetup:
         self._before: TrainingState | None = None
         self._asked = False
 
-    def watch(self, trainer: Any) -> None:
-        """Note the random numbers just before the optimizers are made.
-
-        Args:
-            trainer: whose strategy is not set up yet.
-        """
+    def watch(self, trainer: Trainer) -> None:
+        """Note the random numbers just before the strategy, not set up yet, makes the optimizers."""
         strategy = trainer.strategy
         make = strategy.setup_optimizers
         self._before, self._asked = None, False
 
-        def setup_optimizers(trainer: Any) -> None:
+        def setup_optimizers(trainer: Trainer) -> None:
             self.unwatch(trainer)
             self._before = TrainingState.capture()
             make(trainer)
             # Looked up right away: a LearningRateFinder asks for them later, and must not be taken for a scheduler.
-            self._asked = trainer.fit_loop._combined_loader is not None
+            self._asked = combined_loader(trainer.fit_loop) is not None
 
-        strategy.setup_optimizers = setup_optimizers
+        strategy.setup_optimizers = setup_optimizers  # type: ignore[method-assign]
 
-    def unwatch(self, trainer: Any) -> None:
+    def unwatch(self, trainer: Trainer) -> None:
         """Stop watching."""
         vars(trainer.strategy).pop("setup_optimizers", None)
 
-    def repeat_if_asked(self, trainer: Any) -> None:
-        """Make the optimizers again where the loaders were asked for. The random numbers stay where they are.
+    def repeat_if_asked(self, trainer: Trainer) -> None:
+        """Make the optimizers again, with the new size and accumulation, where the loaders were asked for.
 
-        Args:
-            trainer: with the new size and accumulation.
+        The random numbers stay where they are.
         """
         before, self._before = self._before, None
         self.unwatch(trainer)
@@ -71,12 +64,8 @@ class EvaluationRestart:
     def __init__(self) -> None:
         self._before: TrainingState | None = None
 
-    def watch(self, loop: Any) -> None:
-        """Note the random numbers just before the loop asks for its loaders.
-
-        Args:
-            loop: an evaluation or prediction loop that has not started.
-        """
+    def watch(self, loop: StageLoop) -> None:
+        """Note the random numbers just before a loop that has not started asks for its loaders."""
         self.unwatch(loop)
         ask = loop.setup_data
 
@@ -85,22 +74,16 @@ class EvaluationRestart:
             self._before = TrainingState.capture()
             ask()
 
-        loop.setup_data = setup_data
+        loop.setup_data = setup_data  # type: ignore[method-assign]
 
-    def unwatch(self, loop: Any) -> None:
+    def unwatch(self, loop: StageLoop) -> None:
         """Stop watching."""
         vars(loop).pop("setup_data", None)
         self._before = None
 
-    def again(self, loop: Any) -> None:
-        """Ask for the loaders again, and start to iterate them.
-
-        Args:
-            loop: started, and no batch taken yet.
-        """
-        if loop._combined_loader is not None:
-            loop._combined_loader.reset()  # ends the first start's workers
-            loop._combined_loader = None
+    def restart(self, loop: StageLoop) -> None:
+        """Let a loop that has taken no batch yet ask for the loaders again, and start to iterate them."""
+        drop_loaders(loop)
         if self._before is not None:
             self._before.restore()
             self._before = None

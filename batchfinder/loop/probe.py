@@ -1,237 +1,189 @@
-"""What the optimizers and modules of a loop do while a size is tried.
-
-Whether a size trains: the user's own step, taken, measured, and undone.
-"""
+"""Whether a size trains: the user's own steps, taken, measured and undone, and their optimizer steps counted."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.options import Setting
+from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
-from batchfinder.measure.apart import at_home
-from batchfinder.measure.device_memory import Memory
-from batchfinder.measure.trial import SteadyStateCheck, tried
+from batchfinder.measure.session import TrialSession
+from batchfinder.measure.trial import SteadyStateCheck, run_trial
+from batchfinder.measure.tuner import SearchLimits
+from batchfinder.probe import Probe
 from batchfinder.results import Measurement, Shape
-from batchfinder.snapshot.training_state import TrainingState
-
-LEAST_CALLS = 2
-"""Adam's state appears at the end of the first step, so the peak comes in the second."""
-
-MOST_CALLS = 64
-"""An optimizer that does not step for this many calls (a GradScaler skips a few at first) is taken not to step."""
+from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 
 
-class Watch:
+class StepCounter:
     """Counts the calls in which each optimizer stepped, and refuses what could not be put back.
 
     Args:
-        state: what will be put back.
-        names: classes of what the user has named, for a message.
-        optimizers: the optimizers that the user has named.
-        made_before: says whether a model or an optimizer was there before the tries; one that a try has made goes with
-            it. None where all are taken to have been there.
+        session: has the copy of what will be put back.
+        config: the loop.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        names: list[str],
-        optimizers: list[Optimizer],
-        made_before: Callable[[object], bool] | None = None,
-    ) -> None:
-        self._state = state
-        self._names = names
-        self._optimizers = optimizers
-        self._made_before = made_before
+    def __init__(self, session: TrialSession, config: LoopConfig) -> None:
+        self._session = session
+        self._config = config
         self._idle: set[int] = set()
         self._calls = 0
-        self._stepped: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
         self._in_this_call: set[int] = set()
-        self._seen_all = False
+        self._checked_modules = False
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A context around the calls of one try.
+    def counting(self) -> Iterator[None]:
+        """A context around the calls of one trial.
 
         Raises:
-            InvalidValue: something that the state does not reach would have been changed.
+            InvalidValue: something would be changed that the copy does not hold.
         """
-        self._calls, self._stepped, self._in_this_call = 0, {}, set()
+        self._calls, self._steps, self._in_this_call = 0, {}, set()
         with ExitStack() as hooks:
             hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            if not self._seen_all:
+            if not self._checked_modules:
                 hooks.callback(register_module_forward_pre_hook(self._before_forward).remove)
             yield
-        self._seen_all = True
+        self._checked_modules = True
 
-    def called(self) -> bool:
-        """Count a call of the step.
-
-        Returns:
-            Whether another is needed.
-        """
+    def needs_another_call(self) -> bool:
+        """Count a call of the step, and say whether some optimizer has to step again."""
         self._calls += 1
         for optimizer in self._in_this_call:
-            self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
+            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         self._in_this_call.clear()
-        if self._calls >= MOST_CALLS:
-            self._idle |= {id(one) for one in self._optimizers if not self._stepped.get(id(one))}
+        named = {id(one) for one in self._config.optimizers}
+        if self._calls >= MAX_BATCHES_WITHOUT_STEP:
+            self._idle |= named - self._steps.keys()
             return False
-        expected = {id(one) for one in self._optimizers} - self._idle | self._stepped.keys()
-        if not expected and self._made_before is not None:
-            return True  # those that the try makes are not known before they step
-        return self._calls < LEAST_CALLS or any(self._stepped.get(one, 0) < LEAST_CALLS for one in expected)
+        expected = named - self._idle | self._steps.keys()
+        return self._calls < PEAK_STEPS or any(self._steps.get(one, 0) < PEAK_STEPS for one in expected)
 
     @property
     def idle(self) -> list[str]:
-        """Classes of the optimizers that did not step in `MOST_CALLS` calls."""
-        return [type(one).__name__ for one in self._optimizers if id(one) in self._idle]
+        """Classes of the optimizers that did not step in `MAX_BATCHES_WITHOUT_STEP` calls."""
+        return [type(one).__name__ for one in self._config.optimizers if id(one) in self._idle]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_safe(optimizer):
+        if not self._session.open().reaches(optimizer):
             raise self._unnamed(optimizer, "steps")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._in_this_call.add(id(optimizer))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        # A loss made inside the step holds nothing, and a frozen teacher is not changed.
-        if self._is_safe(module):
+        if self._session.open().reaches(module):
             return
+        # A loss made inside the step holds nothing, and a frozen teacher is not changed.
         learns = any(parameter.requires_grad for parameter in module.parameters())
         if learns or (module.training and any(True for _ in module.buffers())):
             raise self._unnamed(module, "runs")
 
-    def _is_safe(self, item: object) -> bool:
-        """Whether nothing is left of what a step does to a model or an optimizer."""
-        return self._state.reaches(item) or (self._made_before is not None and not self._made_before(item))
-
     def _unnamed(self, item: object, does: str) -> InvalidValue:
-        if self._made_before is not None:
-            return InvalidValue(
-                "what the function trains",
-                type(item).__name__,
-                "an argument of the function, something that it makes itself, or a variable of an enclosing function, "
-                "so that it can be put back after a try; names of the module cannot be reached",
-            )
         return InvalidValue(
             "state",
-            self._names,
+            [type(item).__name__ for item in self._config.state],
             f"the {type(item).__name__} that train_step {does} among them, so that it can be put back",
         )
 
 
 class LoopProbe:
-    """Tries a size with a step of the user's, and leaves no trace.
+    """Tries a size with steps of the user's, and puts everything back.
 
     Args:
-        setting: what is tried.
-        state: what to put back after each try.
-        watch: counts the optimizers' steps.
-        memory: the device's memory.
-        reserve_bytes: to keep free.
-        held_bytes: what `state` takes on the device.
+        config: the loop.
+        limits: what the sizes are for: with a target, steps take micro-batches.
+        session: has the copy of the training state.
     """
 
     source = "measured"
     unmodelled: tuple[str, ...] = ()
 
-    def __init__(
-        self, setting: Setting, state: TrainingState, watch: Watch, memory: Memory, reserve_bytes: int, held_bytes: int
-    ) -> None:
-        self._setting = setting
-        self._state = state
-        self._watch = watch
-        self._memory = memory
-        self._reserve_bytes = reserve_bytes
-        self._held_bytes = held_bytes
+    def __init__(self, config: LoopConfig, limits: SearchLimits, session: TrialSession) -> None:
+        self._config = config
+        self._target = limits.target_batch_size
+        self._session = session
+        self._counter = StepCounter(session, config)
         self._warned = False
 
-    def warm_up(self, shape: Shape) -> None:
-        """Let the process take what it takes once, which would be taken for what samples take. No size is judged by it.
-
-        Args:
-            shape: one sample's shape.
-        """
-        if self._memory.first_step_overhead:
-            self(self._setting.smallest, shape)
+    def open(self) -> tuple[Probe, int]:
+        """This probe, and what a peak may come to now, in bytes; the first call copies the training state."""
+        return self, self._session.max_peak_bytes()
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size.
-
-        Args:
-            batch_size: samples in the micro-batch.
-            shape: one sample's shape.
 
         Raises:
             InvalidValue: the step uses something that could not be put back, or leaves micro-batches out.
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
+        session = self._session
+
+        def steps(check: SteadyStateCheck) -> None:
+            with self._counter.counting():
+                for given in self._given(batch_size, shape):
+                    self._config.train_step(given)
+                    if isinstance(given, MicroBatches):
+                        self._check_all_taken(given)
+                    if not self._counter.needs_another_call() and not check.goes_on():
+                        break
+
         try:
-            seen = tried(
-                lambda settling: self._steps(batch_size, shape, settling),
-                self._state,
-                self._memory,
-                self._setting.device,
+            seen = run_trial(
+                steps,
+                session.memory,
+                session.device,
+                session.open().restore,
+                session.reserve_bytes,
+                session.held_bytes,
             )
         except InvalidValue:
             raise
         except Exception as error:
             at = "" if shape.seq_len is None else f" at seq_len {shape.seq_len}"
-            error.add_note(f"Raised while {self._setting.asked_by} tried batch size {batch_size}{at}.")
+            error.add_note(f"Raised while {self._config.caller} tried batch size {batch_size}{at}.")
             if "MicroBatches" in str(error):
                 error.add_note(
                     "With target_batch_size, train_step is given an iterable of the micro-batches of one optimizer "
                     "step, whose length is how many there are."
                 )
             raise
-        if self._watch.idle and not self._warned:
+        if self._counter.idle and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{', '.join(self._watch.idle)} did not step in {MOST_CALLS} calls of train_step, so sizes are tried "
-                "without the memory its steps take. train_step should take a whole optimizer step; leave the optimizer "
-                "out of state= if it is not meant to step.",
+                f"{', '.join(self._counter.idle)} did not step in {MAX_BATCHES_WITHOUT_STEP} calls of train_step, "
+                "so sizes are tried without the memory its steps take. train_step should take a whole optimizer step; "
+                "leave the optimizer out of state= if it is not meant to step.",
                 stacklevel=2,
             )
         return seen
 
-    def _steps(self, batch_size: int, shape: Shape, settling: SteadyStateCheck) -> None:
-        setting = self._setting
-        # As in a loop, a batch lives until the next one has been made.
-        with self._memory.limited(self._reserve_bytes, self._held_bytes), self._watch.watching():
-            accumulates = setting.target_batch_size is not None
-            for given in (self._windows if accumulates else self._batches)(batch_size, shape):
-                setting.train_step(given)
-                if accumulates:
-                    self._check_all_taken(given)
-                if not self._watch.called() and not settling.goes_on():
-                    break
-            if setting.device.type == "cuda":
-                torch.cuda.synchronize(setting.device)
+    def _given(self, batch_size: int, shape: Shape) -> Iterator[Any]:
+        """What the step is called with, time after time. As in a loop, a batch lives until the next has been made."""
+        while True:
+            if self._target is None:
+                yield self._config.make_batch(batch_size, shape.seq_len)
+            else:
+                count = PEAK_MICRO_BATCHES if batch_size < self._target else 1
+                yield MicroBatches(lambda: self._batches(batch_size, shape), count)
 
     def _batches(self, batch_size: int, shape: Shape) -> Iterator[Any]:
         while True:
-            yield at_home(lambda: self._setting.make_batch(batch_size, shape.seq_len))
-
-    def _windows(self, batch_size: int, shape: Shape) -> Iterator[MicroBatches]:
-        while True:
-            yield MicroBatches(lambda: self._batches(batch_size, shape), self._setting.micro_batches(batch_size))
+            yield self._config.make_batch(batch_size, shape.seq_len)
 
     def _check_all_taken(self, micro_batches: MicroBatches) -> None:
         if micro_batches.given < len(micro_batches):
-            train_step = self._setting.train_step
+            train_step = self._config.train_step
             raise InvalidValue(
                 "train_step",
                 getattr(train_step, "__qualname__", type(train_step).__qualname__),

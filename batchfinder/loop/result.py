@@ -1,7 +1,4 @@
-"""The micro-batches of one optimizer step, made or fetched one at a time.
-
-What came of it: a size for each length, what makes up the target, and lowering a size that training proves wrong.
-"""
+"""The sizes that a loop trains with: one for each length, its micro-batches, and a watch for out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from itertools import islice
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan
+from batchfinder.cache.validity import lower
 from batchfinder.errors import CacheFailed, InvalidValue
-from batchfinder.find import ResultEntry
 from batchfinder.measure.oom import classify
-from batchfinder.measure.tuner import lower, summary
+from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
 
 
@@ -69,7 +66,7 @@ def in_windows(batches: Iterable[Any], accumulation: int) -> Iterator[MicroBatch
 
 
 def _once(iterator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
-    """Gives an iterator the first time, and refuses to go on with what comes next in it the second."""
+    """Return the iterator the first time; the second time it would go on with the next step's batches."""
     waiting = [iterator]
 
     def take() -> Iterator[Any]:
@@ -83,7 +80,7 @@ def _once(iterator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
 
 
 def _length(batches: Iterable[Any]) -> int | None:
-    """How many batches there are; None when nobody knows."""
+    """How many batches there are; None when it cannot be known."""
     try:
         return len(batches) if isinstance(batches, Sized) else None
     except TypeError:  # a DataLoader over an IterableDataset
@@ -92,29 +89,30 @@ def _length(batches: Iterable[Any]) -> int | None:
 
 @dataclass(frozen=True)
 class TunedBatchSize:
-    """What came of one length; as text, one line that says it all.
+    """The batch size for one length; as text, a line with all there is to say of it.
 
     Attributes:
-        outcome: the largest size; its trials are those of this call, none when it came from the cache.
-        plan: how the target is made up; None without one.
-        limit_bytes: what training could take when the search began.
-        reserve_bytes: what of it was kept free.
-        seconds: what it took.
+        tuning: how it was found: the largest size with its trials, the plan, the limits, the cache entry.
     """
 
-    outcome: SearchResult
-    plan: AccumulationPlan | None
-    limit_bytes: int
-    reserve_bytes: int
-    seconds: float
-    _slot: ResultEntry | None = field(repr=False)
+    tuning: TuningResult
     _device: str = field(repr=False)
-    _asked_by: str = field(default="tune_batch_size", repr=False)
+    _caller: str = field(default="tune_batch_size", repr=False)
+
+    @property
+    def result(self) -> SearchResult:
+        """The largest size that runs; its trials are those of this call."""
+        return self.tuning.result
+
+    @property
+    def plan(self) -> AccumulationPlan | None:
+        """How the target is made up; None without one."""
+        return self.tuning.plan
 
     @property
     def batch_size(self) -> int:
         """The size to train with: the plan's micro-batch, or the largest."""
-        return self.outcome.max_batch_size if self.plan is None else self.plan.micro_batch_size
+        return self.tuning.batch_size
 
     @property
     def accumulation(self) -> int:
@@ -136,7 +134,7 @@ class TunedBatchSize:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """A context for the training itself: when it runs out of memory, the record is lowered for the next start.
+        """A context for the training itself: when it runs out of memory, the cached result is lowered.
 
         Raises:
             Exception: whatever training raises, unchanged.
@@ -149,28 +147,27 @@ class TunedBatchSize:
             raise
 
     def __str__(self) -> str:
-        return f"{summary(self.outcome, self.plan, self.limit_bytes, self.reserve_bytes, self.seconds)}."
+        return f"{self.tuning}."
 
     def _lower(self, message: str) -> str:
-        """Lower the record; what to say of it."""
+        """Lower the cached result; what to say of it."""
         ran_out = f"training ran out of memory at batch size {self.batch_size}, which ran when it was tried."
-        if self._slot is None:
-            return f"{ran_out} Leave more free with {self._asked_by}(headroom=0.05)."
+        if self.tuning.entry is None:
+            return f"{ran_out} Leave more memory free with {self._caller}(headroom=0.05)."
         try:
-            lowered = lower(self._slot, self.batch_size, message)
+            lowered = lower(self.tuning.entry, self.batch_size, message)
         except CacheFailed as error:
-            return f"{ran_out} The record of it cannot be lowered: {error}"
+            return f"{ran_out} The cached result cannot be lowered: {error}"
+        if lowered == 0:
+            return f"{ran_out} The next start searches again."
         return f"{ran_out} The cache now says {lowered}, which the next start tries before it uses it."
 
 
 class TunedBatchSizes(Mapping[int | None, TunedBatchSize]):
-    """What came of each length; of data of one fixed shape, what came of None.
+    """The batch size for each length; for data of one fixed shape the length is None.
 
     Its own `batch_size`, `plan` and so on are those of the length with the smallest size, for a loop that trains all
     lengths with one.
-
-    Args:
-        sizes: by length.
     """
 
     def __init__(self, sizes: Mapping[int | None, TunedBatchSize]) -> None:
@@ -187,7 +184,7 @@ class TunedBatchSizes(Mapping[int | None, TunedBatchSize]):
 
     @property
     def smallest(self) -> TunedBatchSize:
-        """What came of the length with the smallest size."""
+        """That of the length with the smallest size."""
         return min(self._sizes.values(), key=lambda size: size.batch_size)
 
     @property

@@ -1,10 +1,7 @@
-"""The near end: one child process per workload and settings, started when first asked and again when it has died.
+"""Real training in a child process: it survives crashes, kills and dead contexts, and on a CPU gives exact answers.
 
-Nothing here imports torch.
-
-What a card says of itself, asked in a process of its own. Nothing here imports torch.
-
-Real training on this machine's CPU under a memory limit: real allocator errors, a sharp and repeatable answer.
+One child per workload and settings, started when first asked and again when it has died; `measure/worker.py` is its
+far end. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,16 +18,64 @@ from batchfinder.retry import retrying
 from batchfinder.training.child_process import Child, ChildDied, revive
 from batchfinder.training.spec import WorkloadSpec
 
+WORKER = "batchfinder.measure.worker"
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """A GPU as PyTorch sees it.
+
+    Attributes:
+        name: as the driver prints it.
+        total_bytes: what it has.
+        free_bytes: what is free of it for the allocator of a process that has its context already.
+        compute_capability: major and minor.
+        versions: of PyTorch and of CUDA or HIP.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int]
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def query_gpu(device: str) -> GpuFacts:
+    """Ask PyTorch for a GPU, in a process that ends then.
+
+    Args:
+        device: as `torch.device` takes it.
+
+    Raises:
+        InvalidValue: there is no such GPU, or PyTorch cannot use it.
+        UserCodeFailed: PyTorch raised, as it does where another process has the GPU for itself.
+    """
+    with Child(WORKER) as child:
+        return _gpu_facts(child, device)
+
+
+def _gpu_facts(child: Child, device: str) -> GpuFacts:
+    """Ask a child that has opened nothing yet."""
+    try:
+        answer = child.ask({"query_gpu": {"device": device}})
+    except ChildDied as death:
+        expected = f"a GPU that PyTorch can use; the process that asked for it ended with {death.exit_code}"
+        raise InvalidValue("device", device, f"{expected}: {death.last_words or 'it printed nothing'}") from death
+    if "error" in answer:
+        raise revive(answer["error"], f"asking for {device}")
+    facts = answer["gpu"]
+    return GpuFacts(**{**facts, "compute_capability": tuple(facts["compute_capability"])})
+
 
 class ChildProcessProbe:
-    """A probe whose steps are taken by a child process: it survives crashes, kills and dead contexts.
+    """A probe whose steps are taken by a child process.
 
-    A death, of the process or of the card's context, is believed when it comes twice. Errors of the user's code are
+    A death, of the process or of the GPU's context, is believed when it comes twice. Errors of the user's code are
     raised here as `UserCodeFailed`.
 
     Args:
         spec: how to build the workload there.
-        settings: the fields of a `StepSettings`; raised to what shows the peak (`enough`).
+        settings: the fields of a `StepConfig`; raised to what shows the peak (`minimal_steps` of the worker).
         device: as `torch.device` takes it.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
@@ -87,7 +132,7 @@ class ChildProcessProbe:
 
         Raises:
             UserCodeFailed: the user's code raised, while the workload was built or in a step.
-            ContextDied: twice, the user's code left the card's context dead behind it.
+            ContextDied: twice, the user's code left the GPU's context dead behind it.
             ProbeDied: the child died twice in a way that says nothing about memory.
         """
         what = f"{self._name()} at batch size {batch_size}"
@@ -98,15 +143,15 @@ class ChildProcessProbe:
         except ChildDied as death:
             return decode(death, what, self.device.partition(":")[0])
 
-    def look(self) -> GpuFacts:
-        """Ask the card, in the child that then takes the steps: what is free when they begin.
+    def query_gpu(self) -> GpuFacts:
+        """Ask for the GPU in the child that then takes the steps: what is free as they begin.
 
         Raises:
-            InvalidValue: there is no such card, or PyTorch cannot use it.
-            UserCodeFailed: PyTorch raised, as it does where another process has the card for itself.
+            InvalidValue: there is no such GPU, or PyTorch cannot use it.
+            UserCodeFailed: PyTorch raised, as it does where another process has the GPU for itself.
         """
         self.close()
-        return query_gpu_properties(self._start(), self.device)
+        return _gpu_facts(self._start(), self.device)
 
     def close(self) -> None:
         """End the child and everything it started."""
@@ -149,68 +194,11 @@ class ChildProcessProbe:
 
 
 def _error(answer: Mapping[str, Any], what: str) -> BatchFinderError:
-    """The error in an answer, and whether the card's context died of it."""
+    """The error in an answer; `ContextDied` where the GPU's context died of it."""
     error = revive(answer["error"], what)
     if answer.get("context") == "dead" and isinstance(error, UserCodeFailed):
         return ContextDied(error.what, error.traceback)
     return error
-
-
-WORKER = "batchfinder.measure.worker"
-
-
-@dataclass(frozen=True)
-class GpuFacts:
-    """A card as CUDA sees it.
-
-    Attributes:
-        name: as the driver prints it.
-        total_bytes: what it has.
-        free_bytes: what is free of it for the allocator of a process that has its context already.
-        compute_capability: major and minor.
-        versions: of PyTorch and of CUDA or HIP.
-    """
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-    compute_capability: tuple[int, int]
-    versions: dict[str, str] = field(default_factory=dict)
-
-
-def look_at(device: str) -> GpuFacts:
-    """Ask a card, in a process that ends then.
-
-    Args:
-        device: as `torch.device` takes it.
-
-    Raises:
-        InvalidValue: there is no such card, or PyTorch cannot use it.
-    """
-    with Child(WORKER) as child:
-        return query_gpu_properties(child, device)
-
-
-def query_gpu_properties(child: Child, device: str) -> GpuFacts:
-    """Ask a card, in a process that is there already.
-
-    Args:
-        child: runs `WORKER`, and has opened nothing yet.
-        device: as `torch.device` takes it.
-
-    Raises:
-        InvalidValue: there is no such card, or PyTorch cannot use it.
-        UserCodeFailed: PyTorch raised, as it does where another process has the card for itself.
-    """
-    try:
-        answer = child.ask({"look": {"device": device}})
-    except ChildDied as death:
-        expected = f"a card that PyTorch can use; the process that looked at it ended with {death.exit_code}"
-        raise InvalidValue("device", device, f"{expected}: {death.last_words or 'it printed nothing'}") from death
-    if "error" in answer:
-        raise revive(answer["error"], f"looking at {device}")
-    card = answer["card"]
-    return GpuFacts(**{**card, "compute_capability": tuple(card["compute_capability"])})
 
 
 MALLOC = {
@@ -220,10 +208,12 @@ MALLOC = {
     "MALLOC_TOP_PAD_": "4096",
     "PYTHONMALLOC": "malloc",
 }
-"""Makes glibc return freed memory to the system, and Python ask glibc for each object. With glibc's defaults the limit
-drifts, because freed memory stays in the arenas of threads (measured: a search answered 118, which then failed; with
-these, 163 ran and 164 failed every time). Python's own allocator maps 1 MiB at a time, and whether a step needs one
-more such arena is chance (measured: peaks of one size 180 KiB apart, and once 1 MiB; with these, 50 KiB).
+"""Environment in which glibc returns freed memory to the system, and Python asks glibc for each object.
+
+With glibc's defaults the limit drifts, because freed memory stays in the arenas of threads (measured: a search answered
+118, which then failed; with these, 163 ran and 164 failed every time). Python's own allocator maps 1 MiB at a time, and
+whether a step needs one more such arena is chance (measured: peaks of one size 180 KiB apart, and once 1 MiB; with
+these, 50 KiB).
 
 Source: https://man7.org/linux/man-pages/man3/mallopt.3.html, https://docs.python.org/3/c-api/memory.html
 """
@@ -232,15 +222,16 @@ Source: https://man7.org/linux/man-pages/man3/mallopt.3.html, https://docs.pytho
 class CpuProbe(ChildProcessProbe):
     """Takes real steps in forks of a child process, each under RLIMIT_AS.
 
-    The limit counts as a card's memory does: the model's parameters and buffers, gradients, optimizer state,
-    activations, and what the step maps besides (stacks of its threads, scratch memory of kernels), but not Python,
-    PyTorch and the user's libraries. `peak_reserved_bytes` is the kernel's own high-water mark of the same count
-    (`VmPeak`), so a size runs exactly when its peak is within the limit. What PyTorch's CPU allocator hands out is not
-    counted, so `peak_allocated_bytes` is None.
+    The limit counts as a GPU's memory does: the model's parameters and buffers, gradients, optimizer state,
+    activations, and what the step maps besides, such as scratch memory of kernels, but not Python, PyTorch, its threads
+    and the user's libraries: each fork has started its threads and the math library before its limit is set.
+    `peak_reserved_bytes` is the kernel's own high-water mark of the same count (`VmPeak`), so a size runs exactly when
+    its peak is within the limit. What PyTorch's CPU allocator hands out is not counted, so `peak_allocated_bytes` is
+    None.
 
     Args:
         spec: how to build the workload in the child.
-        settings: the fields of a `StepSettings`.
+        settings: the fields of a `StepConfig`.
         limit_bytes: bytes for model and steps.
         threads: threads of PyTorch's operators; None for PyTorch's own choice.
         flash: whether attention must run as the flash kernel.
@@ -261,6 +252,6 @@ class CpuProbe(ChildProcessProbe):
     ) -> None:
         if limit_bytes <= 0:
             raise InvalidValue("limit_bytes", limit_bytes, "a positive number of bytes")
-        # Without a card to be seen, the autograd engine starts no threads that a fork would lose.
+        # Without a GPU to be seen, the autograd engine starts no threads that a fork would lose.
         environment = {**MALLOC, "CUDA_VISIBLE_DEVICES": ""}
         super().__init__(spec, settings, "cpu", limit_bytes, threads, environment, flash)

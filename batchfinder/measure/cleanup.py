@@ -1,4 +1,4 @@
-"""Failing and forgetting: run a step, keep its failure as text, and give its memory back.
+"""Run a step, keep its failure as text, and give its memory back.
 
 A traceback holds the frames of the failed step, and these hold its tensors. So a failure is turned into a verdict and a
 text, the traceback is emptied, and only then, outside any `except`, is the memory cleared.
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from batchfinder.measure.oom import classify, find_sign
+from batchfinder.measure.oom import classify, find_pattern
 from batchfinder.results import Verdict
 
 T = TypeVar("T")
@@ -90,12 +90,12 @@ def clear(device: torch.device) -> None:
 
 
 def _words(error: BaseException) -> str:
-    """The text of the error itself or of the cause that was recognised, with a caveat where the sign is not sure."""
-    cause, sign = error, find_sign(error)
-    while cause.__cause__ is not None and find_sign(cause.__cause__) is sign:
+    """The text of the error itself or of the cause that was recognised, with a caveat where the pattern is not sure."""
+    cause, pattern = error, find_pattern(error)
+    while cause.__cause__ is not None and find_pattern(cause.__cause__) is pattern:
         cause = cause.__cause__
     text = str(cause).strip() or type(cause).__name__
-    return text + (_UNSURE.format(library=sign.library) if sign is not None and not sign.sure else "")
+    return text + (_UNSURE.format(library=pattern.library) if pattern is not None and not pattern.sure else "")
 
 
 def _empty(error: BaseException) -> None:

@@ -1,60 +1,53 @@
-"""How much memory training may take here, how much it took, and a limit to try sizes under.
-
-A search that does not trust small peaks, and knows that each try leaves less room for the next.
-"""
+"""A device's memory: how much training may take, a limit to try sizes under, and how much a try took."""
 
 from __future__ import annotations
 
-import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import torch
 
+from batchfinder.devices.detect import host_name
 from batchfinder.devices.device import memory_fraction
 from batchfinder.errors import InvalidValue
-from batchfinder.measure.host_limits import cgroup, meminfo, soft_limit, status
-from batchfinder.results import Trial
-from batchfinder.search import Wrapper
-from batchfinder.search.base import S
-from batchfinder.units import MIB
+from batchfinder.measure.host_limits import available_bytes, cgroup, meminfo, reset_resident_peak, soft_limit, status
+from batchfinder.units import MIB, format_bytes
+
+if sys.platform != "win32":
+    import resource
 
 SHARE_OF_AVAILABLE = 0.5
-"""Of the RAM that is available, for a CPU without any limit: a search must not call the kernel's OOM killer."""
+"""Of the RAM that is available, for a CPU without any limit: other programs want some as well."""
 
-SETTLING_BYTES = 2 * MIB
-"""On a CPU, kept for what training has and a rehearsal has not: an iterator, a sampler, what a search leaves."""
+_ULIMIT_MARGIN_BYTES = 2 * MIB
+"""Of a ulimit, kept for what training maps and a try does not, such as an iterator and a sampler."""
 
-_LEFT_TO_THE_KERNEL = 0.9
+_GUARD_BYTES = 512 * MIB
+"""How far above the limit of a CPU the address space may grow at least: mapped, but for the most part not resident, are
+the stacks of new threads, their arenas (64 MiB each in glibc) and holes in the heap."""
 
 
 class Memory(Protocol):
-    """A device's memory, counted as a probe counts its peaks.
+    """A device's memory. All figures are bytes that this process holds in all, on the device.
 
     Attributes:
         name: the device's name.
         total_bytes: what the device has.
         allowance_bytes: the limit as it was set, whatever is in use now; part of the cache's key.
-        enforced: whether a step that takes more than the limit fails; if not, its peak is judged afterwards.
-        warms_up: whether the first step in a process takes more than later ones: stacks, code.
     """
 
     name: str
     total_bytes: int
     allowance_bytes: int
-    has_hard_limit: bool
-    first_step_overhead: bool
 
     def free_bytes(self) -> int:
-        """What training could take now."""
+        """What training could hold now: what the process holds already, and what is free."""
         ...
 
     def max_peak_bytes(self, held_bytes: int) -> int:
-        """What a peak may come to in `limited`, as `peaks` counts it."""
+        """What a peak may come to in `limited`, where so many bytes are held by what training will not have."""
         ...
 
     def held_bytes(self) -> int:
@@ -62,24 +55,14 @@ class Memory(Protocol):
         ...
 
     def limited(self, reserve_bytes: int, held_bytes: int) -> AbstractContextManager[None]:
-        """A context in which a step that takes more than the limit fails.
+        """A context in which steps whose peak exceeds `max_peak_bytes(held_bytes) - reserve_bytes` fail.
 
-        Args:
-            reserve_bytes: to keep free.
-            held_bytes: taken on this device by what training will not have.
-        """
-        ...
-
-    def record_leak(self, left_bytes: int) -> None:
-        """Be told what a try left in the process for good, so that as much stays free for the next new shape.
-
-        Args:
-            left_bytes: what the process holds more than before the try.
+        They fail with an out-of-memory error, at the allocation or, at the latest, as the context ends.
         """
         ...
 
     def reset_peak(self) -> None:
-        """Start to watch."""
+        """Start new peaks."""
         ...
 
     def peaks(self) -> tuple[int | None, int | None]:
@@ -87,31 +70,24 @@ class Memory(Protocol):
         ...
 
     def retries(self) -> int:
-        """How often the allocator had to give everything back to go on, in all."""
+        """How often the allocator gave its cache back to satisfy a request, since the process began."""
         ...
 
 
 class CudaMemory:
-    """A CUDA device, by the caching allocator's own count.
+    """A CUDA or HIP device, by the caching allocator's own count.
 
     Args:
-        device: which.
-        budget: the most the allocator may reserve; None for all there is.
+        device: which; without a number, the current one.
+        budget: the most the allocator may reserve, in bytes, so that a large card answers for a smaller one; None for
+            all there is.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
-        self._device = device
-        self.has_hard_limit = True
-        self.first_step_overhead = False
-        self.name = torch.cuda.get_device_name(device)
-        self.total_bytes = torch.cuda.get_device_properties(device).total_memory
+        self._device = numbered(device)
+        self.name = torch.cuda.get_device_name(self._device)
+        self.total_bytes = torch.cuda.get_device_properties(self._device).total_memory
         self.allowance_bytes = min(self._fraction_bytes(), self.total_bytes if budget is None else budget)
-
-    def _fraction(self) -> float:
-        return float(torch.cuda.get_per_process_memory_fraction(self._device))
-
-    def _fraction_bytes(self) -> int:
-        return round(self._fraction() * self.total_bytes)
 
     def free_bytes(self) -> int:
         """What the allocator could reserve in all: what it has, and what nobody has."""
@@ -119,188 +95,176 @@ class CudaMemory:
         return min(self.allowance_bytes, free + torch.cuda.memory_reserved(self._device))
 
     def max_peak_bytes(self, held_bytes: int) -> int:
-        """Peaks count all that the allocator has."""
+        """`free_bytes`, and what is held by what training will not have."""
         return self.free_bytes() + held_bytes
 
     def held_bytes(self) -> int:
-        """Bytes in live blocks."""
+        """`torch.cuda.memory_allocated`."""
         return torch.cuda.memory_allocated(self._device)
 
     @contextmanager
     def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
-        """Limit the allocator by its memory fraction."""
+        """Limit the allocator by `torch.cuda.set_per_process_memory_fraction`, and put the fraction of before back."""
         before = self._fraction_bytes()
         self._set_fraction(min(before, self.max_peak_bytes(held_bytes) - reserve_bytes))
         try:
             yield
-        finally:
-            self._set_fraction(before)
+        except BaseException:
+            # A dead context refuses this too, which must not take the place of what it died of.
+            with suppress(RuntimeError):
+                self._set_fraction(before)
+            raise
+        self._set_fraction(before)
+
+    def reset_peak(self) -> None:
+        """`torch.cuda.reset_peak_memory_stats`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        """`max_memory_allocated` and `max_memory_reserved`."""
+        return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+
+    def retries(self) -> int:
+        """`num_alloc_retries` of `torch.cuda.memory_stats`."""
+        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+    def _fraction_bytes(self) -> int:
+        return round(float(torch.cuda.get_per_process_memory_fraction(self._device)) * self.total_bytes)
 
     def _set_fraction(self, limit_bytes: int) -> None:
         fraction = memory_fraction(limit_bytes, self.total_bytes)
         torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
-    def record_leak(self, left_bytes: int) -> None:
-        """The allocator's own blocks are given back after each try."""
-
-    def reset_peak(self) -> None:
-        """Start to watch."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peaks(self) -> tuple[int | None, int | None]:
-        """The allocator's own peaks."""
-        return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
-
-    def retries(self) -> int:
-        """The allocator's `num_alloc_retries`."""
-        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
-
 
 class HostMemory:
-    """The memory of this process, as growth from now on.
+    """The memory of this process, for training on a CPU: best effort, judged by what is resident.
 
-    The limit is the least of: what is left of the soft RLIMIT_AS and RLIMIT_DATA, of the cgroup's memory.max, of
-    `budget`, and of the RAM that is available (half of it where none of the others is set).
+    The limit is the least of `budget` and of what the process holds plus what the machine and the process's cgroups
+    have left (half of that where there is neither a budget nor another limit). Steps whose resident peak (`VmHWM`)
+    exceeds it fail as they end. Address space does not count: the arenas of new threads and holes in the heap are
+    mapped and take no memory.
 
-    While sizes are tried, a soft RLIMIT_AS stands where the limit ends, so that a step which goes beyond it gets an
-    allocator's error and not the kernel's OOM killer. Where the system has no such limit, `has_hard_limit` is False.
+    A soft RLIMIT_AS stands well above the limit meanwhile, so that steps which run away get an allocator's error and
+    not the kernel's OOM killer. One that the user has set (`ulimit -v`) holds as well, to the byte.
+
+    Where the kernel cannot reset the resident peak, RLIMIT_AS stands at the limit itself; where there is no /proc,
+    nothing is enforced. For exact answers, try sizes in a child process (`CpuProbe`).
 
     Args:
-        budget: the most resident memory the process may have; None for no such limit.
+        budget: the most resident memory the process may have, in bytes; None for no such limit.
+
+    Raises:
+        InvalidValue: nothing says how much there is, and no budget was given.
     """
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
-        self.name = platform.processor() or platform.machine()
+        self.name = host_name()
         self.total_bytes = meminfo("MemTotal") or 0
-        set_limits = [
-            limit for limit in (soft_limit("RLIMIT_AS"), soft_limit("RLIMIT_DATA"), cgroup()[0], budget) if limit
-        ]
-        self.allowance_bytes = min([*set_limits, self.total_bytes] if self.total_bytes else set_limits, default=0)
-        self.has_hard_limit = sys.platform == "linux" and status("VmSize") is not None
-        self.first_step_overhead = True
-        self._ceiling = self.held_bytes() + self.free_bytes()
-        self._size, self._peak, self._offset = 0, 0, 0
-        self._resident: int | None = None
-        self._left: int | None = None
+        limits = (soft_limit("RLIMIT_AS"), soft_limit("RLIMIT_DATA"), cgroup()[0], budget, self.total_bytes)
+        self.allowance_bytes = min((limit for limit in limits if limit), default=0)
+        self._limit_bytes = self._resident_limit()
+        self._can_reset = reset_resident_peak()
+        self._peak_before: int | None = None
 
     def free_bytes(self) -> int:
-        """How far the process may grow."""
-        left: list[int] = []
-        for limit, used in ((soft_limit("RLIMIT_AS"), status("VmSize")), (soft_limit("RLIMIT_DATA"), status("VmData"))):
-            if limit is not None and used is not None:
-                left.append(limit - used)
-        cgroup_limit, cgroup_used = cgroup()
-        if cgroup_limit is not None:
-            left.append(cgroup_limit - cgroup_used)
-        if self._budget is not None:
-            left.append(self._budget - (status("VmRSS") or 0))
-        available = meminfo("MemAvailable")
-        if available is not None:
-            left.append(int(available * (_LEFT_TO_THE_KERNEL if left else SHARE_OF_AVAILABLE)))
-        if not left:
-            raise InvalidValue("budget", self._budget, "a number of bytes, since this system does not say what is free")
-        return max(0, min(left))
+        """What may be resident in all, by every limit there is."""
+        left = _left_by_ulimits()
+        limit = self._resident_limit()
+        return max(0, limit if left is None else min(limit, self.held_bytes() + left))
 
     def max_peak_bytes(self, held_bytes: int) -> int:
-        """Peaks count what comes on top of what the process is now."""
-        return max(0, self._ceiling - SETTLING_BYTES - (self._left or 0) + held_bytes - self.held_bytes())
+        """The limit as it was when this object was made; what a ulimit leaves is asked each time."""
+        left = _left_by_ulimits()
+        limit = self._limit_bytes if left is None else min(self._limit_bytes, self.held_bytes() + left)
+        return max(0, limit + held_bytes)
 
     def held_bytes(self) -> int:
-        """The process's address space."""
-        return status("VmSize") or 0
+        """What is resident (`VmRSS`)."""
+        return status("VmRSS") or 0
 
     @contextmanager
     def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
-        """Limit the address space by the soft RLIMIT_AS, within the hard one."""
-        if not self.has_hard_limit:
+        """Fail steps by their resident peak, or where they reach RLIMIT_AS."""
+        if sys.platform == "win32":  # it has neither a limit nor a resident peak to read
             yield
             return
-        import resource
-
+        limit = self._limit_bytes + held_bytes - reserve_bytes
         before = resource.getrlimit(resource.RLIMIT_AS)
-        soft = self.held_bytes() + max(0, self.max_peak_bytes(held_bytes) - reserve_bytes)
-        hard = before[1]
-        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+        guard = self._guard(limit, before, held_bytes - reserve_bytes)
+        if guard is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (guard, before[1]))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, before)
-
-    def record_leak(self, left_bytes: int) -> None:
-        """Keep the most that a try left free, the first one aside, which leaves what a process takes once.
-
-        For each new shape oneDNN compiles kernels, and keeps them: 1 to 2 MiB for each convolution that trains.
-        Training meets new shapes too, in the last, smaller batch of an epoch and in validation.
-        """
-        self._left = 0 if self._left is None else max(self._left, left_bytes)
+            if guard is not None:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+        peak = self.peaks()[1]
+        if peak is not None and peak > limit:
+            raise MemoryError(f"{format_bytes(peak)} were resident at the peak; the limit is {format_bytes(limit)}")
 
     def reset_peak(self) -> None:
-        """Let the kernel forget the highest resident size, where it can; the largest address space it remembers."""
-        self._size, self._peak, self._resident = self.held_bytes(), status("VmPeak") or 0, status("VmRSS")
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self._resident = None
+        """Start a new resident peak where the kernel can."""
+        self._can_reset = reset_resident_peak()
+        self._peak_before = None if self._can_reset else status("VmHWM")
 
     def peaks(self) -> tuple[int | None, int | None]:
-        """How much the process grew at most; the allocator's part of it is not known.
-
-        Where the address space is larger than ever, its growth, which is what the limit counts. Else the growth of the
-        resident size, plus what the two differed by when both were known.
-        """
-        highest, peak = status("VmHWM"), status("VmPeak") or 0
-        resident = None if highest is None or self._resident is None else max(0, highest - self._resident)
-        if peak > self._peak:
-            self._offset = max(0, peak - self._size - (resident or 0))
-            return None, peak - self._size
-        return None, None if resident is None else resident + self._offset
+        """The resident peak (`VmHWM`), as the peak reserved; what of it the allocator handed out is not known."""
+        peak = status("VmHWM")
+        hidden = peak is not None and self._peak_before is not None and peak <= self._peak_before
+        return None, None if hidden else peak
 
     def retries(self) -> int:
         """The host's allocator does not try again."""
         return 0
 
+    def _resident_limit(self) -> int:
+        """What may be resident in all, ulimits aside."""
+        limits = [] if self._budget is None else [self._budget]
+        available = available_bytes()
+        if available is not None:
+            bounded = limits or cgroup()[0] is not None or _left_by_ulimits() is not None
+            limits.append(self.held_bytes() + (available if bounded else int(SHARE_OF_AVAILABLE * available)))
+        if not limits:
+            raise InvalidValue("budget", self._budget, "a number of bytes, since this system does not say what is free")
+        return min(limits)
+
+    def _guard(self, limit_bytes: int, before: tuple[int, int], copies_bytes: int) -> int | None:
+        """Where the soft RLIMIT_AS is to stand; None where the system does not say how large the process is."""
+        size, (soft, hard) = status("VmSize"), before
+        if sys.platform != "linux" or size is None:
+            return None
+        room, more = max(0, limit_bytes - self.held_bytes()), 0
+        if self._can_reset:
+            more = max(room, _GUARD_BYTES)
+            available = available_bytes()
+            if available is not None:
+                more = max(0, min(more, available - room))
+        ceilings = [size + room + more]
+        if soft != resource.RLIM_INFINITY:
+            ceilings.append(max(0, soft - _ULIMIT_MARGIN_BYTES + copies_bytes))
+        if hard != resource.RLIM_INFINITY:
+            ceilings.append(hard)
+        return min(ceilings)
+
+
+def _left_by_ulimits() -> int | None:
+    """What the soft RLIMIT_AS and RLIMIT_DATA leave this process; None where neither is set."""
+    limits = ((soft_limit("RLIMIT_AS"), status("VmSize")), (soft_limit("RLIMIT_DATA"), status("VmData")))
+    left = [limit - used for limit, used in limits if limit is not None and used is not None]
+    return max(0, min(left) - _ULIMIT_MARGIN_BYTES) if left else None
+
 
 def memory_of(device: torch.device, budget: int | None) -> Memory:
-    """The memory of the device that trains.
+    """The memory of the device that trains, a CUDA device or the CPU.
 
     Args:
-        device: a CUDA device or the CPU.
+        device: which.
         budget: the most that may be used, in bytes; None for what there is.
     """
     return CudaMemory(device, budget) if device.type == "cuda" else HostMemory(budget)
 
 
-RESOLUTION = 64
-"""Growth of less than one part in this many of the limit says nothing on a CPU.
-
-The kernel counts resident pages in batches, per thread, and freed memory that the process kept is used again unseen.
-"""
-
-
-def _nothing() -> int:
-    return 0
-
-
-@dataclass(frozen=True)
-class CoarsePeaks(Wrapper[S]):
-    """Raises peaks for the fit alone: small ones to a floor, and all by what tries have left in the process for good.
-
-    A guess that is too low costs a probe that runs; one that is too high by what the tries before it left costs a
-    failure and a bisection, whose every probe leaves more.
-
-    Attributes:
-        floor_bytes: the least that a peak counts as.
-        lost_bytes: asked after each try, by how much the room for a peak has shrunk since the search began.
-    """
-
-    floor_bytes: int
-    lost_bytes: Callable[[], int] = _nothing
-
-    def update(self, state: S, trial: Trial) -> S:
-        """Pass on, with the peak at least at the floor, and what was lost on top."""
-        seen = trial.measurement
-        if trial.fits and seen.peak_reserved_bytes is not None:
-            peak = max(seen.peak_reserved_bytes, self.floor_bytes) + max(0, self.lost_bytes())
-            trial = replace(trial, measurement=replace(seen, peak_reserved_bytes=peak))
-        return self.search.update(state, trial)
+def numbered(device: torch.device) -> torch.device:
+    """The device with its number; without one it is the current one. `torch.cuda` sets a fraction by number alone."""
+    return torch.device(device.type, torch.cuda.current_device()) if device.index is None else device

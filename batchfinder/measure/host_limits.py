@@ -1,81 +1,42 @@
-"""What the system says of this process's limits and memory.
-
-A process's address space: how much there is, how much there was at most, and how much there may be (Linux).
-"""
+"""What Linux says of this process's memory: /proc, resource limits and cgroups. Other systems give None."""
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+if sys.platform != "win32":
+    import resource
+
+_SHARE_TO_TAKE = 0.9
+_STATUS = Path("/proc/self/status")
+_UNLIMITED = 1 << 60
+"""A cgroup of version 1 without a limit names the largest multiple of a page in 63 bits."""
 
 
 def soft_limit(name: str) -> int | None:
-    """A soft limit of this process; None when there is none.
-
-    Args:
-        name: `RLIMIT_AS`, ...
-    """
+    """A soft limit of this process in bytes, such as `RLIMIT_AS`; None when there is none."""
     if sys.platform == "win32":
         return None
-    import resource
-
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def status(field: str) -> int | None:
-    """A size in bytes from /proc/self/status; None where there is no such file or field.
-
-    Args:
-        field: `VmSize`, ...
-    """
-    return _kib(Path("/proc/self/status"), field)
+    """A size in bytes from /proc/self/status, such as `VmRSS`; None where there is no such file or field."""
+    return _kib(_STATUS, field)
 
 
 def meminfo(field: str) -> int | None:
-    """A size in bytes from /proc/meminfo; None where there is no such file or field.
-
-    Args:
-        field: `MemAvailable`, ...
-    """
+    """A size in bytes from /proc/meminfo, such as `MemAvailable`; None where there is no such file or field."""
     return _kib(Path("/proc/meminfo"), field)
-
-
-def _kib(path: Path, field: str) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    found = next((line for line in lines if line.startswith(f"{field}:")), None)
-    return None if found is None else int(found.split()[1]) * 1024
-
-
-def cgroup() -> tuple[int | None, int]:
-    """The limit of this process's cgroup and what it uses of it, reclaimable file cache left out."""
-    for base, limit_name, used_name in (
-        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = (base / limit_name).read_text().strip(), int((base / used_name).read_text())
-            stat = dict(line.split()[:2] for line in (base / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if limit == "max" or int(limit) >= 1 << 60:
-            return None, 0
-        return int(limit), max(0, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
-    return None, 0
-
-
-_STATUS = Path("/proc/self/status")
 
 
 def size_bytes() -> int:
     """Bytes mapped now, which is what RLIMIT_AS limits (`VmSize` in proc_pid_status(5))."""
-    return _field("VmSize")
+    return _expected("VmSize")
 
 
 def peak_bytes() -> int:
@@ -83,12 +44,26 @@ def peak_bytes() -> int:
 
     Source: `dup_mm` in Linux's kernel/fork.c, `mm->hiwater_vm = mm->total_vm`.
     """
-    return _field("VmPeak")
+    return _expected("VmPeak")
+
+
+def reset_resident_peak() -> bool:
+    """Let `VmHWM` start again from what is resident now; False where the kernel has no such reset.
+
+    Source: proc_pid_clear_refs(5).
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
 def limited_to(total_bytes: int) -> Iterator[None]:
     """Let no allocation inside make the address space larger than this: it fails as on a full machine.
+
+    A tighter limit that is there already stays.
 
     Args:
         total_bytes: bytes mapped in all, those of before included.
@@ -102,8 +77,87 @@ def limited_to(total_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _field(name: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {name}")
+def cgroup(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> tuple[int | None, int]:
+    """The memory limit of this process's cgroup and of all cgroups around it, and what counts as used of it.
+
+    A job of Slurm or systemd-run lies in a cgroup within others, any of which may be limited.
+
+    Args:
+        membership: lists the cgroups of this process; see cgroups(7).
+        mount: where the cgroup file systems are mounted.
+
+    Returns:
+        The lowest limit, and so many bytes that the difference of the two is the least that is left in any of the
+        cgroups; reclaimable file cache counts as free. (None, 0) without a limit.
+    """
+    levels = [level for folder, names in _folders(membership, mount) if (level := _level(folder, *names)) is not None]
+    if not levels:
+        return None, 0
+    limit = min(limit for limit, _ in levels)
+    return limit, limit - min(limit - used for limit, used in levels)
+
+
+def available_bytes() -> int | None:
+    """What can be taken without calling the kernel's OOM killer, on this machine and within this process's cgroups."""
+    limit, used = cgroup()
+    left = [meminfo("MemAvailable"), None if limit is None else limit - used]
+    least = min((one for one in left if one is not None), default=None)
+    return None if least is None else int(_SHARE_TO_TAKE * least)
+
+
+_Names = tuple[str, str, str]
+_V1: _Names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2: _Names = ("memory.max", "memory.current", "inactive_file")
+
+
+def _folders(membership: Path, mount: Path) -> Iterator[tuple[Path, _Names]]:
+    """The folders of this process's cgroups, innermost first, and the names of their files.
+
+    In a container the names may be those outside of it, where no such folders are mounted; the root is its own.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = ["0::/", "0:memory:/"]
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        cgroup = PurePosixPath(name)
+        for part in (cgroup, *cgroup.parents):
+            if controllers:
+                yield mount / "memory" / part.relative_to("/"), _V1
+            else:
+                yield mount / part.relative_to("/"), _V2
+                yield mount / "unified" / part.relative_to("/"), _V2
+
+
+def _level(folder: Path, limit_name: str, used_name: str, reclaimable: str) -> tuple[int, int] | None:
+    """The limit of one cgroup and what is used of it; None without a limit."""
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        if limit == "max" or int(limit) >= _UNLIMITED:
+            return None
+        used = int((folder / used_name).read_text())
+        stat = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return int(limit), max(0, used - int(stat.get(reclaimable, 0)))
+
+
+def _kib(path: Path, field: str) -> int | None:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith(f"{field}:")), None)
+    return None if found is None else int(found.split()[1]) * 1024
+
+
+def _expected(field: str) -> int:
+    found = status(field)
+    if found is None:
+        raise OSError(f"{_STATUS} has no {field}")
+    return found

@@ -1,4 +1,4 @@
-"""What a cache's key says of the circumstances of real steps, as JSON values."""
+"""The fields of a cache key that all measured results share, as JSON values."""
 
 from __future__ import annotations
 
@@ -14,23 +14,15 @@ from batchfinder.cache.key import Json
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import VARIABLES
 
-_CACHING = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _MALLOC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
 
 
-def measured_in(
+def measured_key_fields(
     memory: Memory, limits: SearchLimits, device: torch.device, shape: Shape, optimizers: Sequence[Any]
 ) -> dict[str, Any]:
-    """The fields of a `CacheKey` that mean the same for all real steps, whoever takes them.
-
-    Args:
-        memory: the device's memory.
-        limits: what bounds the search.
-        device: where steps run.
-        shape: one sample's shape.
-        optimizers: those that step.
-    """
+    """The device, the search's limits and the optimizers, as fields of a `CacheKey`."""
     return {
         "gpu": memory.name,
         "total_bytes": memory.total_bytes,
@@ -39,6 +31,8 @@ def measured_in(
         "optimizer": " + ".join(type(optimizer).__name__ for optimizer in optimizers),
         "allocator": allocator_settings(device),
         "max_batch_size": limits.cap,
+        "floor": limits.min_batch_size,
+        "multiple_of": limits.multiple_of,
         "tolerance": limits.tolerance,
         "headroom_bytes": limits.reserve_bytes if isinstance(limits.headroom, int) else 0,
         "source": "measured",
@@ -46,11 +40,7 @@ def measured_in(
 
 
 def describe_batch(sample: Any) -> Json:
-    """Shapes and types of a batch's tensors, by their places.
-
-    Args:
-        sample: a batch of a single sample.
-    """
+    """Shapes and dtypes of a batch's tensors, by their places in it."""
     leaves = pytree.tree_leaves_with_path(sample)
     return [
         [pytree.keystr(path), [*leaf.shape], str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else pytree.keystr(path)
@@ -58,31 +48,14 @@ def describe_batch(sample: Any) -> Json:
     ]
 
 
-def optimizer_options(optimizer: Any) -> dict[str, Json]:
-    """What an optimizer was made with; schedulers do not change it.
-
-    Args:
-        optimizer: any of torch's kind.
-    """
-    return {name: value if _is_json(value) else repr(value) for name, value in optimizer.defaults.items()}
-
-
 def allocator_settings(device: torch.device) -> dict[str, Json]:
-    """The environment that changes how a device's allocator works.
-
-    Args:
-        device: a CUDA device or the CPU.
-    """
-    names = _CACHING if device.type == "cuda" else _MALLOC
+    """The environment variables that change how a device's allocator works."""
+    names = VARIABLES if device.type == "cuda" else _MALLOC
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def versions(*packages: str) -> dict[str, Json]:
-    """Versions of PyTorch, of batchfinder and of other packages.
-
-    Args:
-        packages: names as pip has them.
-    """
+    """Versions of PyTorch, batchfinder and other packages, by the names that pip has."""
     found: dict[str, Json] = {"torch": torch.__version__}
     for name in ("batchfinder", *packages):
         try:
@@ -90,9 +63,3 @@ def versions(*packages: str) -> dict[str, Json]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_json, value))
-    return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and abs(value) < 1e300)

@@ -1,14 +1,12 @@
-"""Recognising out of memory: an error is looked up in a table, types first, messages last.
+"""Recognising out of memory: errors, and the last words of a process that died, are looked up in `oom_patterns.py`.
 
-What is not in the table is a bug or a choice of the user's, and propagates unchanged. So do, on purpose:
+What is not in that table is a bug or a choice of the user's, and propagates unchanged. So do, on purpose:
 
 - an error that merely speaks of memory;
 - `CUDA error: too many resources requested for launch` and `device kernel image is invalid`, which a kernel says at any
-  batch size on a card it was not built for;
+  batch size on a GPU it was not built for;
 - `CUDA error: an illegal memory access was encountered`: kernels with 32-bit offsets fail so on tensors beyond 2**31
-  elements, but so does any other bug of a kernel, and the process can do nothing more on its card.
-
-What the end of a process that took real steps means.
+  elements, but so does any other bug of a kernel, and the process can do nothing more on its GPU.
 """
 
 from __future__ import annotations
@@ -37,61 +35,49 @@ def classify(error: BaseException, *, device: str = "cuda") -> Verdict | None:
     Returns:
         The verdict; None for an error that is not about the size and should propagate.
     """
-    sign = find_sign(error)
-    if sign is None:
-        return None
-    if sign.verdict is Verdict.HOST_OUT_OF_MEMORY and device == "cpu":
-        return Verdict.OUT_OF_MEMORY
-    return sign.verdict
+    pattern = find_pattern(error)
+    return None if pattern is None else _verdict_on(device, pattern)
 
 
-def find_sign(error: BaseException) -> OOMPattern | None:
-    """The row of the table that an error, or the first of its causes that has one, matches.
-
-    Args:
-        error: as it was caught.
-    """
+def find_pattern(error: BaseException) -> OOMPattern | None:
+    """The row of the table that an error, or the first of its causes that has one, matches."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        sign = _look_up(cause)
-        if sign is not None:
-            return sign
+        pattern = _look_up(cause)
+        if pattern is not None:
+            return pattern
         cause = cause.__cause__
     return None
 
 
 def find_in_text(text: str) -> OOMPattern | None:
-    """The row whose message is found in the last words of a process that died.
+    """The row whose message is found in what a process printed before it died."""
+    return next((pattern for pattern in MESSAGES if re.search(pattern.message, text)), None)
 
-    Args:
-        text: what it printed.
-    """
-    return next((sign for sign in MESSAGES if re.search(sign.message, text)), None)
+
+def _verdict_on(device: str, pattern: OOMPattern) -> Verdict:
+    """On a CPU the host's memory is the device's."""
+    on_device = device == "cpu" and pattern.verdict is Verdict.HOST_OUT_OF_MEMORY
+    return Verdict.OUT_OF_MEMORY if on_device else pattern.verdict
 
 
 def _look_up(error: BaseException) -> OOMPattern | None:
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    for sign in TYPES:
-        if sign.exception in names:
-            return sign
+    for pattern in TYPES:
+        if pattern.exception in names:
+            return pattern
     if isinstance(error, OSError) and error.errno not in (None, errno.ENOMEM):
         return None
     text = str(error)
-    for sign in MESSAGES:
-        if sign.exception in names and re.search(sign.message, text):
-            return sign
+    for pattern in MESSAGES:
+        if pattern.exception in names and re.search(pattern.message, text):
+            return pattern
     return None
 
 
 KILLED = "killed, probably by the kernel's out-of-memory killer"
-
-LAST_WORDS = (
-    "libgomp: Thread creation failed",  # https://github.com/deepmodeling/deepmd-kit/issues/1757
-    "cannot allocate memory for thread-local data",  # glibc's elf/dl-tls.c
-)
-"""What C libraries print before they end a process whose memory is full."""
 
 
 def decode(death: ChildDied, what: str, device: str) -> Measurement:
@@ -107,11 +93,7 @@ def decode(death: ChildDied, what: str, device: str) -> Measurement:
     """
     if death.exit_code == -signal.SIGKILL:
         return Measurement(Verdict.HOST_OUT_OF_MEMORY, message=KILLED)
-    sign = find_in_text(death.last_words)
-    if sign is not None:
-        on_device = device == "cpu" and sign.verdict is Verdict.HOST_OUT_OF_MEMORY
-        return Measurement(Verdict.OUT_OF_MEMORY if on_device else sign.verdict, message=death.last_words)
-    if any(words in death.last_words for words in LAST_WORDS):
-        verdict = Verdict.OUT_OF_MEMORY if device == "cpu" else Verdict.HOST_OUT_OF_MEMORY
-        return Measurement(verdict, message=death.last_words)
+    pattern = find_in_text(death.last_words)
+    if pattern is not None:
+        return Measurement(_verdict_on(device, pattern), message=death.last_words)
     raise ProbeDied(what, death.exit_code, death.last_words)

@@ -12,7 +12,7 @@ _RUNTIME = "builtins.RuntimeError"
 
 @dataclass(frozen=True, slots=True)
 class OOMPattern:
-    """One way to be told.
+    """One way in which a library says that a size is too large.
 
     Attributes:
         library: who says it.
@@ -53,7 +53,7 @@ TYPES = (
         "Python", _HOST, "https://docs.python.org/3/library/exceptions.html#MemoryError", "", "builtins.MemoryError"
     ),
 )
-"""Signs that a type alone gives."""
+"""Patterns that a type alone matches."""
 
 MESSAGES = (
     # The allocators of devices. PyTorch before 1.13 raised a RuntimeError with these texts.
@@ -169,6 +169,14 @@ MESSAGES = (
         _TORCH + "issues/8976",
         r"DataLoader worker \(pid(\(s\))? [\d, ]+\) is killed by signal: Killed",
     ),
+    # What C libraries print before they end a process.
+    OOMPattern("libgomp", _HOST, _GITHUB + "deepmodeling/deepmd-kit/issues/1757", r"libgomp: Thread creation failed"),
+    OOMPattern(
+        "glibc",
+        _HOST,
+        "https://sourceware.org/git/?p=glibc.git;a=blob;f=elf/dl-tls.c",
+        r"cannot allocate memory for thread-local data",
+    ),
     # Kernels that cannot index or launch as much.
     OOMPattern("CUDA", _CEILING, _TORCH + "pull/185788", r"CUDA error: invalid configuration argument"),
     OOMPattern("HIP", _CEILING, _TORCH + "pull/130994", r"HIP error: invalid configuration argument"),
@@ -194,4 +202,4 @@ MESSAGES = (
     OOMPattern("MPS", _CEILING, _TORCH + "issues/141909", r"larger than currently supported by the MPS backend"),
     OOMPattern("MPS", _CEILING, _TORCH + "issues/141909", r"Invalid buffer size: [\d.]+ [GT]i?B"),
 )
-"""Signs that only the text gives; the first that is found counts."""
+"""Patterns of texts; the first that is found counts. A new out-of-memory text is a new row here."""

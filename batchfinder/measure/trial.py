@@ -1,32 +1,27 @@
-"""Whether a size that needed the allocator's cache given back goes on without; see `simulator/settling.py`.
+"""One measured trial: steps are taken under the memory's limit, measured, and undone.
 
-What the stages of the steps tell of a size beside its peak: it shows a search the way where the peak is flat.
-
-Reading the stages of a step that somebody else wrote: where its first backward begins, where a step has ended.
-
-One try: steps are taken, measured, and undone.
+Beside the peak it says whether the allocator comes to a steady state (see `simulator/steady_state.py`), what is held
+between steps and what the first forward takes, which show a search the way where the peak is flat.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from batchfinder.measure.apart import apart
 from batchfinder.measure.cleanup import Failure, attempt, clear
 from batchfinder.measure.device_memory import Memory
 from batchfinder.results import Measurement, Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
-from batchfinder.snapshot.training_state import TrainingState
 
 
 class SteadyStateCheck:
-    """Lets a try take more steps until one goes by in which the allocator kept its cache.
+    """Lets a trial take more steps until one goes by in which the allocator kept its cache.
 
     Args:
         retries: says how often the allocator has given back its cache to go on, in all.
@@ -42,7 +37,7 @@ class SteadyStateCheck:
         self.settled = True
 
     def goes_on(self) -> bool:
-        """Ask whether the try needs another step: after those it takes anyway, and after each one more."""
+        """Whether the trial needs another step: to be asked after the least it takes, and after each one more."""
         last, self._last = self._last, self._retries()
         if self._last == last:
             return False
@@ -53,9 +48,9 @@ class SteadyStateCheck:
         return True
 
     def message(self) -> str:
-        """What to say of a size that does not settle; empty for one that does.
+        """What to say of a size that is thrashing; empty for one that reached a steady state.
 
-        Steps that never asked have not settled either, where the cache was given back.
+        Steps that never asked have not reached it either, where the cache was given back.
         """
         if self.settled and not self.goes_on():
             return ""
@@ -64,7 +59,7 @@ class SteadyStateCheck:
 
 
 class StageReadings:
-    """Listens to `Step.run` and reads the memory as stages begin.
+    """Reads the memory as the stages of a step begin.
 
     At small sizes a step's peak is the optimizer's, whatever the size. These two are not: what stays between steps is
     where the peaks of large sizes begin, and the first forward takes nearly what a sample adds to them.
@@ -86,7 +81,7 @@ class StageReadings:
         self.forward_bytes: int | None = None
 
     def __call__(self, step: int, stage: str, micro_batch: int) -> None:
-        """Told by `Step.run` as each stage begins.
+        """Called as each stage begins, as `on_stage` of `Step.run`.
 
         Args:
             step: which optimizer step, from 0.
@@ -102,7 +97,7 @@ class StageReadings:
 
 
 @contextmanager
-def listening(memory: Memory) -> Iterator[StageReadings]:
+def read_stages(memory: Memory) -> Iterator[StageReadings]:
     """Read what stays between steps and what the first forward takes, while a user's own steps run.
 
     The forward has ended where `torch.autograd.backward` is called, which `Tensor.backward` does as well; a step that
@@ -110,9 +105,6 @@ def listening(memory: Memory) -> Iterator[StageReadings]:
 
     Args:
         memory: the device's memory. Where it does not count what is allocated, nothing is read.
-
-    Yields:
-        What was read; None in each place where nothing was.
     """
     readings = StageReadings(memory.held_bytes, lambda: memory.peaks()[0] or 0)
     if memory.peaks()[0] is None:
@@ -141,41 +133,51 @@ def listening(memory: Memory) -> Iterator[StageReadings]:
         hook.remove()
 
 
-def tried(
-    steps: Callable[[SteadyStateCheck], object], state: TrainingState, memory: Memory, device: torch.device
+def run_trial(
+    steps: Callable[[SteadyStateCheck], object],
+    memory: Memory,
+    device: torch.device,
+    restore: Callable[[], object] = lambda: None,
+    reserve_bytes: int = 0,
+    held_bytes: int = 0,
+    readings: StageReadings | None = None,
 ) -> Measurement:
-    """Take steps, put everything back, and say what they took.
-
-    Where the limit is the process's own, on a CPU, the steps run in a thread of their own; see `measure/apart.py`.
+    """Take steps from a clean slate, put everything back, and say what they took.
 
     Args:
-        steps: takes them, as many as it is told to go on for, within the memory's limit, and waits for the device.
-        state: what to put back afterwards, however they end.
-        memory: the device's memory.
+        steps: takes them, and more for as long as `goes_on` of what it is given says so.
+        memory: the device's memory, whose limit holds meanwhile.
         device: where they run.
+        restore: puts back what they changed, however they end.
+        reserve_bytes: to keep free.
+        held_bytes: held on the device by what training will not have, such as the copies that `restore` needs.
+        readings: read by the steps themselves; None to read them by hooks on backward and on optimizers.
 
     Raises:
-        Exception: whatever the steps raised that is not about the size, unchanged, with all put back.
+        Exception: whatever the steps raised that is not about the size, unchanged, after `restore`.
     """
-    held_bytes = memory.held_bytes()
+    clear(device)
     memory.reset_peak()
-    settling, started = SteadyStateCheck(memory.retries), time.perf_counter()
+    check, started = SteadyStateCheck(memory.retries), time.perf_counter()
+
+    def limited() -> None:
+        with memory.limited(reserve_bytes, held_bytes):
+            steps(check)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # here, where what a kernel failed with is still this trial's failure
+
     try:
-        with listening(memory) as readings:
-            if device.type == "cpu" and memory.has_hard_limit:
-                seen = apart(lambda: attempt(lambda: steps(settling), device.type))
-            else:
-                seen = attempt(lambda: steps(settling), device.type)
+        with read_stages(memory) if readings is None else nullcontext(readings) as readings:
+            failure = attempt(limited, device.type)
         seconds = time.perf_counter() - started
         allocated, reserved = memory.peaks()
-        message = settling.message()
+        thrashing = check.message()
     finally:
-        state.restore()
+        restore()
     clear(device)
-    memory.record_leak(memory.held_bytes() - held_bytes)
-    if isinstance(seen, Failure):
-        return Measurement(seen.verdict, seconds=seconds, message=seen.message)
-    if message:
-        return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
+    if isinstance(failure, Failure):
+        return Measurement(failure.verdict, seconds=seconds, message=failure.message)
+    if thrashing:
+        return Measurement(Verdict.THRASHING, allocated, reserved, seconds, thrashing)
     resting, forward = readings.resting_bytes, readings.forward_bytes
     return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)

@@ -1,345 +1,370 @@
-"""What is known from earlier runs: whether an answer still holds, and lowering one that did not.
+"""From a question to a batch size on a real device: look it up and certify it with one trial, or search, and keep it.
 
-The answer for one shape: what is known of it, else a search with real steps, and a plan for the target.
-
-What came of one shape, in words.
+The command line, the Lightning callback, `tune_batch_size` and `tune_trainer` differ in how they make a probe and in
+the key under which a result is cached; the rest is here.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.cache.store import ResultEntry
+from batchfinder.cache.validity import holds, outgrown
 from batchfinder.errors import CacheFailed, InvalidValue, OutOfMemory
-from batchfinder.find import ResultEntry, find_max_batch_size, try_size
-from batchfinder.measure.device_memory import RESOLUTION, CoarsePeaks, Memory
+from batchfinder.find import find_max_batch_size
 from batchfinder.probe import Probe
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
-from batchfinder.search import Bounds, Capped, Floored, Headroom, Multiples, Search, Secant
+from batchfinder.results import SearchResult, Shape, Trial
+from batchfinder.search import Bounds, Capped, Floored, Multiples, Search, Secant
+from batchfinder.search.base import check_tolerance
 from batchfinder.units import format_bytes
 
-PLENTY = 0.8
-"""Share of the free memory within which a known peak is far from it: a cap and not memory bounded the answer."""
+_BELOW_A_FAILURE = 0.95
+"""Share of a size that ran before and fails now from which a search starts, where memory alone does not say less."""
 
-SLACK = 0.01
-"""Share of the memory that was free by which less may be free for an answer to be used as it is."""
+_AFTER_A_LEAK = 0.02
+"""The least tolerance of a search that goes on because trials have left memory behind, doubled each time: each further
+trial leaves more, so that a finer search would end lower."""
 
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What bounds the search.
+    """What bounds the search, and what the size found is for.
 
     Attributes:
-        cap: the largest size of use; None for none.
+        max_batch_size: the largest size of use; None for none.
         tolerance: share of the answer that may be left on the table.
-        reserve_bytes: memory to keep free, in bytes.
-        headroom: the same as it was asked for.
+        reserve_bytes: memory to keep free, in bytes; see `with_memory`.
+        headroom: the same as it was asked for: a share (a float), or bytes (an int).
+        min_batch_size: the smallest size of use.
+        multiple_of: every size tried is a multiple of this; the target must be one as well.
+        target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
+        num_devices: devices that train side by side and make up the target together.
+        certify: whether a cached result is tried once before it is used, however much memory is free.
+
+    Raises:
+        InvalidValue: a size is below 1, or the target cannot be made up of such sizes.
     """
 
-    cap: int | None
-    tolerance: float
-    reserve_bytes: int
-    headroom: float | int
+    max_batch_size: int | None = None
+    tolerance: float = 0.01
+    reserve_bytes: int = 0
+    headroom: float | int = 0
+    min_batch_size: int = 1
+    multiple_of: int = 1
+    target_batch_size: int | None = None
+    num_devices: int = 1
+    certify: bool = True
+
+    def __post_init__(self) -> None:
+        target, step = self.target_batch_size, self.multiple_of
+        for option in ("target_batch_size", "min_batch_size", "max_batch_size", "multiple_of"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise InvalidValue(option, value, "a size of at least 1")
+        if target is not None and target % step:
+            raise InvalidValue("target_batch_size", target, f"a multiple of {step}, as multiple_of asks of each size")
+        if target is not None and target < self.min_batch_size:
+            raise InvalidValue("target_batch_size", target, f"at least the min_batch_size of {self.min_batch_size}")
+        check_tolerance(self.tolerance)
+
+    @property
+    def cap(self) -> int | None:
+        """The largest size of use: no micro-batch exceeds a device's part of the target."""
+        part = None if self.target_batch_size is None else -(-self.target_batch_size // self.num_devices)
+        return min((size for size in (self.max_batch_size, part) if size is not None), default=None)
+
+    @property
+    def smallest(self) -> int:
+        """The smallest size that may be tried.
+
+        Raises:
+            InvalidValue: it is above the largest.
+        """
+        return self.bounds.first
+
+    @property
+    def bounds(self) -> Bounds:
+        """The sizes that may be tried.
+
+        Raises:
+            InvalidValue: there are none.
+        """
+        return Bounds(self.min_batch_size, self.cap, self.multiple_of)
+
+    def with_memory(self, free_bytes: int) -> SearchLimits:
+        """The same with the headroom in bytes.
+
+        Args:
+            free_bytes: what training could take; a headroom that is a share is a share of it.
+        """
+        reserve = self.headroom if isinstance(self.headroom, int) else int(self.headroom * free_bytes)
+        return replace(self, reserve_bytes=reserve)
 
 
-def holds(outcome: SearchResult, free_bytes: int) -> bool:
-    """Whether an outcome can be used without trying it again: as much is free as then, or far more than it takes.
+class FreeMemory(Protocol):
+    """What the tuner asks of a device's memory."""
 
-    Args:
-        outcome: as it was kept.
-        free_bytes: what is free now, less what is to stay free.
-    """
-    then, seen = outcome.free_bytes, outcome.measurement
-    if seen is None and outcome.max_batch_size > 0:
-        return False
-    peak = None if seen is None else seen.peak_reserved_bytes
-    if peak is not None and peak <= PLENTY * free_bytes:
-        return True
-    return then is not None and free_bytes >= then - int(SLACK * then)
-
-
-def lower(slot: ResultEntry, batch_size: int, message: str) -> int:
-    """Lower a record that training has proved wrong; the next start tries the new size before it uses it.
-
-    Args:
-        slot: where the record is.
-        batch_size: the size that ran out of memory.
-        message: the device's own words.
-
-    Returns:
-        The new size: 5 % less, and at least one sample less.
-    """
-    lowered = max(0, min(batch_size - 1, int(0.95 * batch_size)))
-    known = slot.get()
-    if known is not None and known.max_batch_size > lowered:
-        failed = Trial(batch_size, known.shape, Measurement(Verdict.OUT_OF_MEMORY, message=message))
-        slot.put(
-            replace(
-                known,
-                max_batch_size=lowered,
-                stop=Stop.TOLERANCE,
-                measurement=None,
-                trials=(*(trial for trial in known.trials if trial.batch_size < batch_size), failed),
-            )
-        )
-    return lowered
+    def free_bytes(self) -> int:
+        """What training could take now."""
+        ...
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What came of one shape.
+    """The batch size for one shape.
 
     Attributes:
-        outcome: the largest size; its trials are those of this start, none when it came from the cache.
+        result: the largest size that runs, 0 when none does. Its trials are those of this start, and its source is
+            `cache` where nothing was searched.
         plan: how the target is made up; None without one.
-        slot: where the answer is kept; None without a cache.
+        entry: where the result is cached; None without a cache.
         seconds: what it took.
+        limit_bytes: what training could take.
+        reserve_bytes: what of it was kept free.
+        lowered_by: a size that had run before and failed when it was tried again, so that a smaller one was searched.
+        earlier_trials: those of earlier starts, from the cache.
     """
 
-    outcome: SearchResult
+    result: SearchResult
     plan: AccumulationPlan | None
-    slot: ResultEntry | None
+    entry: ResultEntry | None
     seconds: float
+    limit_bytes: int
+    reserve_bytes: int
+    lowered_by: Trial | None = None
+    earlier_trials: tuple[Trial, ...] = ()
 
     @property
     def batch_size(self) -> int:
         """The size to train with: the plan's micro-batch, or the largest."""
-        return self.outcome.max_batch_size if self.plan is None else self.plan.micro_batch_size
+        return self.result.max_batch_size if self.plan is None else self.plan.micro_batch_size
+
+    def raise_if_nothing_fits(self) -> None:
+        """Raise where not even the smallest size runs.
+
+        Raises:
+            OutOfMemory: with that size, the device's words and advice.
+        """
+        if self.result.max_batch_size == 0:
+            raise _out_of_memory(min(self.result.trials, key=lambda trial: trial.batch_size))
+
+    def __str__(self) -> str:
+        """Size, peak, headroom, accumulation, trials and seconds, on one line."""
+        result, seen = self.result, self.result.measurement
+        length = "" if result.shape.seq_len is None else f" at seq_len {result.shape.seq_len}"
+        parts = [f"batch size {result.max_batch_size}{length}"]
+        peak, limit = None, format_bytes(self.limit_bytes)
+        if seen is not None:
+            peak = seen.peak_allocated_bytes if seen.peak_reserved_bytes is None else seen.peak_reserved_bytes
+        parts.append(f"limit {limit}" if peak is None else f"peak {format_bytes(peak)} of {limit}")
+        if self.reserve_bytes:
+            parts.append(f"headroom {format_bytes(self.reserve_bytes)}")
+        if self.plan is not None:
+            parts.append(f"accumulation {self.plan}")
+        if self.lowered_by is not None:
+            size, words = self.lowered_by.batch_size, self.lowered_by.measurement.verdict.value
+            parts.append(f"lowered from {size}, which ran before; when it was tried again {words}")
+        count = len(result.trials)
+        how = f"{count} probe{'s' * (count != 1)}"
+        if result.source == "cache":
+            how = f"from the cache, certified with {how}" if count else "from the cache"
+        parts.append(f"{how} in {self.seconds:.2f} s")
+        return "; ".join(parts)
 
 
 class Tuner:
-    """Finds answers on one device.
+    """Finds batch sizes on one device.
 
     Args:
-        memory: the device's memory.
+        memory: says what is free.
         limits: what bounds the search.
-        prober: returns the probe for a shape, and what it holds on the device that training will not have, in bytes.
-            Asked only when something has to be tried.
-        target_batch_size: samples per optimizer step; None for no plan.
-        min_batch_size: the smallest size of use.
-        multiple_of: sizes to try are multiples of this, which the target must be as well.
-        on_trial: called after each probe.
-        hint: asked before a search for a guess of the answer, given the shape and what a peak may come to, in bytes.
-        num_devices: devices that train side by side, which make up the target together.
-        warn: told once that answers are not kept, and why; None for a warning of Python's.
+        open_probe: returns the probe, and what a peak may come to now, in bytes. Called only when something has to be
+            tried, since a probe may copy the training state.
+        hint: called before a search for a guess of the answer, given the shape and what a peak may come to, in bytes.
+        on_trial: called after each trial.
+        warn: called once when results cannot be cached; None to raise the `CacheFailed` instead.
     """
 
     def __init__(
         self,
-        memory: Memory,
+        memory: FreeMemory,
         limits: SearchLimits,
-        prober: Callable[[Shape], tuple[Probe, int]],
-        target_batch_size: int | None = None,
-        min_batch_size: int = 1,
-        multiple_of: int = 1,
-        on_trial: Callable[[Trial], object] | None = None,
+        open_probe: Callable[[], tuple[Probe, int]],
+        *,
         hint: Callable[[Shape, int], int | None] | None = None,
-        num_devices: int = 1,
+        on_trial: Callable[[Trial], object] | None = None,
         warn: Callable[[CacheFailed], object] | None = None,
     ) -> None:
-        self._memory = memory
         self._limits = limits
-        self._prober = prober
-        self._target = target_batch_size
-        self._multiple_of = multiple_of
-        self._smallest = Bounds(min_batch_size, limits.cap, multiple_of).first
-        self._on_trial = on_trial
+        self._bounds = limits.bounds
+        self._open_probe = open_probe
         self._hint = hint
-        self._num_devices = num_devices
-        self._warn = _warn if warn is None else warn
-        self._warned = False
-        self._free_bytes = max(0, memory.free_bytes() - limits.reserve_bytes)
+        self._on_trial = on_trial
+        self._warn = warn
+        self._cache_failed = False
+        self._limit_bytes = memory.free_bytes()
+        self._free_bytes = max(0, self._limit_bytes - limits.reserve_bytes)
+        self._trials: list[Trial] = []
 
-    def find(self, shape: Shape, slot: ResultEntry | None) -> TuningResult:
-        """Look the answer up, and search where there is none or it no longer holds.
+    def find(self, shape: Shape, entry: ResultEntry | None = None) -> TuningResult:
+        """Look the answer up and certify it; search where there is none, or it does not run, or more would fit now.
 
         Args:
             shape: one sample's shape.
-            slot: where the answer is kept; None to keep none.
+            entry: where the result is cached; None for no cache.
 
         Raises:
-            OutOfMemory: not even the smallest size fits.
-            Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
+            OutOfMemory: no micro-batch that makes up the target runs.
+            CacheFailed: the cache cannot be used, and there is no `warn`.
+            Exception: whatever the user's code raised that is not about the size, unchanged.
         """
         started = time.perf_counter()
-        known = self._known(slot)
-        trials: list[Trial] = []
-        outcome = known
-        if known is None or not holds(known, self._free_bytes):
-            outcome = None if known is None else self._certified(known, trials)
-            if outcome is None:
-                outcome = self._search(shape, trials)
-        assert outcome is not None
-        if outcome.max_batch_size == 0:
-            self._keep(slot, outcome, trials)
-            raise self._out_of_memory(outcome, trials)
-        plan = self._plan(outcome, trials)
-        if trials:
-            self._keep(slot, outcome, trials)
-        cached = known is not None and all(trial.batch_size == outcome.max_batch_size for trial in trials)
-        shown = replace(outcome, trials=tuple(trials), source="cache" if cached else outcome.source)
-        return TuningResult(shown, plan, slot, time.perf_counter() - started)
+        self._trials = []
+        known = self._read(entry)
+        result, failed = self._certified(known)
+        cached, tolerance = result is not None, self._limits.tolerance
+        while result is None:
+            probe, max_peak_bytes = self._open_probe()
+            self._free_bytes = min(self._free_bytes, max_peak_bytes)
+            predicted = self._predicted(shape, max_peak_bytes, known, failed)
+            search = self._search(max_peak_bytes, tolerance, predicted)
+            found = find_max_batch_size(
+                probe, shape, search=search, on_trial=self._tried, trials=self._bracket_below(failed)
+            )
+            # Trials after it may have left less than it takes, as oneDNN's kernels for each new shape do on a CPU.
+            peak = None if found.measurement is None else found.measurement.peak_reserved_bytes
+            last = self._trials[-1].batch_size == found.max_batch_size
+            if found.max_batch_size == 0 or last or peak is None or peak <= self._open_probe()[1]:
+                result = found
+            else:
+                again = self._try(found.max_batch_size, shape)
+                if again.fits:
+                    result = replace(found, measurement=again.measurement)
+                else:
+                    failed, tolerance = again, max(2 * tolerance, _AFTER_A_LEAK)
+        # The least that it ran with: growth by less than what outgrows it is not to add up over many starts.
+        then = result.free_bytes
+        result = replace(result, free_bytes=self._free_bytes if then is None else min(self._free_bytes, then))
+        earlier = result.trials if cached else ()
+        plan = self._plan(result)
+        if self._trials:
+            self._write(entry, replace(result, trials=(*earlier, *self._trials)))
+        return TuningResult(
+            replace(result, trials=tuple(self._trials), source="cache" if cached else result.source),
+            plan,
+            entry,
+            seconds=time.perf_counter() - started,
+            limit_bytes=self._limit_bytes,
+            reserve_bytes=self._limits.reserve_bytes,
+            lowered_by=failed,
+            earlier_trials=earlier,
+        )
 
-    def _known(self, slot: ResultEntry | None) -> SearchResult | None:
-        if slot is None:
-            return None
-        try:
-            return slot.get()
-        except CacheFailed as error:
-            self._goes_on_without(error)
-            return None
+    def _certified(self, known: SearchResult | None) -> tuple[SearchResult | None, Trial | None]:
+        """A cached result that can be used; or the trial of it that failed."""
+        if known is None or outgrown(known, self._free_bytes):
+            return None, None
+        size = self._bounds.floor(known.max_batch_size)  # it may have been lowered to no multiple
+        if size == 0:
+            return None, None
+        if not self._limits.certify and holds(known, self._free_bytes):
+            return known, None
+        trial = self._try(size, known.shape)
+        if not trial.fits:
+            return None, trial
+        return replace(known, max_batch_size=size, measurement=trial.measurement), None
 
-    def _keep(self, slot: ResultEntry | None, outcome: SearchResult, trials: list[Trial]) -> None:
-        if slot is None:
-            return
-        kept = {trial.batch_size: trial for trial in (*outcome.trials, *trials)}
-        try:
-            slot.put(replace(outcome, trials=tuple(kept.values()), free_bytes=self._free_bytes))
-        except CacheFailed as error:
-            self._goes_on_without(error)
+    def _try(self, batch_size: int, shape: Shape) -> Trial:
+        """Try one size; twice if it fails in a way that may pass."""
+        probe, max_peak_bytes = self._open_probe()
+        search = Floored(Capped(Secant(max_peak_bytes), batch_size), batch_size)
+        return find_max_batch_size(probe, shape, search=search, on_trial=self._tried).trials[-1]
 
-    def _goes_on_without(self, error: CacheFailed) -> None:
-        """Say so once: a cache that cannot be read cannot be written either."""
-        if not self._warned:
-            self._warn(error)
-        self._warned = True
-
-    def _certified(self, known: SearchResult, trials: list[Trial]) -> SearchResult | None:
-        """A known answer that was tried again; None when it does not run any more."""
-        size = known.max_batch_size // self._multiple_of * self._multiple_of
-        if size < self._smallest:
-            return None
-        trial = self._try(size, known.shape, trials)
-        return replace(known, max_batch_size=size, measurement=trial.measurement) if trial.fits else None
-
-    def _try(self, batch_size: int, shape: Shape, trials: list[Trial]) -> Trial:
-        probe, _ = self._prober(shape)
-        search = self._judged(Secant())
-        trial = try_size(probe, search, search.init(shape, Bounds()), batch_size, shape)
-        self._note(trial, trials)
-        return trial
-
-    def _note(self, trial: Trial, trials: list[Trial]) -> None:
-        trials.append(trial)
+    def _tried(self, trial: Trial) -> None:
+        self._trials.append(trial)
         if self._on_trial is not None:
             self._on_trial(trial)
 
-    def _search(self, shape: Shape, trials: list[Trial]) -> SearchResult:
+    def _search(self, max_peak_bytes: int, tolerance: float, predicted: int | None) -> Search[Any]:
         limits = self._limits
-        probe, held = self._prober(shape)
-        usable = self._room(held)
-        failed = min((trial.batch_size for trial in trials if not trial.fits), default=None)
-        predicted = self._predicted(shape, usable) if failed is None else int(0.95 * failed)
-        search: Search[Any] = Secant(limit_bytes=usable, tolerance=limits.tolerance, predicted=predicted)
-        if self._memory.first_step_overhead:
-            search = CoarsePeaks(search, usable // RESOLUTION, lambda: usable - self._room(held))
-        search = Floored(Multiples(search, self._multiple_of), self._smallest)
-        if limits.cap is not None:
-            search = Capped(search, limits.cap)
-        search = self._judged(search)
-        found = find_max_batch_size(probe, shape, search=search, on_trial=lambda trial: self._note(trial, trials))
-        return self._settled(found, trials, held)
+        search: Search[Any] = Secant(max_peak_bytes, min(tolerance, 0.5), predicted)
+        search = Floored(Multiples(search, limits.multiple_of), limits.min_batch_size)
+        return search if limits.cap is None else Capped(search, limits.cap)
 
-    def _predicted(self, shape: Shape, usable_bytes: int) -> int | None:
-        return None if self._hint is None else self._hint(shape, usable_bytes)
+    def _predicted(
+        self, shape: Shape, max_peak_bytes: int, known: SearchResult | None, failed: Trial | None
+    ) -> int | None:
+        """A guess of the answer: from a size that failed, else the hint, else from what fitted in less memory."""
+        then = None if known is None else known.free_bytes
+        share = self._free_bytes / then if then else 1.0
+        if failed is not None:
+            return int(min(share, _BELOW_A_FAILURE) * failed.batch_size)
+        guess = None if self._hint is None else self._hint(shape, max_peak_bytes)
+        if guess is None and known is not None and known.max_batch_size:
+            return int(share * known.max_batch_size)
+        return guess
 
-    def _settled(self, found: SearchResult, trials: list[Trial], held_bytes: int) -> SearchResult:
-        """Try the answer again where tries after it have left less room than it took; lower it if it fails.
+    def _bracket_below(self, failed: Trial | None) -> Sequence[Trial]:
+        """The sizes below a failure that ran in this start, the smallest first, and the failure."""
+        if failed is None:
+            return ()
+        ran = {t.batch_size: t for t in self._trials if t.fits and t.batch_size < failed.batch_size}
+        return (*(ran[size] for size in sorted(ran)), failed)
 
-        On a CPU every new size leaves something in the process for good (oneDNN keeps the kernels it compiles for a
-        shape: 1 to 2 MiB each), so that what ran in the middle of a search may not run at its end.
-        """
-        size, seen, step = found.max_batch_size, found.measurement, self._multiple_of
-        room = self._room(held_bytes)
-        if not self._memory.first_step_overhead or seen is None or (seen.peak_reserved_bytes or 0) <= room:
-            return found
-        share = room / (seen.peak_reserved_bytes or 1)
-        while size >= self._smallest:
-            trial = self._try(size, found.shape, trials)
-            if trial.fits:
-                return replace(found, max_batch_size=size, measurement=trial.measurement)
-            size = min(size - 1, int(size * min(share, 0.98))) // step * step
-            share = 1.0
-            found = replace(found, stop=Stop.TOLERANCE)
-        return replace(found, max_batch_size=0, measurement=None)
-
-    def _room(self, held_bytes: int) -> int:
-        """What a peak may come to now."""
-        return max(1, self._memory.max_peak_bytes(held_bytes) - self._limits.reserve_bytes)
-
-    def _judged(self, search: Search[Any]) -> Search[Any]:
-        """Judge peaks afterwards where the system does not enforce a limit."""
-        return search if self._memory.has_hard_limit else Headroom(search, max(1, self._free_bytes), 0)
-
-    def _plan(self, outcome: SearchResult, trials: list[Trial]) -> AccumulationPlan | None:
+    def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        if self._target is None:
+        target, step, limit = self._limits.target_batch_size, self._limits.multiple_of, result.max_batch_size
+        if target is None or limit == 0:
             return None
-        limit, step = outcome.max_batch_size, self._multiple_of
-        while limit >= self._smallest:
-            plan = plan_accumulation(self._target // step, limit // step, self._num_devices)
-            plan = replace(plan, target_batch_size=self._target, micro_batch_size=plan.micro_batch_size * step)
-            if plan.micro_batch_size < self._smallest:
-                expected = f"a multiple of any size from {self._smallest} to {limit}, which fit"
-                raise InvalidValue("target_batch_size", self._target, expected)
-            seen = {trial.batch_size: trial for trial in (*outcome.trials, *trials)}
-            trial = seen.get(plan.micro_batch_size) or self._try(plan.micro_batch_size, outcome.shape, trials)
+        while True:
+            plan = plan_accumulation(target // step, limit // step, self._limits.num_devices)
+            plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
+            if plan.micro_batch_size < self._bounds.first:
+                expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"
+                raise InvalidValue("target_batch_size", target, expected)
+            seen = {trial.batch_size: trial for trial in (*result.trials, *self._trials)}
+            trial = seen.get(plan.micro_batch_size) or self._try(plan.micro_batch_size, result.shape)
             if trial.fits:
                 return plan
             limit = plan.micro_batch_size - 1
-        raise self._out_of_memory(outcome, trials)
+            if limit < self._bounds.first:
+                raise _out_of_memory(trial)
 
-    def _out_of_memory(self, outcome: SearchResult, trials: list[Trial]) -> OutOfMemory:
-        size = self._smallest
-        failed = [trial for trial in (*trials, *outcome.trials) if trial.batch_size == size and not trial.fits]
-        words = failed[0].measurement.message if failed else ""
-        shorter = "" if outcome.shape.seq_len is None else f" or sequences shorter than {outcome.shape.seq_len}"
-        reason = words.rstrip(".") or "it was tried before, with as much memory free"
-        return OutOfMemory(
-            size,
-            f"{reason}. Try a smaller model{shorter}, a lower precision, "
-            "activation checkpointing or an optimizer with less state.",
-        )
+    def _read(self, entry: ResultEntry | None) -> SearchResult | None:
+        try:
+            return None if entry is None else entry.get()
+        except CacheFailed as error:
+            self._report(error)
+            return None
+
+    def _write(self, entry: ResultEntry | None, result: SearchResult) -> None:
+        """Cache a result, but not where a larger size ran in the same search: the next start searches anew."""
+        if entry is None or any(trial.fits and trial.batch_size > result.max_batch_size for trial in self._trials):
+            return
+        last = {trial.batch_size: trial for trial in result.trials}
+        try:
+            entry.put(replace(result, trials=tuple(last.values())))
+        except CacheFailed as error:
+            self._report(error)
+
+    def _report(self, error: CacheFailed) -> None:
+        """Warn once: a cache that cannot be read cannot be written either."""
+        if self._warn is None:
+            raise error
+        if not self._cache_failed:
+            self._warn(error)
+        self._cache_failed = True
 
 
-def _warn(error: CacheFailed) -> None:
-    warnings.warn(f"batchfinder goes on without its cache: {error}", stacklevel=2)
-
-
-def summary(
-    outcome: SearchResult, plan: AccumulationPlan | None, limit_bytes: int, reserve_bytes: int, seconds: float
-) -> str:
-    """Say what was found, at what peak, with what headroom, how it is accumulated, and what it took.
-
-    Args:
-        outcome: what was found; its source is `cache` where nothing was searched.
-        plan: how the target is made up; None without one.
-        limit_bytes: what training could take.
-        reserve_bytes: what of it was kept free.
-        seconds: what it took.
-    """
-    length = "" if outcome.shape.seq_len is None else f" at seq_len {outcome.shape.seq_len}"
-    parts = [f"batch size {outcome.max_batch_size}{length}"]
-    peak = None
-    if outcome.measurement is not None:
-        seen = outcome.measurement
-        peak = seen.peak_allocated_bytes if seen.peak_reserved_bytes is None else seen.peak_reserved_bytes
-    parts.append(
-        f"limit {format_bytes(limit_bytes)}"
-        if peak is None
-        else f"peak {format_bytes(peak)} of {format_bytes(limit_bytes)}"
+def _out_of_memory(trial: Trial) -> OutOfMemory:
+    seq_len, words = trial.shape.seq_len, trial.measurement.message or trial.measurement.verdict.value
+    shorter = "" if seq_len is None else f" or sequences shorter than {seq_len}"
+    return OutOfMemory(
+        trial.batch_size,
+        f"{words.rstrip('.')}. Try a smaller model{shorter}, a lower precision, activation checkpointing or an "
+        "optimizer with less state.",
     )
-    if reserve_bytes:
-        parts.append(f"headroom {format_bytes(reserve_bytes)}")
-    if plan is not None:
-        parts.append(f"accumulation {plan}")
-    probes = sum(trial.batch_size > 0 for trial in outcome.trials)
-    how = "from the cache" if outcome.source == "cache" and not probes else f"{probes} probe{'s' * (probes != 1)}"
-    if outcome.source == "cache" and probes:
-        how = f"from the cache, certified with {how}"
-    parts.append(f"{how} in {seconds:.2f} s")
-    return "; ".join(parts)

@@ -1,14 +1,10 @@
-"""As many steps as show the peak, and no more.
+"""The far end of `measure/child_probe.py`: a process that builds one workload and takes real steps with it.
 
-Work in a fork of this process, which may crash there.
-
-The far end: a process that builds one workload and takes real steps with it.
-
-    {"look": {"device": "cuda:0"}}               -> {"card": {...CardFacts}} or {"error": ...}
-    {"open": {...}}                              -> {"opened": {...}} or {"error": ...}
+    {"query_gpu": {"device": "cuda:0"}}          -> {"gpu": {...GpuFacts}} or {"error": ...}
+    {"open": {...}}                              -> {"opened": {}} or {"error": ...}
     {"probe": {"batch_size": 8, "seq_len": 64}}  -> {"measurement": {...}}, {"error": ...}, or {"exit": -11}
 
-An error has `"context": "dead"` beside it where nothing more can be done on the card by that process.
+An error has `"context": "dead"` beside it where nothing more can be done on the GPU by that process.
 
 On the CPU each probe runs in a fork, whose address space is limited: every probe starts from the same slate, its peak
 is the kernel's own count, and a crash takes nothing along. CUDA cannot be used in a fork, so there the process itself
@@ -25,12 +21,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batchfinder.errors import InvalidValue
@@ -40,24 +38,16 @@ from batchfinder.measure.cuda_probe import CudaProbe, gpu_facts
 from batchfinder.measure.trial import StageReadings
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.training.child_process import answer, describe, end_with_parent, requests_from
-from batchfinder.training.step import OnStage, Step, StepSettings
+from batchfinder.training.spec import PEAK_MICRO_BATCHES, PEAK_STEPS, StepConfig
+from batchfinder.training.step import OnStage, Step
 from batchfinder.training.workload import Workload
 from batchfinder.units import format_bytes
 
-STEPS = 2
-"""Adam's state appears in the first step, so the peak comes in the second."""
 
-MICRO_BATCHES = 2
-"""The second micro-batch of a step runs with the gradients of the first alive; a third adds nothing."""
-
-
-def enough(settings: StepSettings) -> StepSettings:
-    """The settings to probe with: at least two optimizer steps, and two micro-batches where there are any more.
-
-    Args:
-        settings: how the training run takes its steps.
-    """
-    return replace(settings, steps=max(STEPS, settings.steps), micro_batches=min(MICRO_BATCHES, settings.micro_batches))
+def minimal_steps(settings: StepConfig) -> StepConfig:
+    """The settings to probe with: at least two optimizer steps, and two micro-batches where training takes more."""
+    micro_batches = min(PEAK_MICRO_BATCHES, settings.micro_batches)
+    return replace(settings, steps=max(PEAK_STEPS, settings.steps), micro_batches=micro_batches)
 
 
 def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -87,7 +77,7 @@ def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 _NO_KERNEL = "No available kernel"
 _OTHER_ATTENTION = (
-    "sdpa or eager: PyTorch has no flash kernel for this step here; on a card it needs compute capability 8.0, half "
+    "sdpa or eager: PyTorch has no flash kernel for this step here; on a GPU it needs compute capability 8.0, half "
     "precision, heads of at most 256 and no mask, on a CPU no dropout in the attention"
 )
 
@@ -96,21 +86,12 @@ _MORE = 8
 
 
 class WorkerState:
-    """One workload, ready to be probed.
-
-    Args:
-        workload: as it was built, on the CPU.
-        settings: how its steps are taken.
-        device: where.
-        limit_bytes: what model and steps may take together; None for all there is.
-        threads: threads of PyTorch's operators on the CPU.
-        flash: whether attention must run as the flash kernel.
-    """
+    """One workload, built on the CPU and ready to be probed; the arguments are those of `open_workload`."""
 
     def __init__(
         self,
         workload: Workload,
-        settings: StepSettings,
+        settings: StepConfig,
         device: torch.device,
         limit_bytes: int | None,
         threads: int,
@@ -121,13 +102,13 @@ class WorkerState:
         self.limit_bytes = limit_bytes
         self.threads = threads
         self.flash = flash
-        self.step = Step(workload, enough(settings), device)
+        self.step = Step(workload, minimal_steps(settings), device)
         if device.type == "cpu":
             workload.model.to(dtype=self.step.precision.weights)
             self.held_bytes = _storage_bytes(workload.model)
             clear(device)
         else:
-            self.cuda = CudaProbe(self._step_on_card, device, limit_bytes)
+            self.cuda = CudaProbe(self._steps_on_gpu, device, limit_bytes)
 
     def probe(self, batch_size: int, seq_len: int | None) -> dict[str, Any]:
         """Try one size."""
@@ -155,9 +136,10 @@ class WorkerState:
             seq_len: tokens per sample; None for data of one fixed shape.
             limit_bytes: what model and steps may take together; None for all there is.
         """
+        torch.set_num_threads(self.threads)
+        self._start_threads_and_math_library()
         base_bytes = host_limits.size_bytes() - self.held_bytes
         total = sys.maxsize if limit_bytes is None else base_bytes + limit_bytes
-        torch.set_num_threads(self.threads)
         readings = StageReadings(
             lambda: host_limits.size_bytes() - base_bytes, lambda: host_limits.peak_bytes() - base_bytes
         )
@@ -172,16 +154,33 @@ class WorkerState:
         seconds = time.perf_counter() - start
         if isinstance(outcome, Failure):
             return measurement_to_json(Measurement(outcome.verdict, seconds=seconds, message=outcome.message))
-        peak = host_limits.peak_bytes() - base_bytes
+        # What came before the limit may have peaked above it.
+        peak = min(host_limits.peak_bytes(), total) - base_bytes
         resting, forward = readings.resting_bytes, readings.forward_bytes
         seen = Measurement(Verdict.FITS, None, peak, seconds, resting_bytes=resting, forward_bytes=forward)
         return measurement_to_json(seen)
 
-    def _step_on_card(self, batch_size: int, seq_len: int | None) -> None:
-        # Inside the attempt, so that a model too large for the card is an out-of-memory like any other.
+    def _start_threads_and_math_library(self) -> None:
+        """Take what a process takes once: stacks of OpenMP's threads, buffers of MKL and oneDNN.
+
+        That differs by machine (measured: 7 MiB with 2 threads, 61 MiB with 8; some 20 MiB with 2 threads on a Xeon
+        with AMX), and says nothing of a model.
+        """
+        dtype = self.step.precision.weights or torch.float32
+        rows, images, kernels = (
+            torch.ones(shape, dtype=dtype, requires_grad=True)
+            for shape in ((256, 256), (self.threads, 8, 32, 32), (8, 8, 3, 3))
+        )
+        with suppress(RuntimeError):  # a kernel that this CPU lacks is for the step to tell of
+            with self.step.precision.context(self.device):
+                loss = functional.linear(rows, rows).sum() + functional.conv2d(images, kernels).sum()
+            loss.backward()
+
+    def _steps_on_gpu(self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool]) -> None:
+        # Inside the trial, so that a model too large for the GPU is an out-of-memory like any other.
         self.workload.model.to(self.device, self.step.precision.weights)
         try:
-            self._steps(batch_size, seq_len, self.cuda.readings, self.cuda.settling.goes_on)
+            self._steps(batch_size, seq_len, on_stage, more)
         finally:
             self.workload.model.zero_grad(set_to_none=True)
             self.step.optimizer = None
@@ -220,7 +219,7 @@ def open_workload(
     Args:
         builder: `module:function`, which returns a `Workload`.
         arguments: its keyword arguments.
-        settings: the fields of a `StepSettings`.
+        settings: the fields of a `StepConfig`.
         device: as `torch.device` takes it.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
@@ -230,31 +229,28 @@ def open_workload(
         InvalidValue: there is no such device here.
     """
     if device != "cpu":
-        _check_card(device)
+        _check_gpu(device)
     threads = threads or torch.get_num_threads()
     if device == "cpu":
         _warm_up()
     module, _, attribute = builder.partition(":")
     workload: Workload = getattr(importlib.import_module(module), attribute)(**arguments)
-    return WorkerState(workload, StepSettings(**settings), torch.device(device), limit_bytes, threads, flash)
+    return WorkerState(workload, StepConfig(**settings), torch.device(device), limit_bytes, threads, flash)
 
 
-def look(device: str) -> dict[str, Any]:
-    """What there is to know about a card, as an answer.
-
-    Args:
-        device: as `torch.device` takes it.
+def query_gpu(device: str) -> dict[str, Any]:
+    """What PyTorch says of a GPU, as an answer.
 
     Raises:
-        InvalidValue: there is no such card here.
+        InvalidValue: there is no such GPU here.
     """
-    _check_card(device)
-    return {"card": gpu_facts(torch.device(device))}
+    _check_gpu(device)
+    return {"gpu": gpu_facts(torch.device(device))}
 
 
-def _check_card(device: str) -> None:
+def _check_gpu(device: str) -> None:
     if not torch.cuda.is_available():
-        raise InvalidValue("device", device, f"cpu, or a card that PyTorch {torch.__version__} can use here")
+        raise InvalidValue("device", device, f"cpu, or a GPU that PyTorch {torch.__version__} can use here")
     count = torch.cuda.device_count()
     if (torch.device(device).index or 0) >= count:
         raise InvalidValue("device", device, f"one of {', '.join(f'cuda:{index}' for index in range(count))}")
@@ -284,8 +280,8 @@ def main(argv: list[str]) -> int:
     served: WorkerState | None = None
     for request in requests_from(requests):
         try:
-            if "look" in request:
-                message: dict[str, Any] = look(**request["look"])
+            if "query_gpu" in request:
+                message: dict[str, Any] = query_gpu(**request["query_gpu"])
             elif "open" in request:
                 served = open_workload(**request["open"])
                 gc.freeze()

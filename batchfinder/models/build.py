@@ -1,7 +1,6 @@
-"""From what was given for `--model` to something that can be trained.
+"""Initialisation of weights that are fake tensors, which have no values.
 
-Workloads of the user's own: `package.module:factory` is imported, called, and what it returns is understood.
-"""
+From what was given for `--model`, a name, a config.json or `package.module:factory`, to a workload."""
 
 from __future__ import annotations
 
@@ -11,30 +10,66 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch._guards import active_fake_mode
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models.catalog import find_model
-from batchfinder.models.fake_init import pretend_initialisation
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
+from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.workload import Workload
 
-_ATTENTION = ("eager", "sdpa", "flash")
+
+def makes_fake_tensors() -> bool:
+    """Whether tensors made now would be fake ones."""
+    return active_fake_mode() is not None
+
+
+@contextmanager
+def allow_fake_init() -> Iterator[None]:
+    """Let truncated normal initialisation pass on fake tensors; nothing changes for real ones.
+
+    Of the functions in torch.nn.init it alone looks at the values it has drawn (torch 2.13, `_no_grad_trunc_normal_`:
+    `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
+    """
+    drawn = getattr(nn.init, "_no_grad_trunc_normal_", None)
+    if drawn is None or not makes_fake_tensors():
+        yield
+        return
+
+    def skip(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = skip
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = drawn
+
+
+_FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_EXPECTED = (
+    "a factory that returns a Workload, an nn.Module that takes input_ids, "
+    "or a LightningModule with make_batch(batch_size, seq_len)"
+)
 
 
 def build_workload(spec: str, *, attention: str | None = None, gradient_checkpointing: bool = False) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
-    Inside a `FakeTensorMode` the model is made of fake tensors and takes no memory. No generator of random numbers that
-    the user owns moves while a named model or a config is built.
+    Inside a `FakeTensorMode` the model is made of fake tensors and takes no memory. No random generator of the user's
+    moves while a named model or a config is built.
 
     Args:
-        spec: a model of the zoo (`list_models`), a path to a config.json or to its folder, or `package.module:factory`.
+        spec: a name in `list_models`, a path to a config.json or to its folder, or `package.module:factory`.
             A path that exists wins over a name, where it is written with a path separator.
         attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
             scaled_dot_product_attention), or None for the model's default.
@@ -45,8 +80,8 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
-    if attention is not None and attention not in _ATTENTION:
-        raise InvalidValue("attention", attention, f"one of {', '.join(_ATTENTION)}")
+    if attention is not None and attention not in ATTENTION_NAMES:
+        raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
     workload = _workload(spec, attention)
     if gradient_checkpointing:
         _checkpoint(workload.model, spec)
@@ -59,32 +94,25 @@ def _workload(spec: str, attention: str | None) -> Workload:
         if attention is not None:
             _change_attention(workload.model, attention, spec)
         return workload
+    from batchfinder.models.pretrained import workload_from_path, workload_from_row
+
     path = Path(spec).expanduser()
-    like_a_path = os.sep in spec or spec.endswith(".json")
-    if like_a_path and path.exists():
-        return _from_path(path, attention)
+    if (os.sep in spec or spec.endswith(".json")) and path.exists():
+        return workload_from_path(path, attention)
     try:
         row = find_model(spec)
     except UnknownName:
         if path.exists():
-            return _from_path(path, attention)
+            return workload_from_path(path, attention)
         if spec.endswith(".json") or spec.startswith((".", "~", os.sep)):
             raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
         raise
-    from batchfinder.models.pretrained import workload_from_row
-
     return workload_from_row(row, attention)
-
-
-def _from_path(path: Path, attention: str | None) -> Workload:
-    from batchfinder.models.pretrained import workload_from_path
-
-    return workload_from_path(path, attention)
 
 
 def _change_attention(model: Any, attention: str, spec: str) -> None:
     if not hasattr(model, "set_attn_implementation"):
-        raise InvalidValue("attention", attention, f"no option: {spec} chooses the attention of its model itself")
+        raise InvalidValue("attention", attention, f"no --attention: {spec} chooses the attention of its model itself")
     from batchfinder.models.pretrained import use_attention
 
     use_attention(model, attention, spec)
@@ -97,23 +125,16 @@ def _checkpoint(model: Any, spec: str) -> None:
     )
     name = type(model).__name__
     if not callable(enable):
-        raise InvalidValue("gradient_checkpointing", True, f"no option: {spec} enables it in its model ({name}) itself")
+        expected = f"no --gradient-checkpointing: {spec} enables it in its model ({name}) itself"
+        raise InvalidValue("gradient_checkpointing", True, expected)
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise InvalidValue("gradient_checkpointing", True, f"a model that supports it, which {spec} ({name}) does not")
     enable()
 
 
-_SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_EXPECTED = (
-    "a factory that returns a Workload, an nn.Module that takes input_ids, "
-    "or a LightningModule with make_batch(batch_size, seq_len)"
-)
-
-
 def is_factory(spec: str) -> bool:
     """Whether this is written `package.module:factory`."""
-    return _SPEC.fullmatch(spec) is not None
+    return _FACTORY.fullmatch(spec) is not None
 
 
 def workload_from_factory(spec: str) -> Workload:
@@ -135,16 +156,16 @@ def workload_from_factory(spec: str) -> Workload:
     factory: Any = _import(spec, module_name)
     for part in attribute.split("."):
         if not hasattr(factory, part):
-            raise InvalidValue("model", spec, f"a factory that exists, and {module_name} has no {attribute}")
+            raise InvalidValue("model", spec, f"a factory that exists; {module_name} has no {attribute}")
         factory = getattr(factory, part)
     if not callable(factory):
-        raise InvalidValue("model", spec, f"something that can be called, and it is of type {type(factory).__name__}")
-    with pretend_initialisation():
-        return understand(run_user_code(spec, factory), spec)
+        raise InvalidValue("model", spec, f"a factory that can be called; it is of type {type(factory).__name__}")
+    with allow_fake_init():
+        return workload_from_object(run_user_code(spec, factory), spec)
 
 
-def understand(made: Any, spec: str) -> Workload:
-    """Turn what a factory returned into a workload.
+def workload_from_object(made: Any, spec: str) -> Workload:
+    """Make a workload of what a factory returned.
 
     Args:
         made: a Workload, a transformers model, a module with a training step, or a module that takes token ids.
@@ -166,8 +187,7 @@ def understand(made: Any, spec: str) -> Workload:
     if callable(make_batch):
         return Workload(made, make_batch)
     # A transformers model cannot exist unless the user's code has imported the library already.
-    pretrained = "transformers.modeling_utils" in sys.modules
-    if pretrained:
+    if "transformers.modeling_utils" in sys.modules:
         from batchfinder.models.pretrained import is_pretrained, workload_from_model
 
         if is_pretrained(made):
@@ -199,7 +219,7 @@ def _import(spec: str, module_name: str) -> Any:
             if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
                 raise
             where = f"in {os.getcwd()} or on the Python path"
-            raise InvalidValue("model", spec, f"a module that exists: there is no {error.name} {where}") from None
+            raise InvalidValue("model", spec, f"a module that exists; there is no {error.name} {where}") from None
 
     return run_user_code(f"importing {module_name}", load)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from batchfinder.errors import UnknownName
@@ -122,6 +124,16 @@ def find_model(name: str) -> ModelRow:
     known = "" if matches else f"Known models: {', '.join(list_models())}. "
     hint = f"{known}A path to a config.json or its folder, or package.module:factory, will do as well."
     raise UnknownName("model", name, matches, hint)
+
+
+def check_model_name(model: str) -> None:
+    """Find a misspelt name early; paths, configs and factories are checked where they are built.
+
+    Raises:
+        UnknownName: no such model.
+    """
+    if not (":" in model or os.sep in model or model.endswith(".json") or Path(model).exists()):
+        find_model(model)
 
 
 def _plain(name: str) -> str:

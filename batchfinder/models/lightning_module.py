@@ -1,6 +1,6 @@
-"""A LightningModule as a workload: its training_step and configure_optimizers are used, without a Trainer.
+"""A LightningModule as a workload: its training_step and configure_optimizers, called without a Trainer.
 
-It is known by its methods, so that Lightning is imported only where the user's own code does so. Of its hooks only
+It is recognised by its methods, so that Lightning is imported only where the user's own code does so. Of its hooks only
 `configure_model` runs; `setup` and data loading do not.
 """
 
@@ -18,36 +18,33 @@ from torch import nn
 from batchfinder.errors import InvalidValue
 from batchfinder.training.workload import Workload
 
-RunUserCode = Callable[..., Any]
-_LOGGERS = ("log", "log_dict")
+_LOGGING = ("log", "log_dict", "print")
 
 
 def has_training_step(module: nn.Module) -> bool:
-    """Whether this is a LightningModule, or a module that does as one."""
+    """Whether this is a LightningModule, or a module with the same methods."""
     return callable(getattr(module, "training_step", None)) and callable(getattr(module, "configure_optimizers", None))
 
 
-def workload_from_training_step(module: nn.Module, what: str, run_user_code: RunUserCode) -> Workload:
+def workload_from_training_step(module: nn.Module, what: str, run_user_code: Callable[..., Any]) -> Workload:
     """Make a workload of a module with `training_step`, `configure_optimizers` and `make_batch`.
 
     Args:
         module: the module; `make_batch(batch_size, seq_len)` is a method of its own.
         what: the name the messages call it by.
-        run_user_code: `run_user_code(what, function, *args)` calls a method of its.
+        run_user_code: `run_user_code(what, function)` calls one of its methods.
 
     Raises:
-        InvalidValue: it optimizes by hand, or has other than one optimizer.
+        InvalidValue: it uses manual optimization, or has none or several optimizers.
+        UserCodeFailed: its `configure_model` or `configure_optimizers` raised.
     """
     name = type(module).__name__
     if not getattr(module, "automatic_optimization", True):
-        raise InvalidValue(
-            "model",
-            what,
-            f"automatic optimization: {name} optimizes by hand, which is not supported by the simulator yet",
-        )
+        expected = f"automatic optimization; {name} uses manual optimization, which the simulator does not support yet"
+        raise InvalidValue("model", what, expected)
     if callable(configure_model := getattr(module, "configure_model", None)):
         run_user_code(f"{what} ({name}.configure_model)", configure_model)
-    # Asked once here, so that what cannot be simulated is said before anything is recorded.
+    # Called once here, so that what cannot be simulated is refused before anything is recorded.
     _single_optimizer(run_user_code(f"{what} ({name}.configure_optimizers)", module.configure_optimizers), name, what)
     return Workload(
         model=TrainingStep(module),
@@ -60,26 +57,51 @@ def workload_from_training_step(module: nn.Module, what: str, run_user_code: Run
 
 
 class TrainingStep(nn.Module):
-    """A module whose forward is another's training step, so that hooks see the names inside it.
-
-    Args:
-        module: the module with the `training_step`.
-    """
+    """A module whose forward is another module's training step, so that hooks see the names inside it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, batch: Any) -> Any:
-        """Run the training step on a whole batch, as batch 0.
+        """Run the training step on a whole batch, as batch 0."""
+        with without_logging(self.module):
+            return call_step(self.module.training_step, batch)
 
-        Args:
-            batch: what the module's `make_batch` returned.
-        """
-        step: Any = self.module.training_step
-        takes_index = "batch_idx" in inspect.signature(step).parameters
-        with _unlogged(self.module):
-            return step(batch, 0) if takes_index else step(batch)
+
+def call_step(step: Any, batch: Any) -> Any:
+    """Call a LightningModule's `training_step`, `validation_step`, ... as Lightning's loops do: by position.
+
+    `batch_idx` is passed to every step that takes two arguments, whatever their names, and `dataloader_idx` where the
+    third is called so. Source: `is_param_in_hook_signature` in
+    https://github.com/Lightning-AI/pytorch-lightning/blob/2.5.0/src/lightning/pytorch/utilities/signature_utils.py
+    and its uses in `_TrainingEpochLoop` and `_EvaluationLoop`.
+
+    Args:
+        step: the bound method.
+        batch: passed whole, as batch 0 of dataloader 0.
+    """
+    parameters = list(inspect.signature(step).parameters.values())
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if named[2:3] == ["dataloader_idx"]:
+        return step(batch, 0, 0)
+    takes_index = len(named) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    return step(batch, 0) if takes_index else step(batch)
+
+
+@contextmanager
+def without_logging(module: nn.Module) -> Iterator[None]:
+    """Let `self.log` and `self.print` do nothing where there is no Trainer: they would warn at every step, or raise."""
+    replaced = [name for name in _LOGGING if hasattr(module, name) and name not in vars(module)]
+    if getattr(module, "_trainer", None) is not None:
+        replaced = []
+    for name in replaced:
+        vars(module)[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for name in replaced:
+            vars(module).pop(name, None)
 
 
 @dataclass(frozen=True)
@@ -118,7 +140,7 @@ def _single_optimizer(configured: Any, name: str, what: str) -> torch.optim.Opti
     optimizers = [entry.get("optimizer") if isinstance(entry, Mapping) else entry for entry in given]
     if len(optimizers) > 1:
         raise InvalidValue(
-            "model", what, f"one optimizer: {name} has {len(optimizers)}, which is not supported by the simulator yet"
+            "model", what, f"one optimizer: {name} has {len(optimizers)}, which the simulator does not support yet"
         )
     if not optimizers or not isinstance(optimizers[0], torch.optim.Optimizer):
         raise InvalidValue("model", what, f"an optimizer from {name}.configure_optimizers, not {configured!r}")
@@ -132,22 +154,3 @@ def _loss(output: Any, batch: Any) -> torch.Tensor:
             "model", type(output).__name__, 'a training_step that returns a tensor or a dict with "loss"'
         )
     return loss
-
-
-@contextmanager
-def _unlogged(module: nn.Module) -> Iterator[None]:
-    """Let `self.log` do nothing: without a Trainer there is nowhere to log to, and it would warn at every step."""
-    taken = [name for name in _LOGGERS if hasattr(module, name) and name not in vars(module)]
-    if getattr(module, "_trainer", None) is not None:
-        taken = []
-    for name in taken:
-        vars(module)[name] = _log_nothing
-    try:
-        yield
-    finally:
-        for name in taken:
-            vars(module).pop(name, None)
-
-
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    pass

@@ -16,8 +16,8 @@ import transformers
 from torch import nn
 
 from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.models.build import makes_fake_tensors
 from batchfinder.models.catalog import ModelRow, families
-from batchfinder.models.fake_init import is_pretending
 from batchfinder.models.synthetic_batches import ImageBatches, TextBatches
 from batchfinder.training.workload import Workload
 
@@ -34,10 +34,6 @@ ATTENTION = {
 def workload_from_row(row: ModelRow, attention: str | None) -> Workload:
     """Build a named model.
 
-    Args:
-        row: its figures.
-        attention: `eager`, `sdpa`, `flash`, or None for the model's default.
-
     Raises:
         InvalidValue: the model does not have this attention.
     """
@@ -50,7 +46,7 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
 
     Args:
         path: the file, or the folder that holds it.
-        attention: `eager`, `sdpa`, `flash`, or None for the model's default.
+        attention: one of `ATTENTION`, or None for the model's default.
 
     Raises:
         InvalidValue: no config can be read there, or the model does not have this attention.
@@ -65,7 +61,7 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
     model_type = figures.get("model_type") if isinstance(figures, dict) else None
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         version = f"transformers {transformers.__version__}"
-        raise InvalidValue("model", str(file), f"a config.json whose model_type {version} knows, not {model_type!r}")
+        raise InvalidValue("model", str(file), f"a config.json whose model_type {version} supports, not {model_type!r}")
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(figures)
         model_class = _head(config, figures.get("architectures") or [])
@@ -114,14 +110,14 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Build without log lines, without moving the random generators, and without initialising pretend weights."""
+    """Build without log lines, without moving the random generators, and without initialising fake weights."""
     from transformers.initialization import no_init_weights
 
     level = transformers.logging.get_verbosity()
     with ExitStack() as stack:
         stack.callback(transformers.logging.set_verbosity, level)
         transformers.logging.set_verbosity(logging.ERROR)
-        if is_pretending():
+        if makes_fake_tensors():
             # Fake tensors have no values to initialise; ViT's initialisation even reads one back, which they cannot.
             stack.enter_context(no_init_weights())
         else:
@@ -132,7 +128,7 @@ def _undisturbed() -> Iterator[None]:
 def _attention(model_class: Any, attention: str, what: str) -> str:
     has = [ours for ours, (_, flag) in ATTENTION.items() if not flag or getattr(model_class, flag, False)]
     if attention not in has:
-        raise InvalidValue("attention", attention, f"{' or '.join(has)}, which is what {what} has")
+        raise InvalidValue("attention", attention, f"{' or '.join(has)}, which {what} supports")
     return ATTENTION[attention][0]
 
 
@@ -151,18 +147,17 @@ def _head(config: Any, architectures: list[str]) -> Any:
     for kind in kinds:
         if config.model_type in kind:
             return getattr(transformers, kind[config.model_type])
-    raise InvalidValue(
-        "model", config.model_type, "a model of text or of image classification; a package.module:factory can do others"
-    )
+    expected = "a text or image classification model; for others give a package.module:factory"
+    raise InvalidValue("model", config.model_type, expected)
 
 
 def _batches(model: nn.Module, what: str) -> dict[str, Any]:
     labels = families().labels(type(model).__name__)
     build = {"input_ids": _text_batches, "pixel_values": _image_batches}.get(getattr(model, "main_input_name", ""))
     if labels is None or build is None:
-        raise InvalidValue(
-            "model", what, f"a head with a known batch, which {type(model).__name__} is not; return a Workload instead"
-        )
+        name = type(model).__name__
+        expected = f"a model whose batches are known; for {name} give a factory that returns a Workload with make_batch"
+        raise InvalidValue("model", what, expected)
     return build(model, labels)
 
 

@@ -1,1 +1,1 @@
-"""Runs a training step on a pretend GPU and writes down each allocation."""
+"""Runs a training step on a fake GPU and writes down each allocation."""

@@ -1,4 +1,4 @@
-"""CUDA's autocast policy, for the pretend GPU.
+"""CUDA's autocast policy, for the fake GPU.
 
 PyTorch keeps the lists of operators per policy in `aten/src/ATen/autocast_mode.h` as macros for any backend to use
 (https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and the
@@ -20,17 +20,17 @@ from torch.library import Library, fallthrough_kernel
 from batchfinder.recording.fake_device import DEVICE_TYPE
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-LOWER_PRECISION = _names("""
+LOWER_PRECISION = _split("""
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
     bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell
     rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
 """)
-FP32 = _names("""
+FP32 = _split("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
     pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm
     nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
@@ -40,11 +40,11 @@ FP32 = _names("""
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa
 """)
-FP32_SET_OPT_DTYPE = _names("""
+FP32_SET_OPT_DTYPE = _split("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
-PROMOTE = _names("""
+PROMOTE = _split("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
 # The overload that takes the output's type, for those that are sent to another overload.
@@ -56,7 +56,7 @@ _cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 @functools.cache
 def register() -> Library:
-    """Install the policies on the pretend GPU's autocast key. Once per process.
+    """Install the policies on the fake GPU's autocast key, once per process.
 
     Returns:
         The library that holds the registrations; they last as long as it does.
@@ -77,8 +77,8 @@ def register() -> Library:
                 library.impl(name, policy(operator))
     for name, typed in FP32_APPEND_DTYPE.items():
         library.impl(name, _to_typed_overload(_find(name), _find(typed)))
-    library.impl("binary_cross_entropy", _refused)
-    _forget_with_torch()
+    library.impl("binary_cross_entropy", _refuse_bce)
+    _clear_cache_with_torch()
     library.others = others  # type: ignore[attr-defined]
     return library
 
@@ -89,7 +89,7 @@ def _find(name: str) -> Any:
     return getattr(packet_found, overload or "default", None) if packet_found is not None else None
 
 
-def _forget_with_torch() -> None:
+def _clear_cache_with_torch() -> None:
     """Drop the cached casts whenever PyTorch drops its own: at the end of the outermost region."""
     clear = torch.clear_autocast_cache
 
@@ -187,7 +187,7 @@ def _to_typed_overload(operator: Any, typed: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _refused(*_: Any, **__: Any) -> Any:
+def _refuse_bce(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
         "binary_cross_entropy (BCELoss) is refused under autocast, on CUDA as here: "
         "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) and leave out the sigmoid"

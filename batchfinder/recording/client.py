@@ -1,28 +1,24 @@
-"""The near end of the recording process: asks for recordings and turns failures into clear errors.
-
-Nothing here imports torch.
-"""
+"""Starts the recording process, asks it for recordings, and turns failures into clear errors. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import shutil
-import signal
 import tempfile
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from batchfinder import errors
+from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.simulator.trace import Trace
-from batchfinder.training import child_process
+from batchfinder.training.child_process import Child, ChildDied, revive
 from batchfinder.training.spec import RecordingJob, WorkloadFacts, WorkloadSpec
 
-_LAST_WORDS = 800
 _T = TypeVar("_T")
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
@@ -32,7 +28,7 @@ _NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses
 
 
 class RecordingClient:
-    """A process that records one workload's steps on the pretend GPU.
+    """A process that records one workload's steps on the fake device.
 
     Args:
         spec: how to build the workload there.
@@ -46,26 +42,20 @@ class RecordingClient:
 
     def __init__(self, spec: WorkloadSpec, workers: int | None = None) -> None:
         self.spec = spec
-        self._folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
-        self._died: errors.RecordingDied | None = None
+        self._died: RecordingDied | None = None
         self._next = 0
-        requests_read, self._requests = os.pipe()
-        answers, answers_write = os.pipe()
-        self._process = child_process.start(
+        folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        self._child = Child(
             "batchfinder.recording.server",
-            (requests_read, answers_write),
-            (str(self._folder), str(workers or os.cpu_count() or 1)),
-            self._folder / "log",
-            {"TORCHINDUCTOR_CACHE_DIR": str(self._folder), **os.environ, **_NO_GPU},
+            (str(folder), str(workers or os.cpu_count() or 1)),
+            {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)), **_NO_GPU},
+            folder,
         )
-        os.close(requests_read)
-        os.close(answers_write)
-        self._send({"open": {"builder": spec.builder, "arguments": spec.arguments, "fingerprint": spec.fingerprint}})
-        self._reader = threading.Thread(target=self._read, args=(answers,), daemon=True)
+        self._child.send({"open": asdict(spec)})
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
         self._reader.start()
 
     def __enter__(self) -> RecordingClient:
@@ -98,92 +88,58 @@ class RecordingClient:
             number = self._next
             self._next += 1
             self._futures[number] = (job, future)
-        self._send({"record": job.to_json(), "id": number})
+        self._child.send({"record": job.to_json(), "id": number})
         return future
 
     def close(self) -> None:
         """End the process and everything it started. Recordings that are still to come fail."""
-        with self._sending:
-            requests, self._requests = self._requests, -1
-        if requests >= 0:
-            os.close(requests)
-        self._kill()
+        self._child.kill()
         self._reader.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._child.close()
 
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _send(self, request: dict[str, Any]) -> None:
-        with self._sending, contextlib.suppress(BrokenPipeError):
-            if self._requests >= 0:
-                os.write(self._requests, json.dumps(request).encode() + b"\n")
-
-    def _read(self, answers: int) -> None:
-        what = _what(self.spec)
+    def _read_answers(self) -> None:
+        """Until the process ends: then everything that was asked of it and has no answer fails."""
         try:
-            with os.fdopen(answers, "rb") as stream:
-                for line in stream:
-                    self._take(json.loads(line))
-        except Exception as error:
-            # Whatever it says next would be no better understood.
-            what = _unreadable(what, error)
-            self._kill()
-        finally:
-            self._abandon(what)
-
-    def _take(self, answer: dict[str, Any]) -> None:
-        if "facts" in answer:
-            _settle(self._facts, WorkloadFacts(**answer["facts"]))
-        elif "error" in answer:
-            _settle(self._facts, revive(answer["error"], _what(self.spec)))
-        else:
-            self._finish(answer["id"], answer["exit"])
-
-    def _finish(self, number: int, exit_code: int) -> None:
-        with self._lock:
-            job, future = self._futures.pop(number)
-        what = f"{_what(job.workload or self.spec)} at {job}"
-        try:
-            _settle(future, self._result(number, what, exit_code))
-        except Exception as error:
-            _settle(future, errors.RecordingDied(_unreadable(what, error), "", exit_code))
-
-    def _result(self, number: int, what: str, exit_code: int) -> Trace | errors.BatchFinderError:
-        path = self._folder / f"{number}.json"
-        if not path.exists():
-            operator_file = self._folder / f"{number}.operator"
-            operator = operator_file.read_text().strip() if operator_file.exists() else ""
-            return errors.RecordingDied(what, operator, exit_code, self._last_words(f"{number}.log"))
-        result = json.loads(path.read_text())
-        path.unlink()
-        if "error" in result:
-            return revive(result["error"], what)
-        return Trace.from_json(result["trace"])
-
-    def _abandon(self, what: str) -> None:
-        """The process has ended: whatever was asked of it will not come."""
-        self._process.wait()
-        died = errors.RecordingDied(what, "", self._process.returncode, self._last_words())
+            while True:
+                self._take(self._child.receive())
+        except ChildDied as death:
+            died = RecordingDied(self.spec.name, "", death.exit_code, death.last_words)
+        except Exception as error:  # whatever it says next would not be understood either
+            self._child.kill()
+            died = RecordingDied(self.spec.name, "", None, _unreadable(error))
         with self._lock:
             self._died = died
             waiting, self._futures = list(self._futures.values()), {}
         for _, future in waiting:
-            _settle(future, died)
-        _settle(self._facts, died)
+            _resolve(future, died)
+        _resolve(self._facts, died)
 
-    def _last_words(self, name: str = "log") -> str:
-        log = self._folder / name
-        return log.read_text(errors="replace")[-_LAST_WORDS:].strip() if log.exists() else ""
+    def _take(self, answer: Mapping[str, Any]) -> None:
+        if "facts" in answer:
+            _resolve(self._facts, WorkloadFacts(**answer["facts"]))
+        elif "error" in answer:
+            _resolve(self._facts, _revive(answer["error"], self.spec.name))
+        else:
+            with self._lock:
+                job, future = self._futures.pop(answer["id"])
+            what = f"{(job.workload or self.spec).name} at {job}"
+            try:
+                _resolve(future, self._read_recording(answer["id"], what, answer["exit"]))
+            except Exception as error:
+                _resolve(future, RecordingDied(what, "", answer["exit"], _unreadable(error)))
+
+    def _read_recording(self, number: int, what: str, exit_code: int) -> Trace | BatchFinderError:
+        path = self._child.folder / f"{number}.json"
+        if not path.exists():
+            operator_file = path.with_suffix(".operator")
+            operator = operator_file.read_text().strip() if operator_file.exists() else ""
+            return RecordingDied(what, operator, exit_code, self._child.last_words(f"{number}.log"))
+        result = json.loads(path.read_text())
+        path.unlink()
+        return _revive(result["error"], what) if "error" in result else Trace.from_json(result["trace"])
 
 
-def _what(spec: WorkloadSpec) -> str:
-    return str(spec.arguments.get("spec", spec.builder))
-
-
-def _settle(future: Future[_T], outcome: _T | BaseException) -> None:
+def _resolve(future: Future[_T], outcome: _T | BaseException) -> None:
     """Give a future its result or exception, unless it has one or was cancelled."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
@@ -192,27 +148,18 @@ def _settle(future: Future[_T], outcome: _T | BaseException) -> None:
             future.set_result(outcome)
 
 
-def _unreadable(what: str, error: Exception) -> str:
-    return f"{what} gave an answer that cannot be read ({type(error).__name__}: {error}) and"
+def _unreadable(error: Exception) -> str:
+    return f"an answer that cannot be read ({type(error).__name__}: {error})"
 
 
-def revive(description: dict[str, Any], what: str) -> errors.BatchFinderError:
-    """The error that the recording process described.
-
-    Args:
-        description: as `server.describe` makes it.
-        what: what was being done, for the message.
-    """
-    if description["type"]:
-        kind = getattr(errors, description["type"])
-        error: errors.BatchFinderError = kind.__new__(kind)
-        Exception.__init__(error, description["message"])
-        error.__dict__.update(description["fields"])
-        return error
+def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
+    """The error that the recording process described: where code asked for values of fake tensors, in our words."""
     message = description["message"]
-    if description["module"].startswith("torch._subclasses") or any(sign in message for sign in _NEEDS_VALUES):
-        return errors.RecordingFailed(
-            f"recording {what} met something that has no meaning without values: {message}\n"
+    if not description["type"] and (
+        description["module"].startswith("torch._subclasses") or any(sign in message for sign in _NEEDS_VALUES)
+    ):
+        return RecordingFailed(
+            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}\n"
             "Give the model fixed shapes and no decisions on tensors' values, or measure on a real GPU."
         )
-    return errors.UserCodeFailed(what, description["traceback"])
+    return revive(description, what)

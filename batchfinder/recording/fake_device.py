@@ -1,4 +1,4 @@
-"""The pretend GPU: a device with no memory and no arithmetic, on which shapes and lifetimes are real.
+"""The fake GPU: a device with no memory and no arithmetic, on which shapes and lifetimes are real.
 
 It is a PrivateUse1 backend made of fake tensors. PyTorch treats that backend like CUDA in most places (bool dropout
 masks, foreach optimizers, the autograd engine's device threads), works with CPU-only and CUDA builds alike, and, unlike
@@ -8,22 +8,33 @@ process and cannot be undone, so it belongs in a child process.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.library import Library
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 DEVICE_TYPE = "pretend"
+_CUDA = 1  # c10::DeviceType::CUDA
+
+ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+"""Operators that PyTorch composes of others for a backend without a kernel of its own, and that are one kernel on CUDA.
+
+SiLU's backward then makes one tensor of the input's size, where the composition has six alive at one time. A test
+compares the list with the dispatch entries of native_functions.yaml.
+"""
 
 
 class _DeviceModule:
-    """What `torch.pretend` must answer. Autocast and activation checkpointing ask for the supported types."""
+    """What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types."""
 
     def is_initialized(self) -> bool:
         return True
@@ -57,69 +68,88 @@ class FakeDeviceMode(FakeTensorMode):
 
 @functools.cache
 def register() -> torch.device:
-    """Make the pretend GPU this process's accelerator. Once done it stays.
-
-    Returns:
-        The device to put models and batches on.
-    """
+    """Make the fake GPU this process's accelerator, for good, and return the device to put models and batches on."""
     _setup_privateuseone_for_python_backend(rename=DEVICE_TYPE, backend_module=_DeviceModule())
+    _kernels()
     _pass_for_ordinary_tensors()
     return torch.device(DEVICE_TYPE, 0)
 
 
-def _pass_for_ordinary_tensors() -> None:
-    """Let code that treats fake tensors specially take the path it would take on a GPU.
+@functools.cache
+def _kernels() -> Library:
+    """Register the kernels of `ONE_KERNEL_ON_CUDA`; they never run, since the fake mode computes the outputs."""
+    library = Library("aten", "IMPL", "PrivateUse1")
+    for name in ONE_KERNEL_ON_CUDA:
+        library.impl(name, _never_called)
+    return library
 
-    Optimizers choose their foreach variants by the exact type of the parameters, and transformers builds attention
-    masks that it would skip on a GPU when it believes that it is being traced.
+
+def _never_called(*args: object, **kwargs: object) -> None:
+    raise AssertionError("a kernel of the fake GPU was called outside of its fake mode")
+
+
+def disable_cuda() -> None:
+    """In a fork of a process that may use CUDA: let PyTorch see no CUDA backend, for good.
+
+    A CUDA call in such a fork fails, and the autograd engine makes one at the first backward, in a thread for each
+    device, which ends the process. It passes over a backend that is missing in this table of device guards, and an
+    operator on a CUDA tensor then raises a RuntimeError.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp (set_device),
+    https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/impl/DeviceGuardImplInterface.h
     """
+    if sys.platform == "linux":
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        guards = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+        guards[_CUDA] = None
+    torch.cuda.is_available = lambda: False  # else optimizers ask the current stream whether it captures a graph
+
+
+def _pass_for_ordinary_tensors() -> None:
+    """Let optimizers, which choose their foreach variants by the exact type of the parameters, take fake ones too."""
     for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
         if FakeTensor not in types:
             types.append(FakeTensor)
 
 
 def hide_from_transformers() -> None:
-    """Tell transformers, if it is loaded, that no tensor is fake (see `_pass_for_ordinary_tensors`)."""
+    """Tell transformers, if it is loaded, that no tensor is fake.
+
+    It builds attention masks that it would skip on a GPU when it believes that it is being traced.
+    """
     module = sys.modules.get("transformers.utils.import_utils")
     if module is not None and hasattr(module, "is_fake_tensor"):
         setattr(module, "is_fake_tensor", lambda tensor: False)  # noqa: B010
 
 
-def pretend_copy(
-    tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """A tensor of the same shape and strides on the pretend device, sharing nothing with `tensor`.
+def fake_copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A tensor of the same shape and strides on the fake GPU, where a fake mode is active.
 
     Args:
-        tensor: any shape; real or fake, on any device.
-        device: the pretend device.
-        mode: the fake mode that is active.
+        tensor: any shape; real or fake, on any device. Only its metadata are read.
+        device: as `register` returned it.
         dtype: the copy's type; the tensor's own by default.
     """
-    if not isinstance(tensor, FakeTensor):
-        tensor = mode.from_tensor(tensor)
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
 
 def move_module(
     module: nn.Module,
     device: torch.device,
-    mode: FakeTensorMode,
     dtype: torch.dtype | None = None,
-    settle: Callable[[nn.Module], None] = lambda module: None,
+    on_moved: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
     """What `module.to(device, dtype)` does, in the same order, for modules of real or fake CPU tensors.
 
-    A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. Order (children
-    first, then parameters, then buffers) as in
-    `torch.nn.Module._apply`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `settle` is
-    called with each module whose tensors have been moved.
+    A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. The order (children,
+    then parameters, then buffers) is that of `torch.nn.Module._apply`,
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `on_moved` is called with each module
+    whose tensors have been moved.
     """
     moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in moved:
-            copy = pretend_copy(tensor.detach(), device, mode, dtype if tensor.is_floating_point() else None)
+            copy = fake_copy(tensor, device, dtype if tensor.is_floating_point() else None)
             if isinstance(tensor, nn.Parameter):
                 copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
             moved[id(tensor)] = copy
@@ -132,6 +162,6 @@ def move_module(
             for name, tensor in store.items():
                 if tensor is not None:
                     store[name] = move(tensor)  # type: ignore[assignment]
-        settle(current)
+        on_moved(current)
 
     visit(module)

@@ -1,12 +1,8 @@
-"""Answers for code that reads a value from a tensor that has none.
+"""Answers for code that reads values of fake tensors: scalars, data-dependent shapes, lengths of packed sequences.
 
 `.item()`, `bool(tensor)` and operators whose output's shape depends on values must not end a recording. Each gets one
-fixed, plausible answer, and the recording says that it did so.
-
-Packed sequences without their lengths: all are taken to be as long as the longest one can be.
-
-Source: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/PackedSequence.cpp (read in a copy of
-2024), for sequences of one length.
+fixed, plausible answer, and the recording says that it did so. Packed sequences are taken to be of full length, as in
+https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/PackedSequence.cpp (read in a copy of 2024).
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
     Args:
         tensor: one element.
         made_by: the operator that made its storage.
-        filled_with: the constant it was made with, if it was.
+        filled_with: the constant it was made with; None without one.
 
     Returns:
         The constant it was made with; else True for `all`, False for `any` and other tests (nothing is masked, nothing
@@ -60,12 +56,12 @@ _FILLED = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::sc
 
 
 def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor], float | None]) -> float | None:
-    """The value that every element of an operator's new tensor is taken to have; None where nothing is known of it.
+    """The value that every element of an operator's new tensor is taken to have; None for an unknown one.
 
     Args:
         func: the operator.
         args: its arguments.
-        known: what is known of the tensors among these.
+        known: the constant that a tensor among these is filled with, or None.
 
     Returns:
         The constant that a tensor is filled with, also if it is a copy; the number of elements for the sum of a mask
@@ -100,6 +96,9 @@ def filled_in_place(func: Any, args: tuple[Any, ...]) -> float | None:
     return None
 
 
+_MASKS = (torch.bool, torch.uint8)
+
+
 def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device=tensor.device)
 
@@ -131,54 +130,20 @@ def _index(tensor: torch.Tensor, indices: Any) -> torch.Tensor:
     return output
 
 
-_MASKS = (torch.bool, torch.uint8)
-
-# As large as they can get: every element is selected, every element is different.
-LARGEST_OUTPUT: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked_select,
-    aten._unique2.default: _unique,
-    aten.bincount.default: _bincount,
-    aten.index.Tensor: _index,
-}
-
-
-def largest_output(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to run in place of an operator whose output's shape depends on values; None where the shape is known."""
-    if func is aten.index.Tensor and not any(index is not None and index.dtype in _MASKS for index in args[1]):
-        return None
-    return LARGEST_OUTPUT.get(func)
-
-
-_known: dict[int, tuple[weakref.ref[Any], int]] = {}
-
-
-@functools.cache
-def register() -> tuple[Library, ...]:
-    """Let the pretend GPU pack sequences and unpack them. Once per process.
-
-    Returns:
-        The libraries that hold the registrations; they last as long as these do.
-    """
-    LARGEST_OUTPUT[aten._pack_padded_sequence.default] = _pack
-    libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
-    for library in libraries:
-        library.impl("_pack_padded_sequence_backward", _pack_backward)
-        library.impl("_pad_packed_sequence", _unpack)
-    return libraries
+_equal_lists: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def known_element(tensor: torch.Tensor) -> int | None:
-    """What each element is of a list of lengths, or of samples per step, that was made here; None for other tensors."""
-    known = _known.get(tensor.untyped_storage()._cdata)
+    """What each element of a list of lengths, or of samples per step, is that was made here; None for others."""
+    known = _equal_lists.get(tensor.untyped_storage()._cdata)
     return None if known is None or known[0]() is None else known[1]
 
 
 def _counts(number: int, each: int) -> torch.Tensor:
-    """That many equal numbers on the CPU, where such lists belong. The code reads them, so they are remembered."""
+    """That many equal numbers on the CPU, where PyTorch keeps such lists; remembered, since its code reads them."""
     counts = torch.empty(number, dtype=torch.int64, device="cpu")
     storage = counts.untyped_storage()
-    _known[storage._cdata] = (weakref.ref(storage), each)
+    _equal_lists[storage._cdata] = (weakref.ref(storage), each)
     return counts
 
 
@@ -186,6 +151,24 @@ def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tup
     """All steps of the first sample of each, then the second: a copy, made of another one if batches come first."""
     by_step = (padded.transpose(0, 1) if batch_first else padded).contiguous()
     return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
+
+
+# As large as they can get: every element is selected, every element is different, every sequence is of full length.
+_LARGEST_OUTPUT: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique,
+    aten.bincount.default: _bincount,
+    aten.index.Tensor: _index,
+    aten._pack_padded_sequence.default: _pack,
+}
+
+
+def largest_output(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """What to run in place of an operator whose output's shape depends on values; None where the shape is known."""
+    if func is aten.index.Tensor and not any(index is not None and index.dtype in _MASKS for index in args[1]):
+        return None
+    return _LARGEST_OUTPUT.get(func)
 
 
 def _pack_backward(
@@ -208,3 +191,17 @@ def _unpack(
     padded = torch.full((length, batch, *rest), padding_value, dtype=packed.dtype, device=packed.device)
     padded.narrow(0, 0, steps).narrow(1, 0, batch).copy_(packed.view(steps, batch, *rest))
     return (padded.transpose(0, 1) if batch_first else padded), _counts(batch, steps)
+
+
+@functools.cache
+def register() -> tuple[Library, ...]:
+    """Let the fake GPU unpack sequences and run the backward of packing them, once per process.
+
+    Returns:
+        The libraries that hold the registrations; they last as long as these do.
+    """
+    libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
+    for library in libraries:
+        library.impl("_pack_padded_sequence_backward", _pack_backward)
+        library.impl("_pad_packed_sequence", _unpack)
+    return libraries

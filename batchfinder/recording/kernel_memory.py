@@ -1,13 +1,10 @@
 """Memory that CUDA's kernels take for themselves, which no operator's output shows.
 
-Two sorts. The cuBLAS workspace stays: it is taken from the caching allocator the first time that a thread multiplies
-matrices on a stream, and the backward runs on a thread of its own, so a training step ends up with two. Scratch tensors
-come and go within one kernel; those that are as large as an activation are modelled, the rest is named in
-docs/simulator.md.
+The cuBLAS workspace stays: it is taken from the caching allocator the first time that a thread multiplies matrices on a
+stream, and the backward runs on a thread of its own, so a training step ends up with two. Scratch tensors come and go
+within one kernel; those that are as large as an activation are modelled, the rest is named in docs/simulator.md.
 
-What the attention kernels allocate besides their outputs, in bytes.
-
-Tensors are (batch, heads, tokens, head size), as the operators take them; inside, the kernels work on
+Tensors of attention are (batch, heads, tokens, head size), as the operators take them; inside, the kernels work on
 (batch, tokens, heads, head size) and copy what does not lie in memory in that order.
 """
 
@@ -22,6 +19,7 @@ import torch
 from batchfinder.recording.fake_device import DEVICE_TYPE
 
 aten = torch.ops.aten
+_FP32 = 4
 
 # What asks for a cuBLAS handle. An addmm with a bias runs in cuBLASLt, which shares cuBLAS's workspace.
 MATRIX_PRODUCTS = frozenset(
@@ -47,16 +45,16 @@ MATRIX_PRODUCTS = frozenset(
 # outputs and releases them, last first, at the kernel's end; so what counts is what is alive at one time.
 Scratch = Callable[..., list[int]]
 
-# Operators that have no fake kernel, or one that leaves out memory, with what makes their outputs instead. Filled up by
-# `recurrent.register`.
+# Operators that have no fake kernel, or one that leaves out memory, with what makes their outputs instead. Filled by
+# `rnn.register`.
 REPLACED: dict[Any, Callable[..., Any]] = {}
 
 
 def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator does nothing but write to lists of tensors on the pretend GPU, as an optimizer's step does.
+    """Whether an operator does nothing but write to lists of tensors on the fake GPU, as an optimizer's step does.
 
-    Such a kernel takes no memory and its tensors have no values, so there is nothing to be done. To compute what it
-    would do to hundreds of shapes is a fifth of a recording's time.
+    Such a kernel takes no memory and its tensors have no values, so it need not run: computing what it would do to
+    hundreds of shapes takes a fifth of a recording's time.
     """
     return _writes_lists(func) and all(tensor.device.type == DEVICE_TYPE for tensor in args[0])
 
@@ -91,29 +89,8 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
     return [size * scores.numel(), scores.numel(), scores.numel() // scores.size(dim)]
 
 
-# Filled up by `attention.register` with the scratch of the simulated GPU's attention kernels.
+# `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's.
 SCRATCH: dict[Any, Scratch] = {aten._safe_softmax.default: _safe_softmax}
-
-
-_FP32 = 4
-
-
-def attention_scratch(capability: tuple[int, int]) -> dict[Any, Scratch]:
-    """The entries of `kernels.SCRATCH` for the attention operators.
-
-    Args:
-        capability: the simulated GPU's compute capability.
-    """
-
-    def efficient_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> list[int]:
-        query, _key, value = rest[:3]
-        return efficient_backward_bytes(capability, grad, query, value)
-
-    return {
-        aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
-        aten._scaled_dot_product_efficient_attention.default: efficient_forward_bytes,
-        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
-    }
 
 
 def flash_backward_bytes(
@@ -201,6 +178,20 @@ def efficient_backward_bytes(
     if half and not in_registers:
         workspace += _FP32 * rows * tile_keys * (_round_up(head, tile_queries) + _round_up(value_head, tile_queries))
     return [*copies, delta, workspace]
+
+
+def attention_scratch(capability: tuple[int, int]) -> dict[Any, Scratch]:
+    """The entries of `SCRATCH` for the attention operators of a GPU of this compute capability."""
+
+    def efficient_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> list[int]:
+        query, _key, value = rest[:3]
+        return efficient_backward_bytes(capability, grad, query, value)
+
+    return {
+        aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
+        aten._scaled_dot_product_efficient_attention.default: efficient_forward_bytes,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    }
 
 
 def _tiles(capability: tuple[int, int], half: bool, head: int) -> tuple[int, int, bool]:

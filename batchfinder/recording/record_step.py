@@ -1,7 +1,4 @@
-"""Which module made an allocation, in the forward and in the backward.
-
-One training step of a workload on the pretend GPU, as a trace.
-"""
+"""Records one training step of a workload on the fake GPU, as a trace of allocations and the modules they are from."""
 
 from __future__ import annotations
 
@@ -18,8 +15,89 @@ from torch.nn.modules import module as nn_module
 from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.step import Step, StepSettings
+from batchfinder.training.spec import StepConfig
+from batchfinder.training.step import Step
 from batchfinder.training.workload import Workload
+
+_CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
+
+
+def record_step(
+    workload: Workload,
+    config: StepConfig,
+    capability: tuple[int, int],
+    batch_size: int,
+    seq_len: int | None,
+    mode: FakeTensorMode | None = None,
+    on_operator: Callable[[str], None] = lambda name: None,
+) -> Trace:
+    """Run the step on the fake GPU and record each allocation.
+
+    The process becomes one whose accelerator is the fake GPU, for good: call this in a child process. An exception
+    inside the backward ends the process.
+
+    Args:
+        workload: what is trained; its model is left on the fake GPU.
+        config: how the step is taken.
+        capability: the simulated GPU's compute capability, which decides on attention kernels and workspaces.
+        batch_size: samples in a micro-batch.
+        seq_len: tokens per sample; None for data of one fixed shape.
+        mode: the fake mode that the workload's model was made in; None for a model of real tensors.
+        on_operator: called with each operator's name before it runs.
+
+    Returns:
+        The trace, sizes in bytes as they were asked for.
+    """
+    device = fake_device.register()
+    autocast.register()
+    sdpa.register(capability, config.flash)
+    rnn.register()
+    fake_values.register()
+    fake_device.hide_from_transformers()
+    mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
+    tracker = ModuleTracker(workload.model)
+    recording = AllocationRecorder(capability, tracker.current, on_operator)
+    step = Step(workload, config, device, lambda tensor, dtype: fake_device.fake_copy(tensor, device, dtype))
+    first = 0
+
+    def on_stage(number: int, stage: str, micro_batch: int) -> None:
+        nonlocal first
+        if stage == "forward":
+            recording.label_alive(first, "input")
+        elif stage == "backward" or (stage == "end" and config.mode != "train"):
+            recording.label_alive(first, "activation")
+        elif stage == "optimizer":
+            for name, parameter in workload.model.named_parameters():
+                recording.label([parameter.grad], "gradient", _module_of(name))
+        if stage in ("batch", "forward"):
+            first = len(recording.sizes)
+        recording.mark(number, stage, micro_batch)
+
+    # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
+    with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
+        recording.mark(-1, "model")
+        fake_device.move_module(workload.model, device, step.precision.weights, rnn.flatten_weights)
+        step.run(batch_size, seq_len, on_stage)
+        for name, buffer in workload.model.named_buffers():
+            recording.label([buffer], "buffer", _module_of(name))
+        holders: dict[torch.Tensor, str] = {}
+        for name, parameter in workload.model.named_parameters():
+            holders[parameter] = _module_of(name)
+            recording.label([parameter], "parameter", holders[parameter])
+        for stepped, state in step.optimizer.state.items() if step.optimizer is not None else ():
+            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            recording.label(values, "optimizer", holders.get(stepped, ""))
+        structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
+    cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
+    if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
+        cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
+    unmodelled = (*cudnn, "kernels' small scratch tensors", *recording.unmodelled)
+    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
+
+
+def _module_of(name: str) -> str:
+    """The path of the module that holds a parameter or a buffer."""
+    return name.rpartition(".")[0]
 
 
 class ModuleTracker:
@@ -43,8 +121,8 @@ class ModuleTracker:
     def tracking(self) -> Iterator[None]:
         """Install the hooks, and remove them at the end."""
         handles = (
-            nn_module.register_module_forward_pre_hook(self._enter),
-            nn_module.register_module_forward_hook(self._leave, always_call=True),
+            nn_module.register_module_forward_pre_hook(self._push),
+            nn_module.register_module_forward_hook(self._pop, always_call=True),
         )
         try:
             yield
@@ -52,19 +130,19 @@ class ModuleTracker:
             for handle in handles:
                 handle.remove()
 
-    def _note(self) -> None:
+    def _start_range(self) -> None:
         """From the next autograd node on, nodes belong to the module on top of the stack."""
         self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._owners.append(self._stack[-1] if self._stack else "")
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _push(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
-        self._note()
+        self._start_range()
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
             self._stack.pop()
-            self._note()
+            self._start_range()
 
     def current(self) -> str:
         """The dotted path of the module at work; empty outside the model."""
@@ -75,91 +153,3 @@ class ModuleTracker:
             return ""
         place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
         return self._owners[place] if place >= 0 else ""
-
-
-_CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
-
-
-def record_step(
-    workload: Workload,
-    settings: StepSettings,
-    capability: tuple[int, int],
-    batch_size: int,
-    seq_len: int | None,
-    mode: FakeTensorMode | None = None,
-    flash: bool = False,
-    on_operator: Callable[[str], None] = lambda name: None,
-) -> Trace:
-    """Run the step on the pretend GPU and write down each allocation.
-
-    The process becomes one whose accelerator is the pretend GPU, for good: call this in a child process. An exception
-    inside the backward ends the process.
-
-    Args:
-        workload: what is trained; its model is left on the pretend GPU.
-        settings: how the step is taken.
-        capability: the simulated GPU's compute capability, which decides on attention kernels and workspaces.
-        batch_size: samples in a micro-batch.
-        seq_len: tokens per sample; None for data of one fixed shape.
-        mode: the fake mode that the workload's model was made in; None for a model of real tensors.
-        flash: whether attention must run as the flash kernel.
-        on_operator: called with each operator's name before it runs.
-
-    Returns:
-        The trace, sizes in bytes as they were asked for.
-    """
-    device = fake_device.register()
-    autocast.register()
-    sdpa.register(capability, flash)
-    rnn.register()
-    fake_values.register()
-    fake_device.hide_from_transformers()
-    mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
-    tracker = ModuleTracker(workload.model)
-    recording = AllocationRecorder(capability, tracker.current, on_operator)
-    step = Step(
-        workload,
-        settings,
-        device,
-        lambda tensor, dtype: fake_device.pretend_copy(tensor, device, mode, dtype),
-    )
-    first = 0
-
-    def on_stage(number: int, stage: str, micro_batch: int) -> None:
-        nonlocal first
-        if stage == "forward":
-            recording.label_alive(first, "input")
-        elif stage == "backward" or (stage == "end" and settings.mode != "train"):
-            recording.label_alive(first, "activation")
-        elif stage == "optimizer":
-            for name, parameter in workload.model.named_parameters():
-                recording.label([parameter.grad], "gradient", _holder(name))
-        if stage in ("batch", "forward"):
-            first = len(recording.sizes)
-        recording.mark(number, stage, micro_batch)
-
-    # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
-    with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
-        recording.mark(-1, "model")
-        fake_device.move_module(workload.model, device, mode, step.precision.weights, rnn.flatten_weights)
-        step.run(batch_size, seq_len, on_stage)
-        for name, buffer in workload.model.named_buffers():
-            recording.label([buffer], "buffer", _holder(name))
-        holders: dict[torch.Tensor, str] = {}
-        for name, parameter in workload.model.named_parameters():
-            holders[parameter] = _holder(name)
-            recording.label([parameter], "parameter", holders[parameter])
-        for stepped, state in step.optimizer.state.items() if step.optimizer is not None else ():
-            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            recording.label(values, "optimizer", holders.get(stepped, ""))
-        structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
-    cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
-    if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
-        cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
-    unmodelled = (*cudnn, "kernels' small scratch tensors", *recording.unmodelled)
-    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
-
-
-def _holder(name: str) -> str:
-    """The path of the module that holds a parameter or a buffer."""
-    return name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Writing down each allocation and release that a piece of code makes on the pretend GPU."""
+"""Records each allocation and release that code makes on the fake GPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.recording import fake_values, kernel_memory
 from batchfinder.recording.fake_device import DEVICE_TYPE
-from batchfinder.simulator.trace import StageMark, Structure
+from batchfinder.simulator.trace import StageMark, TraceStructure
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Watches every operator; a storage seen for the first time on the pretend GPU is an allocation.
+    """Watches every operator; a storage seen for the first time on the fake GPU is an allocation.
 
     The release is noticed when the storage object dies, which on CPython is the moment its last reference goes, as it
     is on a GPU.
@@ -57,9 +57,9 @@ class AllocationRecorder(TorchDispatchMode):
         """A stage starts here."""
         self.marks.append(StageMark(len(self.order), step, stage, micro_batch))
 
-    def structure(self) -> Structure:
+    def structure(self) -> TraceStructure:
         """All that was seen, but for the sizes."""
-        return Structure(
+        return TraceStructure(
             tuple(self.order), tuple(self.marks), tuple(self.operators), tuple(self.modules), tuple(self.kinds)
         )
 
@@ -102,14 +102,14 @@ class AllocationRecorder(TorchDispatchMode):
         self._on_operator(name)
         if func is _ITEM:
             if args[0].device.type == DEVICE_TYPE:
-                return self._read(args[0])
+                return self._answer_item(args[0])
             known = fake_values.known_element(args[0])
             if known is not None:
                 return known
         if kernel_memory.only_writes(func, args):
             return None
         if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
-            self._take_workspace(name)
+            self._allocate_workspace(name)
         largest = fake_values.largest_output(func, args)
         if largest is not None:
             self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
@@ -117,17 +117,17 @@ class AllocationRecorder(TorchDispatchMode):
         else:
             output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
         if isinstance(output, torch.Tensor):
-            self._see(output, func, name, args)
+            self._note_storage(output, func, name, args)
         elif isinstance(output, (tuple, list)):
             for item in output:
                 if isinstance(item, torch.Tensor):
-                    self._see(item, func, name, args)
+                    self._note_storage(item, func, name, args)
                 elif isinstance(item, (tuple, list)):
                     for inner in item:
                         if isinstance(inner, torch.Tensor):
-                            self._see(inner, func, name, args)
+                            self._note_storage(inner, func, name, args)
         if func._schema.is_mutable:
-            self._forget_constant(func, args)
+            self._update_constant(func, args)
         scratch = kernel_memory.SCRATCH.get(func)
         if scratch is not None:
             blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
@@ -144,7 +144,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.order.append(block)
         return block
 
-    def _see(self, tensor: torch.Tensor, func: Any, name: str, args: tuple[Any, ...]) -> None:
+    def _note_storage(self, tensor: torch.Tensor, func: Any, name: str, args: tuple[Any, ...]) -> None:
         if tensor.device.type != DEVICE_TYPE:
             return
         storage = tensor.untyped_storage()
@@ -153,7 +153,7 @@ class AllocationRecorder(TorchDispatchMode):
             return
         block = self._allocate(storage.nbytes(), name, "temporary")
         self._shapes[block] = (tensor.dtype, tuple(tensor.shape))
-        constant = fake_values.constant_of(func, args, self._constant)
+        constant = fake_values.constant_of(func, args, self._constant_of)
         if constant is not None:
             self._constants[block] = constant
 
@@ -163,8 +163,8 @@ class AllocationRecorder(TorchDispatchMode):
 
         self._live[identity] = (block, weakref.ref(storage, released))
 
-    def _forget_constant(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What an in-place operator has written to is no constant any more, unless it filled it."""
+    def _update_constant(self, func: Any, args: tuple[Any, ...]) -> None:
+        """What an in-place operator wrote to is no constant any more, unless it filled it."""
         written = args[0] if args else None
         if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:
             filled = fake_values.filled_in_place(func, args)
@@ -174,21 +174,21 @@ class AllocationRecorder(TorchDispatchMode):
             else:
                 self._constants[block] = filled
 
-    def _take_workspace(self, name: str) -> None:
+    def _allocate_workspace(self, name: str) -> None:
         in_backward = torch._C._current_autograd_node() is not None
         if in_backward not in self._workspaces:
             self._workspaces.add(in_backward)
             self._allocate(self._workspace_bytes, name, "workspace")
 
     def _block_of(self, tensor: torch.Tensor) -> int:
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        return known[0] if known else -1
+        live = self._live.get(tensor.untyped_storage()._cdata)
+        return live[0] if live else -1
 
-    def _constant(self, tensor: torch.Tensor) -> float | None:
+    def _constant_of(self, tensor: torch.Tensor) -> float | None:
         """What every element of a tensor's storage is known to be."""
         return self._constants.get(self._block_of(tensor)) if tensor.device.type == DEVICE_TYPE else None
 
-    def _read(self, tensor: torch.Tensor) -> bool | int | float:
+    def _answer_item(self, tensor: torch.Tensor) -> bool | int | float:
         block = self._block_of(tensor)
         made_by = self.operators[block] if block >= 0 else ""
         answer = fake_values.plausible_scalar(tensor, made_by, self._constants.get(block))

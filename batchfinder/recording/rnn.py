@@ -1,8 +1,12 @@
-"""cuDNN's recurrent kernels: what they return, keep for the backward and take while they run.
+"""Recurrent layers and cells as a GPU runs them: `nn.GRU`, `nn.LSTM` and `nn.RNN` through cuDNN's operators.
 
-PyTorch's fake kernel of the forward returns an empty reserve space, and the backward has none at all; here are both.
+PyTorch's fake kernel of cuDNN's forward returns an empty reserve space, and its backward has none at all; here are
+both, with what they keep for the backward and take while they run.
 
-Source: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cudnn/RNN.cpp (read in a copy of 2025).
+Sources: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/RNN.cpp for which kernel runs, and
+`_cudnn_impl` in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cudnn/RNN.cpp for how it is called
+(read in copies of 2025). It is assumed that cuDNN takes every type and size, and was not turned off by the user.
+
 How large the reserve space and the workspace are is for cuDNN to say, at run time, and is not documented. They are
 modelled here on sizes that were printed by users of PyTorch in 2017, with cuDNN 6 and 7 in fp32:
 
@@ -12,13 +16,6 @@ modelled here on sizes that were printed by users of PyTorch in 2017, with cuDNN
     GRU, both directions, 800, 672 features,
     64 samples of 326 steps                  reserve 801,177,600, workspace 313,344,000
                                              https://github.com/SeanNaren/deepspeech.pytorch/issues/172
-
-Recurrent layers and cells as a GPU runs them: `nn.GRU`, `nn.LSTM` and `nn.RNN` through cuDNN's operators.
-
-Sources: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/RNN.cpp for which kernel runs, and
-`_cudnn_impl` in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cudnn/RNN.cpp for
-how it is called (read in copies of 2025). It is assumed that cuDNN takes every type and size, and was not turned off by
-the user.
 """
 
 from __future__ import annotations
@@ -41,6 +38,8 @@ MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 _KEPT = {MODES["rnn_relu"]: 1, MODES["rnn_tanh"]: 1, MODES["lstm"]: 5, MODES["gru"]: 6}
 """How many times the hidden state's size is kept per step of one layer and direction."""
+
+_GRU_CELL_KEEPS = 5  # GRU_WORKSPACE_MULTIPLIER in aten/src/ATen/native/cuda/RNN.cu
 
 
 def reserve_bytes(mode: int, hidden: int, layers: int, directions: int, samples: int, element_size: int) -> int:
@@ -140,15 +139,8 @@ def rnn_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """`aten::_cudnn_rnn_backward`: gradients of data, states and weights; the last are parts of one block.
 
-    Args:
-        data: as for `rnn`.
-        weight: as for `rnn`.
-        weight_stride0: as for `rnn`.
-        weight_buf: as for `rnn`, never None.
-        hx: as for `rnn`.
-        cx: as for `rnn`.
-        rest: the other arguments, the last of which says which gradients are wanted. Those of the data and the states
-            are made all the same.
+    The arguments up to `cx` are those of `rnn`; the last of the rest says which gradients are wanted. Those of the data
+    and the states are made all the same.
     """
     wanted: Sequence[bool] = rest[-1]
     grad_data = torch.empty_like(data, memory_format=torch.contiguous_format)
@@ -174,7 +166,7 @@ def forward_scratch(data: torch.Tensor, weight: Sequence[torch.Tensor], *rest: A
 
 
 def backward_scratch(data: torch.Tensor, weight: Sequence[torch.Tensor], *rest: Any) -> list[int]:
-    """Zeros for the gradients that nobody has, copies in the order of steps, and the workspace.
+    """Zeros in place of missing gradients, copies in the order of steps, and the workspace.
 
     There are two kernels, one after the other, each with a copy of the data and a workspace; the second one counts, as
     the weights' gradients are there by then.
@@ -199,35 +191,6 @@ def _bytes(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
 
 
-_GRU_CELL_KEEPS = 5  # GRU_WORKSPACE_MULTIPLIER in aten/src/ATen/native/cuda/RNN.cu
-
-
-@functools.cache
-def register() -> tuple[Library, ...]:
-    """Send the pretend GPU's recurrent layers to cuDNN's operators. Once per process.
-
-    Returns:
-        The libraries that hold the registrations; they last as long as these do.
-    """
-    kernel_memory.REPLACED.update(
-        {
-            aten._cudnn_rnn.default: rnn,
-            aten._cudnn_rnn_backward.default: rnn_backward,
-            aten._thnn_fused_gru_cell.default: _gru_cell,
-            aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
-        }
-    )
-    kernel_memory.SCRATCH[aten._cudnn_rnn.default] = forward_scratch
-    kernel_memory.SCRATCH[aten._cudnn_rnn_backward.default] = backward_scratch
-    # Inference mode skips the autograd key, so the backend's own key needs the routing too.
-    libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
-    for library in libraries:
-        for name, mode in MODES.items():
-            library.impl(f"{name}.input", _layers(mode))
-            library.impl(f"{name}.data", _packed_layers(mode))
-    return libraries
-
-
 def flatten_weights(module: nn.Module) -> None:
     """What `nn.RNNBase` does at the end of `.to("cuda")`: all its weights become parts of one new block.
 
@@ -250,13 +213,13 @@ def flatten_weights(module: nn.Module) -> None:
         start += weight.numel()
 
 
-def _layers(mode: int) -> Callable[..., Any]:
+def _dense_layers(mode: int) -> Callable[..., Any]:
     """`gru.input` and the like; an LSTM's state is a pair."""
 
     def run(data: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], has_biases: bool, *rest: Any) -> Any:
         num_layers, dropout, train, bidirectional, batch_first = rest
         options = (num_layers, batch_first, dropout, train, bidirectional)
-        return _cudnn(mode, data, hx, params, has_biases, options, [])
+        return _run_cudnn(mode, data, hx, params, has_biases, options, [])
 
     return run
 
@@ -275,12 +238,12 @@ def _packed_layers(mode: int) -> Callable[..., Any]:
         num_layers, dropout, train, bidirectional = rest
         steps = batch_sizes.size(0)
         options = (num_layers, False, dropout, train, bidirectional)
-        return _cudnn(mode, data, hx, params, has_biases, options, [data.size(0) // steps] * steps)
+        return _run_cudnn(mode, data, hx, params, has_biases, options, [data.size(0) // steps] * steps)
 
     return run
 
 
-def _cudnn(
+def _run_cudnn(
     mode: int,
     data: torch.Tensor,
     state: Any,
@@ -307,7 +270,7 @@ def _cudnn(
         data,
         weights,
         stride,
-        _block_of(weights),
+        _common_block(weights),
         hx,
         cx,
         mode,
@@ -324,7 +287,7 @@ def _cudnn(
     return (output, hy) if cx is None else (output, hy, cy)
 
 
-def _block_of(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _common_block(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The block that all weights are parts of; None where they lie apart (`try_get_weight_buf`)."""
     if len({weight.untyped_storage()._cdata for weight in weights}) > 1:
         return None
@@ -366,3 +329,29 @@ def _gru_cell_backward(
     if not has_bias:
         return for_input, for_hidden, grad_hx, None, None
     return for_input, for_hidden, grad_hx, for_input.sum(0), for_hidden.sum(0)
+
+
+@functools.cache
+def register() -> tuple[Library, ...]:
+    """Send the fake GPU's recurrent layers to cuDNN's operators, once per process.
+
+    Returns:
+        The libraries that hold the registrations; they last as long as these do.
+    """
+    kernel_memory.REPLACED.update(
+        {
+            aten._cudnn_rnn.default: rnn,
+            aten._cudnn_rnn_backward.default: rnn_backward,
+            aten._thnn_fused_gru_cell.default: _gru_cell,
+            aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+        }
+    )
+    kernel_memory.SCRATCH[aten._cudnn_rnn.default] = forward_scratch
+    kernel_memory.SCRATCH[aten._cudnn_rnn_backward.default] = backward_scratch
+    # Inference mode skips the autograd key, so the backend's own key needs the routing too.
+    libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
+    for library in libraries:
+        for name, mode in MODES.items():
+            library.impl(f"{name}.input", _dense_layers(mode))
+            library.impl(f"{name}.data", _packed_layers(mode))
+    return libraries

@@ -1,15 +1,13 @@
-"""The kernels of `scaled_dot_product_attention`, each with what PyTorch does to the arguments before it.
-
-Source: `scaled_dot_product_attention` in
-https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/attention.cpp. The fused kernels are
-the explicit operators, whose outputs and autograd formulas PyTorch knows without a GPU.
-
-Which attention kernel a given GPU would run for `scaled_dot_product_attention`.
+"""`scaled_dot_product_attention` on the fake GPU: which kernel a given GPU runs, and what PyTorch does around it.
 
 PyTorch decides by compute capability, types, mask, head size and dropout. The rules are `select_sdp_backend` in
 https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and the checks in
 https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/sdp_utils_cpp.h. Assumed are PyPI's
 wheels of PyTorch 2.13 (CUDA 13.0, cuDNN 9.20), no deterministic algorithms, and no backend turned off by the user.
+
+The fused kernels are the explicit operators, whose outputs and autograd formulas PyTorch knows without a GPU. What is
+done to their arguments first is in `scaled_dot_product_attention`,
+https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/attention.cpp.
 """
 
 from __future__ import annotations
@@ -61,7 +59,138 @@ class AttentionCall:
         return any(tensor.requires_grad for tensor in (self.query, self.key, self.value))
 
 
-def cudnn(call: AttentionCall) -> torch.Tensor:
+def choose_kernel(capability: tuple[int, int], call: AttentionCall) -> str:
+    """The kernel for these arguments: `cudnn`, `flash`, `efficient` or `math`.
+
+    Args:
+        capability: the simulated GPU's compute capability.
+        call: the arguments.
+    """
+    if not _suits_fused_kernels(call):
+        return "math"
+    for name, takes in (("cudnn", _cudnn_takes), ("flash", _flash_takes), ("efficient", _efficient_takes)):
+        if takes(capability, call):
+            return name
+    return "math"
+
+
+def require_flash(capability: tuple[int, int], call: AttentionCall) -> str:
+    """The flash kernel, which the user asked for by name.
+
+    Raises:
+        InvalidValue: this GPU has no flash kernel for these arguments.
+    """
+    if capability < (8, 0) or call.query.dtype not in HALF_TYPES or call.mask is not None or call.query.size(-1) > 256:
+        kind = str(call.query.dtype).removeprefix("torch.")
+        raise InvalidValue(
+            "attention",
+            "flash",
+            "sdpa or eager: flash attention needs compute capability 8.0, half precision, heads of at most 256 and no "
+            f"mask; this is {kind} on {capability[0]}.{capability[1]}{'' if call.mask is None else ', with a mask'}",
+        )
+    return "flash"
+
+
+def _suits_fused_kernels(call: AttentionCall) -> bool:
+    """What all fused kernels want: four dimensions, one batch size, no empty sequence, dense rows."""
+    query, key, value = call.query, call.key, call.value
+    tensors = (query, key, value)
+    if any(tensor.dim() != 4 or tensor.size(0) != query.size(0) for tensor in tensors):
+        return False
+    if call.mask is not None and call.mask.stride(-1) != 1:
+        return False
+    return 0 not in (query.size(2), key.size(2))
+
+
+def _cudnn_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
+    """cuDNN comes first on Hopper and data-centre Blackwell, and never on the others (check_prefer_cudnn_attention)."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    head, value_head = query.size(-1), value.size(-1)
+    widest = 192 if (head, value_head) == (192, 128) and (capability == (9, 0) or capability[0] == 10) else 128
+    return (
+        capability[0] in (9, 10)
+        and query.dtype in HALF_TYPES
+        and _is_dense(call, or_single=True)
+        and ((call.grouped and _divides(key, query) and _divides(value, query)) or _has_same_heads(call))
+        and (mask is None or (not mask.requires_grad and _is_mask_of_two_or_four(call)))
+        and (call.dropout * 16).is_integer()
+        and max(head, value_head) <= widest
+        and head % 8 == value_head % 8 == 0
+        and key.size(2) != 1
+        and not (call.dropout > 0 and query.size(2) == 1)
+    )
+
+
+def _flash_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
+    query, key, value = call.query, call.key, call.value
+    head = query.size(-1)
+    if call.needs_grad and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+        # Less shared memory: their backward has no kernel for some of the widest heads.
+        fits = head <= 192 or (head > 224 and call.dropout == 0)
+    else:
+        fits = True
+    return (
+        capability >= (8, 0)
+        and query.dtype in HALF_TYPES
+        and call.mask is None
+        and head == key.size(-1) == value.size(-1)
+        and head <= 256
+        and fits
+        and _is_dense(call, or_single=True)
+        and ((call.grouped and key.size(1) == value.size(1) and _divides(key, query)) or _has_same_heads(call))
+        and not (call.is_causal and query.size(2) != key.size(2))
+    )
+
+
+def _efficient_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
+    """Query heads cannot share key heads here until https://github.com/pytorch/pytorch/pull/191085, after 2.13."""
+    query, key, value = call.query, call.key, call.value
+    alignment = _gemm_alignment(capability, query.dtype)
+    types = (torch.float32, *HALF_TYPES) if capability >= (8, 0) else (torch.float32, torch.float16)
+    return (
+        capability >= (5, 0)
+        and query.dtype in types
+        and _is_dense(call, or_single=False)
+        and _has_same_heads(call)
+        and query.size(-1) == key.size(-1) > 0
+        and value.size(-1) > 0
+        and query.size(-1) % alignment == value.size(-1) % alignment == 0
+    )
+
+
+def _is_dense(call: AttentionCall, or_single: bool) -> bool:
+    """Whether the last dimensions are contiguous; some kernels take any stride for heads of one element."""
+    dense = all(tensor.stride(-1) == 1 for tensor in (call.query, call.key, call.value))
+    return dense or (or_single and call.query.size(-1) == 1)
+
+
+def _has_same_heads(call: AttentionCall) -> bool:
+    return call.query.size(1) == call.key.size(1) == call.value.size(1)
+
+
+def _divides(shared: torch.Tensor, query: torch.Tensor) -> bool:
+    return query.size(1) % shared.size(1) == 0
+
+
+def _is_mask_of_two_or_four(call: AttentionCall) -> bool:
+    """`check_attn_mask_shape`: (query, key) or (batch, heads, query, key), each of the size or 1."""
+    assert call.mask is not None
+    full = (*call.query.shape[:3], call.key.size(2))
+    sizes = tuple(call.mask.shape)
+    return len(sizes) in (2, 4) and all(
+        size in (1, whole) for size, whole in zip(sizes, full[-len(sizes) :], strict=True)
+    )
+
+
+def _gemm_alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
+    """`minimum_gemm_alignment`: elements the head size must be a multiple of."""
+    half = dtype in HALF_TYPES
+    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
+    alignment = 4 if capability >= (8, 0) else 1
+    return max(alignment, 128 // (16 if half else 32)) if tensor_cores else alignment
+
+
+def run_cudnn(call: AttentionCall) -> torch.Tensor:
     """cuDNN's fused kernel."""
     output: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         call.query,
@@ -77,7 +206,7 @@ def cudnn(call: AttentionCall) -> torch.Tensor:
     return output
 
 
-def flash(call: AttentionCall) -> torch.Tensor:
+def run_flash(call: AttentionCall) -> torch.Tensor:
     """Flash attention; heads are padded to a multiple of 8."""
     query, key, value = call.query, call.key, call.value
     head = query.size(-1)
@@ -91,7 +220,7 @@ def flash(call: AttentionCall) -> torch.Tensor:
     return output[..., :head] if output.size(-1) != head else output
 
 
-def efficient(call: AttentionCall) -> torch.Tensor:
+def run_efficient(call: AttentionCall) -> torch.Tensor:
     """Memory-efficient attention; a mask whose rows are not aligned to 8 elements is padded."""
     query, key = call.query, call.key
     bias = _additive(call.mask, query.dtype)
@@ -106,7 +235,7 @@ def efficient(call: AttentionCall) -> torch.Tensor:
     return output
 
 
-def by_hand(call: AttentionCall) -> torch.Tensor:
+def run_math(call: AttentionCall) -> torch.Tensor:
     """The math kernel: matrix products and a softmax, in fp32 for half types.
 
     PyTorch's own is not called: it adds the mask out of place when it meets fake tensors, and in place on a GPU. The
@@ -153,154 +282,20 @@ def _keeps_logsumexp(call: AttentionCall) -> bool:
 
 
 KERNELS: dict[str, Callable[[AttentionCall], torch.Tensor]] = {
-    "cudnn": cudnn,
-    "flash": flash,
-    "efficient": efficient,
-    "math": by_hand,
+    "cudnn": run_cudnn,
+    "flash": run_flash,
+    "efficient": run_efficient,
+    "math": run_math,
 }
-
-
-__all__ = ["AttentionCall", "choose_kernel", "flash_or_error", "register"]
-
-
-def choose_kernel(capability: tuple[int, int], call: AttentionCall) -> str:
-    """The kernel for these arguments: `cudnn`, `flash`, `efficient` or `math`.
-
-    Args:
-        capability: the simulated GPU's compute capability.
-        call: the arguments.
-    """
-    if not _fused_could_take(call):
-        return "math"
-    for name, takes in (("cudnn", _cudnn_takes), ("flash", _flash_takes), ("efficient", _efficient_takes)):
-        if takes(capability, call):
-            return name
-    return "math"
-
-
-def _fused_could_take(call: AttentionCall) -> bool:
-    """What all fused kernels want: four dimensions, one batch size, no empty sequence, dense rows."""
-    query, key, value = call.query, call.key, call.value
-    tensors = (query, key, value)
-    if any(tensor.dim() != 4 or tensor.size(0) != query.size(0) for tensor in tensors):
-        return False
-    if call.mask is not None and call.mask.stride(-1) != 1:
-        return False
-    return 0 not in (query.size(2), key.size(2))
-
-
-def _cudnn_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
-    """cuDNN comes first on Hopper and data-centre Blackwell, and never on the others (check_prefer_cudnn_attention)."""
-    query, key, value, mask = call.query, call.key, call.value, call.mask
-    head, value_head = query.size(-1), value.size(-1)
-    widest = 192 if (head, value_head) == (192, 128) and (capability == (9, 0) or capability[0] == 10) else 128
-    return (
-        capability[0] in (9, 10)
-        and query.dtype in HALF_TYPES
-        and _dense(call, but_for_single=True)
-        and ((call.grouped and _divides(key, query) and _divides(value, query)) or _same_heads(call))
-        and (mask is None or (not mask.requires_grad and _is_mask_of_two_or_four(call)))
-        and (call.dropout * 16).is_integer()
-        and max(head, value_head) <= widest
-        and head % 8 == value_head % 8 == 0
-        and key.size(2) != 1
-        and not (call.dropout > 0 and query.size(2) == 1)
-    )
-
-
-def _flash_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
-    query, key, value = call.query, call.key, call.value
-    head = query.size(-1)
-    if call.needs_grad and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
-        # Less shared memory: their backward has no kernel for some of the widest heads.
-        fits = head <= 192 or (head > 224 and call.dropout == 0)
-    else:
-        fits = True
-    return (
-        capability >= (8, 0)
-        and query.dtype in HALF_TYPES
-        and call.mask is None
-        and head == key.size(-1) == value.size(-1)
-        and head <= 256
-        and fits
-        and _dense(call, but_for_single=True)
-        and ((call.grouped and key.size(1) == value.size(1) and _divides(key, query)) or _same_heads(call))
-        and not (call.is_causal and query.size(2) != key.size(2))
-    )
-
-
-def _efficient_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
-    """Query heads cannot share key heads here until https://github.com/pytorch/pytorch/pull/191085, after 2.13."""
-    query, key, value = call.query, call.key, call.value
-    alignment = _gemm_alignment(capability, query.dtype)
-    types = (torch.float32, *HALF_TYPES) if capability >= (8, 0) else (torch.float32, torch.float16)
-    return (
-        capability >= (5, 0)
-        and query.dtype in types
-        and _dense(call, but_for_single=False)
-        and _same_heads(call)
-        and query.size(-1) == key.size(-1) > 0
-        and value.size(-1) > 0
-        and query.size(-1) % alignment == value.size(-1) % alignment == 0
-    )
-
-
-def _dense(call: AttentionCall, but_for_single: bool) -> bool:
-    """Whether the last dimensions are contiguous; some kernels do not mind for a head of one element."""
-    dense = all(tensor.stride(-1) == 1 for tensor in (call.query, call.key, call.value))
-    return dense or (but_for_single and call.query.size(-1) == 1)
-
-
-def _same_heads(call: AttentionCall) -> bool:
-    return call.query.size(1) == call.key.size(1) == call.value.size(1)
-
-
-def _divides(shared: torch.Tensor, query: torch.Tensor) -> bool:
-    return query.size(1) % shared.size(1) == 0
-
-
-def _is_mask_of_two_or_four(call: AttentionCall) -> bool:
-    """`check_attn_mask_shape`: (query, key) or (batch, heads, query, key), each of the size or 1."""
-    assert call.mask is not None
-    full = (*call.query.shape[:3], call.key.size(2))
-    sizes = tuple(call.mask.shape)
-    return len(sizes) in (2, 4) and all(
-        size in (1, whole) for size, whole in zip(sizes, full[-len(sizes) :], strict=True)
-    )
-
-
-def _gemm_alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
-    """`minimum_gemm_alignment`: elements the head size must be a multiple of."""
-    half = dtype in HALF_TYPES
-    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
-    alignment = 4 if capability >= (8, 0) else 1
-    return max(alignment, 128 // (16 if half else 32)) if tensor_cores else alignment
-
-
-def flash_or_error(capability: tuple[int, int], call: AttentionCall) -> str:
-    """`flash`, for those who ask for it by name.
-
-    Raises:
-        InvalidValue: this GPU has no flash kernel for these arguments.
-    """
-    if capability < (8, 0) or call.query.dtype not in HALF_TYPES or call.mask is not None or call.query.size(-1) > 256:
-        kind = str(call.query.dtype).removeprefix("torch.")
-        raise InvalidValue(
-            "attention",
-            "flash",
-            "sdpa or eager: flash attention needs compute capability 8.0, half precision, heads of at most 256 and no "
-            f"mask; this is {kind} on {capability[0]}.{capability[1]}{'' if call.mask is None else ', with a mask'}",
-        )
-    return "flash"
 
 
 @functools.cache
 def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library, ...]:
-    """Route the pretend GPU's attention as a GPU of this compute capability would. Once per process.
+    """Route the fake GPU's attention as a GPU of this compute capability would, once per process.
 
     Args:
         capability: the simulated GPU's compute capability.
-        flash: whether nothing but the flash kernel will do.
+        flash: whether attention must run as the flash kernel.
 
     Returns:
         The libraries that hold the registrations; they last as long as these do.
@@ -318,7 +313,7 @@ def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        choose = flash_or_error if flash else choose_kernel
+        choose = require_flash if flash else choose_kernel
         return KERNELS[choose(capability, call)](call)
 
     kernel_memory.SCRATCH.update(attention_scratch(capability))

@@ -1,7 +1,7 @@
 """The recording process: builds workloads once, and forks for each recording.
 
-A fork keeps the pretend GPU, which can never be taken back, and any crash inside a recording away from the built
-workload. Requests and answers are lines of JSON on two pipes of their own; what the user's code prints goes to a log.
+A fork keeps the fake device, whose registration cannot be undone, and any crash inside a recording away from the built
+workload. Requests and answers are JSON lines (`training.child_process`); what the user's code prints goes to a log.
 
     {"open": {...WorkloadSpec}}       -> {"facts": {...WorkloadFacts}} or {"error": ...}
     {"record": {...RecordingJob}, "id": 7}
@@ -18,39 +18,17 @@ import os
 import selectors
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from batchfinder.errors import UserCodeFailed
-from batchfinder.training.child_process import describe_ours, end_with_parent, is_ours, without_cpp
+from batchfinder.training.child_process import answer, describe, end_with_parent
 
-OPERATOR_BYTES = 256
+_OPERATOR_BYTES = 256
 _NO_KERNEL = ("prim.", "profiler.")
 _SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
-
-
-def describe(error: BaseException, folder: Path) -> dict[str, Any]:
-    """An exception as JSON: ours whole, anybody else's by its text and a traceback without our frames and torch's."""
-    if is_ours(error):
-        return describe_ours(error)
-    inner = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).resolve().parent.parent, *_torch_folder()))
-    frames = traceback.extract_tb(error.__traceback__)
-    kept = [frame for frame in frames if not frame.filename.startswith(inner)]
-    text = "".join(
-        ["Traceback (most recent call last):\n", *traceback.format_list(kept), *traceback.format_exception_only(error)]
-    )
-    module = type(error).__module__
-    message = without_cpp(f"{type(error).__name__}: {error}")
-    return {"type": "", "message": message, "traceback": without_cpp(text), "module": module}
-
-
-def _torch_folder() -> list[Path]:
-    """Where torch lies, if it has been imported."""
-    torch = sys.modules.get("torch")
-    return [Path(torch.__file__).resolve().parent] if torch is not None and torch.__file__ else []
 
 
 class RecordingServer:
@@ -92,9 +70,6 @@ class RecordingServer:
                     self._handle(json.loads(line))
             self._start()
 
-    def _answer(self, answer: dict[str, Any]) -> None:
-        os.write(self.answers, json.dumps(answer, default=repr).encode() + b"\n")
-
     def _handle(self, request: dict[str, Any]) -> None:
         if "open" in request:
             try:
@@ -103,19 +78,20 @@ class RecordingServer:
                 raise
             except BaseException as error:
                 self.not_built = error
-                self._answer({"error": describe(error, self.folder)})
+                answer(self.answers, {"error": describe(error)})
             else:
-                self._answer({"facts": facts})
+                answer(self.answers, {"facts": facts})
         else:
             self._waiting.append(request)
 
-    def _open(self, builder: str, arguments: dict[str, Any], fingerprint: str) -> dict[str, Any]:
+    def _open(self, builder: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        from batchfinder.models.fingerprint import fingerprint_workload
         from batchfinder.recording.fake_device import FakeDeviceMode
 
         self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
         self.workload = self._build(builder, arguments)
         return {
-            "fingerprint": _load(fingerprint)(self.workload) if fingerprint else "",
+            "fingerprint": fingerprint_workload(self.workload, builder, str(arguments.get("spec", ""))),
             "max_seq_len": self.workload.max_seq_len,
             "seq_len_unit": self.workload.seq_len_unit,
             "brings_optimizer": self.workload.optimizer is not None,
@@ -123,7 +99,8 @@ class RecordingServer:
         }
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
-        build = _load(builder)
+        module, _, attribute = builder.partition(":")
+        build = getattr(importlib.import_module(module), attribute)
         with self.mode, contextlib.suppress(UserCodeFailed):
             return build(**arguments)
         # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
@@ -148,7 +125,7 @@ class RecordingServer:
         self._selector.unregister(done)
         os.close(done)
         _, status = os.waitpid(process, 0)
-        self._answer({"id": number, "exit": os.waitstatus_to_exitcode(status)})
+        answer(self.answers, {"id": number, "exit": os.waitstatus_to_exitcode(status)})
 
     def _record(self, request: dict[str, Any]) -> None:
         """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
@@ -159,7 +136,7 @@ class RecordingServer:
         try:
             result = {"trace": self._trace(request["record"], self.folder / f"{number}.operator").to_json()}
         except BaseException as error:
-            result = {"error": describe(error, self.folder)}
+            result = {"error": describe(error)}
         partial = self.folder / f"{number}.partial"
         partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
@@ -167,39 +144,33 @@ class RecordingServer:
 
     def _trace(self, job: dict[str, Any], operator_file: Path) -> Any:
         from batchfinder.recording.record_step import record_step
-        from batchfinder.training.step import StepSettings
+        from batchfinder.training.spec import StepConfig
 
         other = job["workload"]
         if other is None and self.not_built is not None:
             raise self.not_built
         return record_step(
             self.workload if other is None else self._build(other["builder"], other["arguments"]),
-            StepSettings(**job["settings"]),
+            StepConfig(**job["config"]),
             tuple(job["capability"]),
             job["batch_size"],
             job["seq_len"],
             self.mode,
-            job["flash"],
             _operator_writer(operator_file),
         )
 
 
 def _operator_writer(path: Path) -> Callable[[str], None]:
     """A function that leaves the name it is given in a file's memory, where it survives this process."""
-    path.write_bytes(b" " * OPERATOR_BYTES)
+    path.write_bytes(b" " * _OPERATOR_BYTES)
     with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), OPERATOR_BYTES)
+        memory = mmap.mmap(file.fileno(), _OPERATOR_BYTES)
 
     def write(name: str) -> None:
         if not name.startswith(_NO_KERNEL):
-            memory[:] = name.encode()[:OPERATOR_BYTES].ljust(OPERATOR_BYTES)
+            memory[:] = name.encode()[:_OPERATOR_BYTES].ljust(_OPERATOR_BYTES)
 
     return write
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _versions() -> dict[str, str]:

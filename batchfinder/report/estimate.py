@@ -1,34 +1,57 @@
-"""What an estimate found, in words and figures: all that its tables, its JSON and its picture are made of.
-
-An estimate as tables: by kind, the largest tensors, by module, on several GPUs, and what changes would buy.
-"""
+"""An estimate as one record, and the tables and JSON that are made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchfinder.estimate.breakdown import ModuleBytes, lists_folded, module_tree
+from batchfinder.devices import Card
+from batchfinder.estimate.breakdown import ModuleBytes, fold_lists, module_tree
 from batchfinder.estimate.estimate import NAMES, Estimate, Peak
-from batchfinder.report.table import Columns, Table
+from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Changed:
-    """What one change of the options would buy.
+class EstimateRequest:
+    """What is estimated.
+
+    Attributes:
+        model: as it was asked for.
+        batch_size: samples in a GPU's micro-batch.
+        seq_len: as it was asked for; None for the model's default.
+        card: what is simulated, and how many of it.
+        options: of the step; in findings, the optimizer is `its own` where the workload brings one.
+        accumulation: micro-batches per optimizer step.
+        allocator: the caching allocator's settings.
+    """
+
+    model: str
+    batch_size: int
+    seq_len: int | None
+    card: Card
+    options: StepOptions
+    accumulation: int
+    allocator: AllocatorSettings
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What other options would change.
 
     Attributes:
         change: the options to add or change, as they are typed; empty for none.
         batch_size: what `peak_bytes` and `fits` are for: the batch asked for, or a micro-batch of it.
-        peak_bytes: the process's whole memory at that size; None where the change cannot be made.
-        fits: whether the card has it; None likewise.
-        max_batch_size: the largest batch on this card; None likewise.
-        error: why the change cannot be made; None where it can.
-        effective_batch_size: samples per optimizer step, where the change is of these; None elsewhere.
+        peak_bytes: the process's whole memory at that size; None where the options cannot be combined.
+        fits: whether the GPU has it; None likewise.
+        max_batch_size: the largest batch on this GPU; None likewise.
+        error: why the options cannot be combined; None where they can.
+        effective_batch_size: samples per optimizer step, where accumulation changes; None elsewhere.
     """
 
     change: str
@@ -39,53 +62,23 @@ class Changed:
     error: str | None = None
     effective_batch_size: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            "change": self.change,
-            "batch_size": self.batch_size,
-            "peak_bytes": self.peak_bytes,
-            "fits": self.fits,
-            "max_batch_size": self.max_batch_size,
-            "error": self.error,
-            "effective_batch_size": self.effective_batch_size,
-        }
-
 
 @dataclass(frozen=True)
 class EstimateFindings:
-    """One size of one model on one card.
+    """One size of one model on one GPU.
 
     Attributes:
-        model: as it was asked for.
-        gpu: the card's name, with how many of it.
-        num_gpus: how many train side by side.
-        mode: `train`, `forward` or `inference`.
-        precision: its name.
-        optimizer: its name, or `its own`.
-        attention: its name, or `default` for the model's own.
-        gradient_checkpointing: whether activations are recomputed.
-        accumulation: micro-batches per optimizer step.
-        estimate: on one GPU that trains alone.
-        strategies: on each of several GPUs, by what they do together.
-        advice: what changes would buy; None where none were tried.
-        by_module: whether each module is shown in the tables.
+        request: what was asked for.
+        estimate: of one GPU that trains alone.
+        strategies: of each of several GPUs, by how they train together.
+        alternatives: what other options would change; None where none were tried.
         unmodelled: what the figures leave out.
     """
 
-    model: str
-    gpu: str
-    num_gpus: int
-    mode: str
-    precision: str
-    optimizer: str
-    attention: str
-    gradient_checkpointing: bool
-    accumulation: int
+    request: EstimateRequest
     estimate: Estimate
     strategies: Mapping[str, Estimate] = field(default_factory=dict)
-    advice: tuple[Changed, ...] | None = None
-    by_module: bool = False
+    alternatives: tuple[Alternative, ...] | None = None
     unmodelled: tuple[str, ...] = ()
 
     @property
@@ -95,21 +88,17 @@ class EstimateFindings:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; the figures at the top are those of one GPU that trains alone."""
-        found = self.estimate
+        found, asked = self.estimate, self.request
         last = found.last_segment
         return {
             "schema": SCHEMA,
-            "model": self.model,
+            "model": asked.model,
             "batch_size": found.trace.batch_size,
             "seq_len": found.trace.seq_len,
-            "gpu": self.gpu,
-            "num_gpus": self.num_gpus,
-            "mode": self.mode,
-            "precision": self.precision,
-            "optimizer": self.optimizer,
-            "attention": self.attention,
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "accumulation": self.accumulation,
+            "gpu": asked.card.name,
+            "num_gpus": asked.card.count,
+            **asked.options.to_json(),
+            "accumulation": asked.accumulation,
             **found.to_json(),
             "peak": None if found.peak is None else found.peak.to_json(),
             "last_segment": None if last is None else last.to_json(),
@@ -118,38 +107,40 @@ class EstimateFindings:
             "largest": [tensor.to_json() for tensor in found.largest()],
             "modules": self.modules.to_json(),
             "strategies": [{"strategy": name, **one.to_json()} for name, one in self.strategies.items()],
-            "advice": None if self.advice is None else [changed.to_json() for changed in self.advice],
+            "advice": None if self.alternatives is None else [asdict(one) for one in self.alternatives],
             "unmodelled": list(self.unmodelled),
         }
 
 
-# Of the bytes alive: a module with less is no line of its own.
 _LEAST_SHARE = 0.001
+"""Of the bytes alive: a module with less has no line of its own."""
 _STATES = ("parameters", "gradients", "optimizer")
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_APPROXIMATED = (
-    "approximated: shards are exact parts, and the largest layer is there all the time rather than when it is needed",
-    "left out: NCCL's own memory",
+_SHARDING_ASSUMPTIONS = (
+    "how shards are padded, and when a layer's full parameters are in memory: the largest layer's always are",
+    "NCCL's own memory",
 )
 
 
-def estimate_sheets(found: EstimateFindings) -> tuple[Table, ...]:
-    """All tables that there is something to say in, the one by kind first.
+def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: bool = False) -> tuple[Table, ...]:
+    """All tables that have rows, the one by kind first.
 
     Args:
         found: what was found.
+        by_module: whether each module's memory is shown.
+        explain: whether what the figures assume is listed rather than counted.
     """
-    sheets = [_by_kind(found), _largest(found.estimate)]
-    if found.by_module:
-        sheets.append(_by_module(found))
+    tables = [_by_kind(found, explain), _largest(found.estimate)]
+    if by_module:
+        tables.append(_by_module(found))
     if found.strategies:
-        sheets.append(_together(found))
-    if found.advice is not None:
-        sheets.append(_advice(found, found.advice))
-    return tuple(sheets)
+        tables.append(_together(found, explain))
+    if found.alternatives is not None:
+        tables.append(_alternatives(found, found.alternatives))
+    return tuple(tables)
 
 
-def _by_kind(found: EstimateFindings) -> Table:
+def _by_kind(found: EstimateFindings, explain: bool) -> Table:
     one = found.estimate
     kinds = {NAMES[kind]: size for kind, size in one.kinds.shown().items()}
     columns: Columns = {
@@ -159,53 +150,41 @@ def _by_kind(found: EstimateFindings) -> Table:
     }
     trace = one.trace
     size = f"batch size {trace.batch_size}" + ("" if trace.seq_len is None else f", sequence length {trace.seq_len}")
-    title = f"{found.model} at {size} on {found.gpu}, simulated"
-    return Table(title, (", ".join(_step(found)), _verdict(one)), columns, tuple(_notes(found)))
-
-
-def _step(found: EstimateFindings) -> Iterator[str]:
-    yield found.precision
-    yield found.optimizer if found.mode == "train" else found.mode
-    if found.attention != "default":
-        yield f"{found.attention} attention"
-    if found.gradient_checkpointing:
-        yield "gradient checkpointing"
-    if found.accumulation > 1:
-        yield f"{found.accumulation} micro-batches"
+    asked = found.request
+    step = asked.options.words() + ([f"{asked.accumulation} micro-batches"] if asked.accumulation > 1 else [])
+    title = f"{asked.model} at {size} on {asked.card.name}, simulated"
+    return Table(title, (", ".join(step), _verdict(one)), columns, tuple(_notes(found, explain)))
 
 
 def _verdict(one: Estimate) -> str:
     taken, there = format_bytes(one.peak_bytes), format_bytes(one.capacity_bytes)
     if one.fits:
-        return f"fits: takes {taken} of {there}, {format_bytes(one.capacity_bytes - one.peak_bytes)} to spare"
+        return f"fits: takes {taken} of {there}, {format_bytes(one.capacity_bytes - one.peak_bytes)} free"
     short = one.required_bytes - one.capacity_bytes
     by = f": {format_bytes(short)} short" if short > 0 else ""
-    return f"does not fit{by}; it would take {taken}, and there are {there}"
+    return f"does not fit{by}; it would take {taken} of {there}"
 
 
-def _notes(found: EstimateFindings) -> Iterator[str]:
+def _notes(found: EstimateFindings, explain: bool) -> Iterator[str]:
     one = found.estimate
     if not one.fits:
-        yield "as it does not fit, all figures are those of a card without end"
+        yield "it does not fit, so all figures are for a GPU with unlimited memory"
     if one.peak is not None and one.last_segment is not None:
-        yield f"at the peak: {_moment(one.peak)}; {format_bytes(one.allocated_bytes)} are in live blocks"
-        yield (
-            f"the most is reserved from {_stage(one.last_segment)} on, and kept; fragmentation is what no tensor holds "
-            "of it at the peak"
-        )
-    saved = ": a full one makes the allocator give back its cache" if one.required_bytes < one.peak_bytes else ""
-    yield f"the smallest card that would do has {format_bytes(one.required_bytes)}{saved}"
+        yield f"peak: {_moment(one.peak)}; {format_bytes(one.allocated_bytes)} allocated"
+        since = _stage(one.last_segment)
+        yield f"the most is reserved from {since} on; fragmentation: reserved, but in no tensor at the peak"
+    saved = ", where the allocator has to free its cache" if one.required_bytes < one.peak_bytes else ""
+    yield f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}"
     if one.num_alloc_retries:
-        yield f"the cache has to be given back to go on (times: {one.num_alloc_retries}), which takes time in training"
-    if not one.kinds.context:
-        yield "left out: the CUDA context, as no card was named"
-    yield from (f"left out: {text}" for text in found.unmodelled)
+        yield f"allocation retries: {one.num_alloc_retries}; each frees the allocator's cache, which takes time"
+    context = () if one.kinds.context else ("the CUDA context, as no GPU was named",)
+    yield from assumptions((*context, *found.unmodelled), explain)
 
 
 def _moment(peak: Peak) -> str:
     where = peak.tensor.module or "no module"
     asked = format_bytes(peak.tensor.bytes)
-    return f"{_stage(peak)}, {where}, where {_operator(peak.tensor.operator)} asks for {asked}"
+    return f"{_stage(peak)}, {where}, where {_operator(peak.tensor.operator)} allocates {asked}"
 
 
 def _stage(peak: Peak) -> str:
@@ -239,7 +218,7 @@ def _operator(name: str) -> str:
 
 
 def _by_module(found: EstimateFindings) -> Table:
-    root = lists_folded(found.modules)
+    root = fold_lists(found.modules)
     outside = ModuleBytes("in no module", own=root.own)
     least = _LEAST_SHARE * root.total
     rows = [("all", root), *(row for child in root.children for row in _tree(child, 0))]
@@ -256,7 +235,7 @@ def _by_module(found: EstimateFindings) -> Table:
         "all": [format_bytes(module.total) for _, module in rows],
     }
     notes = ["model states: parameters, gradients and optimizer state"]
-    notes += [f"left out: modules with less than 0.1 % (lines: {left_out})"] if left_out else []
+    notes += [f"modules with less than 0.1 % are not shown: {left_out}"] if left_out else []
     return Table("By module, at the peak", (), columns, tuple(notes))
 
 
@@ -275,7 +254,7 @@ def _numbered(module: ModuleBytes) -> str:
     return f"* ({module.count})" if module.name == "*" else module.name
 
 
-def _together(found: EstimateFindings) -> Table:
+def _together(found: EstimateFindings, explain: bool) -> Table:
     each = found.strategies
     kinds = [one.kinds for one in each.values()]
     columns: Columns = {
@@ -283,37 +262,33 @@ def _together(found: EstimateFindings) -> Table:
         "each takes": [format_bytes(one.peak_bytes) for one in each.values()],
         "model states": [format_bytes(one.parameters + one.gradients + one.optimizer) for one in kinds],
         "communication": [format_bytes(one.communication) for one in kinds],
-        "smallest card": [format_bytes(one.required_bytes) for one in each.values()],
+        "smallest GPU": [format_bytes(one.required_bytes) for one in each.values()],
         "fits": ["yes" if one.fits else "no" for one in each.values()],
     }
-    title = f"On {found.num_gpus} GPUs, each with a batch of {found.estimate.trace.batch_size} of its own"
+    title = f"On {found.request.card.count} GPUs, each with a batch of {found.estimate.trace.batch_size} of its own"
     notes = (
         "model states: parameters, gradients and optimizer state at the peak",
         "communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them",
     )
-    return Table(title, (), columns, (*notes, *_APPROXIMATED))
+    return Table(title, (), columns, (*notes, *assumptions(_SHARDING_ASSUMPTIONS, explain)))
 
 
-def _advice(found: EstimateFindings, advice: tuple[Changed, ...]) -> Table:
+def _alternatives(found: EstimateFindings, tried: tuple[Alternative, ...]) -> Table:
     columns: Columns = {
-        "change": [changed.change or "none" for changed in advice],
-        "takes": ["-" if changed.peak_bytes is None else format_bytes(changed.peak_bytes) for changed in advice],
-        "fits": [_fits(changed) for changed in advice],
-        "largest batch": ["-" if changed.max_batch_size is None else str(changed.max_batch_size) for changed in advice],
+        "change": [one.change or "none" for one in tried],
+        "takes": ["-" if one.peak_bytes is None else format_bytes(one.peak_bytes) for one in tried],
+        "fits": ["-" if one.fits is None else "yes" if one.fits else "no" for one in tried],
+        "largest batch": ["-" if one.max_batch_size is None else str(one.max_batch_size) for one in tried],
     }
     size = found.estimate.trace.batch_size
     notes = [f"takes: with a batch of {size}, or the --batch-size named, the CUDA context included"]
     notes += [
-        f"{changed.change}: an effective batch of {changed.effective_batch_size}"
-        for changed in advice
-        if changed.effective_batch_size is not None
+        f"{one.change}: an effective batch of {one.effective_batch_size}"
+        for one in tried
+        if one.effective_batch_size is not None
     ]
-    notes += [f"{changed.change}: {changed.error}" for changed in advice if changed.error is not None]
-    return Table("What a change would buy on one GPU", (), columns, tuple(notes))
-
-
-def _fits(changed: Changed) -> str:
-    return "-" if changed.fits is None else "yes" if changed.fits else "no"
+    notes += [f"{one.change}: {one.error}" for one in tried if one.error is not None]
+    return Table("Other options on one GPU", (), columns, tuple(notes))
 
 
 def _share(size: int, whole: int) -> str:

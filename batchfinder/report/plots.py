@@ -1,13 +1,4 @@
-"""What all pictures share: matplotlib, loaded when one is asked for, colours, and files.
-
-Nothing is set for the process: figures are made without pyplot, so a caller's own plots keep their style.
-
-An estimate as bars: what the memory at the peak is for, and what the card has.
-
-The memory of a step over its events, as a stacked area by kind.
-
-A sweep as a picture: the largest batch over the sequence length, and the memory over the batch size.
-"""
+"""Every picture. matplotlib is loaded for the first one, and used without pyplot, so that nothing global changes."""
 
 from __future__ import annotations
 
@@ -56,19 +47,13 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def check_picture(option: str, path: str | None) -> None:
-    """Find out before the work whether a picture could be drawn and written.
-
-    Args:
-        option: what the path was given for.
-        path: as it was given; None for no picture.
+def check_picture(option: str, path: str) -> None:
+    """Check before the work that a picture can be drawn and written.
 
     Raises:
-        InvalidValue: it is no file that ends in .png or .svg, in a folder that exists.
-        MissingExtra: there is no matplotlib.
+        InvalidValue: it is not a file that ends in .png or .svg, in a folder that exists.
+        MissingExtra: matplotlib is not installed.
     """
-    if path is None:
-        return
     if Path(path).suffix.lower() not in _ENDINGS or Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
         raise InvalidValue(option, path, "a file that ends in .png or .svg, in a folder that exists")
     if find_spec("matplotlib") is None:
@@ -114,12 +99,7 @@ _LEAST_SHARE = 0.06
 
 
 def draw_estimate(found: EstimateFindings, path: str) -> None:
-    """Draw a bar for one GPU alone, and one for each way that several can share the work.
-
-    Args:
-        found: what was found.
-        path: ends in .png or .svg.
-    """
+    """Draw a bar for one GPU alone, and one for each way that several can share the work."""
     bars = {"one GPU": found.estimate, **found.strategies}
     capacity = found.estimate.capacity_bytes
     longest = max(capacity, *(bar.peak_bytes for bar in bars.values()))
@@ -139,7 +119,7 @@ def draw_estimate(found: EstimateFindings, path: str) -> None:
             axes.text((start + 0.01 * longest) / GIB, place, format_bytes(start), va="center", weight="bold")
         axes.axvline(capacity / GIB, color="black", linestyle="--", linewidth=1)
         axes.annotate(
-            f"{found.gpu}, {format_bytes(capacity)}" + (" each" if found.num_gpus > 1 else ""),
+            f"{found.request.card.name}, {format_bytes(capacity)}" + (" each" if found.request.card.count > 1 else ""),
             (capacity / GIB, 1.0),
             (0, 2),
             xycoords=("data", "axes fraction"),
@@ -165,7 +145,8 @@ def _held(bar: Estimate) -> set[str]:
 def _title(found: EstimateFindings) -> str:
     trace = found.estimate.trace
     length = "" if trace.seq_len is None else f", sequence length {trace.seq_len}"
-    return f"{found.model} at batch size {trace.batch_size}{length}, {found.precision}, simulated"
+    model, precision = found.request.model, found.request.options.precision
+    return f"{model} at batch size {trace.batch_size}{length}, {precision}, simulated"
 
 
 _LETTER = 0.0095
@@ -258,16 +239,10 @@ _NAME_WIDTH = 0.025
 
 
 def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
-    """Draw both, side by side; a series is one model on one GPU.
-
-    Args:
-        rows: of the sweep, at least one.
-        title: stands above the picture.
-        path: ends in .png or .svg.
-    """
+    """Draw the largest batch over the length, and memory over the batch size; a series is one model on one GPU."""
     series: dict[Series, list[SweepRow]] = {}
     for row in rows:
-        series.setdefault((row.model, row.gpu), []).append(row)
+        series.setdefault((row.cell.model, row.cell.card.name), []).append(row)
     looks = dict(zip(series, zip(cycle(COLOURS[:6]), cycle(MARKERS)), strict=False))
     several = len({gpu for _, gpu in series}) > 1
     with drawn("--plot", path, columns=2, width=12.0, height=5.2) as (sizes, memory):
@@ -277,14 +252,14 @@ def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
             _memory(memory, series[name], colour, marker)
         _limits(memory, rows)
         _name_lengths(memory, rows)
-        lengths = sorted({row.seq_len for row in rows if row.seq_len is not None})
+        lengths = sorted({row.cell.seq_len for row in rows if row.cell.seq_len is not None})
         _frame_sizes(sizes, lengths)
         memory.set_xscale("log", base=2)
         memory.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
         memory.set_ylim(0, 1.13 * memory.get_ylim()[1])
         memory.set_xlabel("batch size")
         memory.set_ylabel("peak reserved, GiB")
-        several_lengths = len({row.seq_len for row in rows}) > 1
+        several_lengths = len({row.cell.seq_len for row in rows}) > 1
         memory.set_title("memory over batch size" + (", by sequence length" if several_lengths else ""), loc="left")
         if memory.figure is not None:
             memory.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
@@ -292,10 +267,10 @@ def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
 
 
 def _sizes(axes: Axes, rows: list[SweepRow], colour: str, marker: str, label: str) -> None:
-    fits = [row for row in rows if row.max_batch_size]
-    places = [row.seq_len or 1 for row in fits]
-    axes.plot(places, [row.max_batch_size for row in fits], color=colour, marker=marker, label=label)
-    published = {row.seq_len or 1: row.published for row in fits if row.published}
+    fits = [row for row in rows if row.result.max_batch_size]
+    places = [row.cell.seq_len or 1 for row in fits]
+    axes.plot(places, [row.result.max_batch_size for row in fits], color=colour, marker=marker, label=label)
+    published = {row.cell.seq_len or 1: row.cell.published for row in fits if row.cell.published}
     if published:
         axes.plot(
             list(published),
@@ -310,20 +285,30 @@ def _sizes(axes: Axes, rows: list[SweepRow], colour: str, marker: str, label: st
 
 def _memory(axes: Axes, rows: list[SweepRow], colour: str, marker: str) -> None:
     for row in rows:
-        if row.curve:
-            sizes, peaks = zip(*row.curve, strict=True)
+        if points := _points(row):
+            sizes, peaks = zip(*points, strict=True)
             axes.plot(sizes, [peak / GIB for peak in peaks], color=colour, linewidth=1.2)
-        if row.max_batch_size and row.peak_reserved_bytes is not None:
-            peak = row.peak_reserved_bytes / GIB
-            axes.plot([row.max_batch_size], [peak], color=colour, marker=marker, linestyle="none")
+        if row.at_max is not None and row.at_max.peak_reserved_bytes is not None:
+            peak = row.at_max.peak_reserved_bytes / GIB
+            axes.plot([row.result.max_batch_size], [peak], color=colour, marker=marker, linestyle="none")
+
+
+def _points(row: SweepRow) -> list[tuple[int, int]]:
+    """(batch size, peak reserved bytes): the curve, or without one the sizes that ran."""
+    tried = {trial.batch_size: trial.measurement.peak_reserved_bytes for trial in row.result.trials if trial.fits}
+    return list(row.curve) or [(size, peak) for size, peak in sorted(tried.items()) if peak is not None]
 
 
 def _name_lengths(axes: Axes, rows: Sequence[SweepRow]) -> None:
     """Write each curve's sequence length at its upper end, where there is room between its neighbours' names."""
     # On the GPU with the most memory: the others' curves end earlier, on nearly the same lines.
-    named = max(rows, key=lambda row: row.budget_bytes).gpu
-    ends = sorted((row.curve[-1], row.seq_len) for row in rows if row.curve and row.seq_len and row.gpu == named)
-    sizes = [size for row in rows for size, _ in row.curve]
+    named = max(rows, key=lambda row: row.cell.card.device.usable_bytes).cell.card.name
+    ends = sorted(
+        (points[-1], row.cell.seq_len)
+        for row in rows
+        if (points := _points(row)) and row.cell.seq_len and row.cell.card.name == named
+    )
+    sizes = [size for row in rows for size, _ in _points(row)]
     least = _NAME_WIDTH * math.log2(max(sizes, default=1) / min(sizes, default=1) or 1)
     last = -math.inf
     for (size, peak), seq_len in ends:
@@ -337,7 +322,7 @@ def _name_lengths(axes: Axes, rows: Sequence[SweepRow]) -> None:
 
 def _limits(axes: Axes, rows: Sequence[SweepRow]) -> None:
     """What each GPU has, once."""
-    limits = {row.gpu: row.budget_bytes - row.headroom_bytes for row in rows}
+    limits = {row.cell.card.name: row.cell.card.device.usable_bytes - row.cell.headroom_bytes for row in rows}
     for gpu, limit in limits.items():
         axes.axhline(limit / GIB, color=GREY, linestyle="--", linewidth=1)
         axes.annotate(

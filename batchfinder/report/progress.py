@@ -1,7 +1,8 @@
-"""How far a verb has come, on stderr: live on a terminal, plain lines elsewhere."""
+"""How far a command has come, on stderr: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,24 +10,36 @@ from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-from batchfinder.report.sweep import SweepRow, sweep_sheet
-from batchfinder.report.table import is_terminal
+from batchfinder.report.sweep import SweepRow, sweep_table
 
 # The lines of a live table that are not rows: title, details, heading, rule, bar and the empty ones between them.
 _OTHER_LINES = 11
 
 
 class StatusLine:
-    """Says what is being done: beside a spinner on a terminal, a line for each new thing elsewhere."""
+    """What is being done: beside a spinner on a terminal, a line for each new thing elsewhere.
 
-    def __init__(self) -> None:
+    Args:
+        columns: rich's, in place of a spinner, the status and the time.
+    """
+
+    def __init__(self, *columns: ProgressColumn) -> None:
         self._console = Console(stderr=True, highlight=False)
-        self._bar = self._make_bar()
+        columns = columns or (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("", total=None)
         self._live: Live | None = None
-        if is_terminal():
+        if _is_terminal():
             self._live = Live(self._bar, console=self._console, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> StatusLine:
@@ -40,19 +53,11 @@ class StatusLine:
         if self._live is not None:
             self._live.stop()
 
-    def doing(self, what: str, worth_a_line: bool = True) -> None:
-        """Say what is being done now.
-
-        Args:
-            what: in words.
-            worth_a_line: whether it takes so long that it should be said where there is no terminal, too.
-        """
-        self._bar.update(self._task, description=what)
-        if self._live is None and worth_a_line:
-            print(what, file=sys.stderr, flush=True)
-
-    def _make_bar(self) -> Progress:
-        return Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self._console)
+    def update(self, status: str, terminal_only: bool = False) -> None:
+        """Say what is being done now; on a terminal only, where it is too short for a line in a log."""
+        self._bar.update(self._task, description=status)
+        if self._live is None and not terminal_only:
+            print(status, file=sys.stderr, flush=True)
 
 
 class SweepProgress(StatusLine):
@@ -60,65 +65,52 @@ class SweepProgress(StatusLine):
 
     Args:
         conditions: what the figures hold under, for the live table.
+
+    Attributes:
+        cells: (model, GPU, length) of every row to be found, in the order asked for, as far as it is known.
     """
 
     def __init__(self, conditions: Sequence[str]) -> None:
-        super().__init__()
-        self._found: list[tuple[tuple[int, ...], SweepRow]] = []
-        self.cells = 0
+        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.cells: list[tuple[str, str, int | None]] = []
+        self._found: list[SweepRow] = []
         self._conditions = conditions
-
-    def __enter__(self) -> SweepProgress:
-        super().__enter__()
-        return self
 
     @property
     def rows(self) -> list[SweepRow]:
         """What was found, in the order asked for."""
-        return _in_order(self._found)
+        return self._in_order(self._found)
 
-    def expect(self, cells: int) -> None:
-        """Say how many rows there will be, as far as is known."""
-        self.cells = cells
-        self._bar.update(self._task, total=cells)
+    def expect(self, cells: Sequence[tuple[str, str, int | None]]) -> None:
+        """Set `cells`."""
+        self.cells = list(cells)
+        self._bar.update(self._task, total=len(cells))
 
-    def failed(self, why: BaseException) -> None:
-        """Tell of a failure that does not end the sweep: it stays, above a live table."""
-        self._console.print(f"batchfinder: {why}", markup=False, soft_wrap=True)
+    def failed(self, error: BaseException) -> None:
+        """Show an error that does not end the sweep; it stays above a live table."""
+        self._console.print(f"batchfinder: {error}", markup=False, soft_wrap=True)
 
-    def found(self, row: SweepRow, place: tuple[int, ...]) -> None:
-        """Show a finished row.
-
-        Args:
-            row: what was found.
-            place: where it belongs in the order asked for.
-        """
-        self._found.append((place, row))
+    def found(self, row: SweepRow) -> None:
+        """Show a finished row."""
+        self._found.append(row)
         self._bar.advance(self._task)
         if self._live is None:
-            where = "" if row.seq_len is None else f" at {row.seq_len}"
-            tried = f"{row.trials} trial{'' if row.trials == 1 else 's'}"
-            how = "from the cache" if row.source == "cache" else tried
+            tried = f"{len(row.trials)} trial{'' if len(row.trials) == 1 else 's'}"
+            how = f"{row.result.source}, {'from the cache' if row.cached else tried}, {row.seconds:.1f} s"
             print(
-                f"[{len(self._found)}/{self.cells}] {row.model}{where} on {row.gpu}: {row.max_batch_size} "
-                f"({row.found_by}, {how}, {row.seconds:.1f} s)",
+                f"[{len(self._found)}/{len(self.cells)}] {row.cell}: {row.result.max_batch_size} ({how})",
                 file=sys.stderr,
                 flush=True,
             )
             return
-        shown = _in_order(self._found[-max(self._console.height - _OTHER_LINES, 1) :])
-        table = replace(sweep_sheet(shown, self._conditions), notes=())
+        shown = self._in_order(self._found[-max(self._console.height - _OTHER_LINES, 1) :])
+        table = replace(sweep_table(shown, self._conditions), notes=())
         self._live.update(Group(table, "", self._bar), refresh=True)
 
-    def _make_bar(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-        )
+    def _in_order(self, rows: list[SweepRow]) -> list[SweepRow]:
+        return sorted(rows, key=lambda row: self.cells.index((row.cell.model, row.cell.card.name, row.cell.seq_len)))
 
 
-def _in_order(found: list[tuple[tuple[int, ...], SweepRow]]) -> list[SweepRow]:
-    return [row for _, row in sorted(found, key=lambda pair: pair[0])]
+def _is_terminal() -> bool:
+    """Whether stderr is a terminal on which a line can be redrawn."""
+    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")

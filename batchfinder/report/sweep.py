@@ -1,121 +1,151 @@
-"""One line of a sweep, as values.
-
-What a sweep found, in words and figures.
-"""
+"""A row of a sweep as one record, and the table, JSON and CSV that are made of it."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from batchfinder.accumulation import AccumulationPlan
-from batchfinder.report.table import Columns, Table
-from batchfinder.results import Verdict
+from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.devices import Card
+from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.results import Measurement, SearchResult, StopReason, Trial, Verdict
+from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class SweepRow:
-    """The largest batch of one (model, GPU, sequence length).
+class Cell:
+    """What is asked of one cell of a sweep.
 
     Attributes:
         model: as it was asked for.
         seq_len: tokens per sample; None for data of one fixed shape.
-        gpu: the device's name.
-        budget_bytes: what the allocator may take of it, the headroom included.
-        mode: `train`, `forward` or `inference`.
-        precision: `fp32`, `bf16-mixed`, `16-mixed` or `bf16-true`.
-        optimizer: its name.
-        attention: `eager`, `sdpa`, `flash`, or `default` for the model's own.
-        gradient_checkpointing: whether activations are recomputed.
-        max_batch_size: 0 when not even one sample fits.
-        peak_allocated_bytes: at that size; None when it is 0.
-        peak_reserved_bytes: at that size; None when it is 0.
-        source: `simulated`, `measured` or `cache`.
-        found_by: `simulated` or `measured`, also where it came from the cache.
-        trials: sizes probed for this row; none where it came from the cache.
-        failed_trials: how many of these did not run.
-        seconds: spent on this row, with the recordings that it was the first to need.
-        unmodelled: what a simulated figure leaves out.
-        unscaled: how many of the sizes probed were recorded themselves, not scaled; 0 for a row from the cache.
-        headroom_bytes: what had to stay free of the budget.
-        stop: why the search ended: `exact` (the next size failed), `tolerance` (one a little larger did) or `cap` (no
-            larger one was tried).
-        stopped_by: how the smallest size that failed above the answer did: `out_of_memory`, `thrashing`,
-            `size_ceiling`, `host_out_of_memory`; None where none failed.
-        needed_bytes: what one sample would take, when the answer is 0.
-        message: the device's own words, when the answer is 0.
+        card: with what of it may be used, the headroom included.
+        options: of the step; its optimizer is `its own` where the workload brings one.
+        headroom_bytes: what has to stay free of the card.
+        target_batch_size: the effective batch size that was asked for; None without one.
         published: the published figure, where there is one.
-        target_batch_size: the effective batch that was asked for; None without one.
-        plan: how to make it, where something fits.
-        curve: (batch size, peak reserved bytes) for the picture; not part of the JSON.
     """
 
     model: str
     seq_len: int | None
-    gpu: str
-    budget_bytes: int
-    mode: str
-    precision: str
-    optimizer: str
-    attention: str
-    gradient_checkpointing: bool
-    max_batch_size: int
-    peak_allocated_bytes: int | None
-    peak_reserved_bytes: int | None
-    source: str
-    trials: int
-    seconds: float
-    unmodelled: tuple[str, ...] = ()
-    unscaled: int = 0
-    found_by: str = "simulated"
-    failed_trials: int = 0
+    card: Card
+    options: StepOptions
     headroom_bytes: int = 0
-    stop: str = "exact"
-    stopped_by: str | None = None
-    needed_bytes: int | None = None
-    message: str = ""
-    published: int | None = None
     target_batch_size: int | None = None
-    plan: AccumulationPlan | None = None
+    published: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where} on {self.card.name}"
+
+    @property
+    def where(self) -> str:
+        """The model and the length, in words."""
+        return self.model if self.seq_len is None else f"{self.model} at {self.seq_len}"
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """The largest batch of one cell: what was asked, what the search found, and how this run came by it.
+
+    Attributes:
+        cell: what was asked.
+        result: as it is cached: with its original source and all trials.
+        trials: of this run; none where the result came from the cache.
+        seconds: spent on this row, with the recordings that it was the first to need.
+        cached: whether the result came from the cache.
+        unscaled: how many of the sizes tried were recorded themselves, not scaled; 0 from the cache.
+        curve: (batch size, peak reserved bytes) for the picture, where one was asked for; not part of the JSON.
+    """
+
+    cell: Cell
+    result: SearchResult
+    trials: tuple[Trial, ...] = ()
+    seconds: float = 0.0
+    cached: bool = False
+    unscaled: int = 0
     curve: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def at_max(self) -> Measurement | None:
+        """What was seen at the largest batch size; None when that is 0."""
+        return self.result.measurement if self.result.max_batch_size else None
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """What one sample would take, when the largest batch size is 0."""
+        seen = self.result.measurement
+        return seen.needed_bytes if seen and not self.result.max_batch_size else None
+
+    @property
+    def plan(self) -> AccumulationPlan | None:
+        """How the effective batch is made up, where one was asked for and something fits."""
+        target, size = self.cell.target_batch_size, self.result.max_batch_size
+        return plan_accumulation(target, size, self.cell.card.count) if target is not None and size else None
+
+    @property
+    def stopped_by(self) -> Verdict | None:
+        """How the smallest size above the largest batch failed; None where none was tried."""
+        result = self.result
+        failed = [trial for trial in result.trials if not trial.fits and trial.batch_size > result.max_batch_size]
+        return min(failed, key=lambda trial: trial.batch_size).measurement.verdict if failed else None
+
+    @property
+    def peak_text(self) -> str:
+        """The peak for the table, or what one sample needs."""
+        if self.at_max is not None and self.at_max.peak_reserved_bytes is not None:
+            return format_bytes(self.at_max.peak_reserved_bytes)
+        return "-" if self.needed_bytes is None else f"1 needs {format_bytes(self.needed_bytes)}"
+
+    @property
+    def plan_text(self) -> str:
+        """The plan for the table, as the product that it is."""
+        plan = self.plan
+        if plan is None:
+            return "-"
+        factors = [plan.micro_batch_size, plan.accumulation, *([plan.num_devices] if plan.num_devices > 1 else [])]
+        return f"{' x '.join(map(str, factors))} = {plan.effective_batch_size}"
+
     def to_json(self) -> dict[str, Any]:
-        """The row as JSON values."""
+        """The row as JSON values.
+
+        `budget_bytes` is what the allocator may take of the GPU, the headroom included. `source` is `simulated`,
+        `measured` or `cache`; `found_by` is never `cache`. `stop` says why the search ended: `exact` (the next size
+        failed), `tolerance` (one a little larger did) or `cap` (no larger one was tried). `stopped_by` is how the
+        smallest size above the largest batch failed. `trials` and `failed_trials` are those of this run. `message` is
+        the device's own, where the largest batch is 0.
+        """
+        cell, result, seen, stopped_by = self.cell, self.result, self.result.measurement, self.stopped_by
         row = {
-            "model": self.model,
-            "seq_len": self.seq_len,
-            "gpu": self.gpu,
-            "budget_bytes": self.budget_bytes,
-            "mode": self.mode,
-            "precision": self.precision,
-            "optimizer": self.optimizer,
-            "attention": self.attention,
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "max_batch_size": self.max_batch_size,
-            "peak_allocated_bytes": self.peak_allocated_bytes,
-            "peak_reserved_bytes": self.peak_reserved_bytes,
-            "source": self.source,
-            "trials": self.trials,
+            "model": cell.model,
+            "seq_len": cell.seq_len,
+            "gpu": cell.card.name,
+            "budget_bytes": cell.card.device.usable_bytes,
+            **cell.options.to_json(),
+            "max_batch_size": result.max_batch_size,
+            "peak_allocated_bytes": self.at_max and self.at_max.peak_allocated_bytes,
+            "peak_reserved_bytes": self.at_max and self.at_max.peak_reserved_bytes,
+            "source": "cache" if self.cached else result.source,
+            "trials": len(self.trials),
             "seconds": round(self.seconds, 3),
-            "unmodelled": list(self.unmodelled),
+            "unmodelled": list(result.unmodelled),
             "unscaled": self.unscaled,
-            "stop": self.stop,
+            "stop": result.stop.name.lower(),
             "needed_bytes": self.needed_bytes,
-            "headroom_bytes": self.headroom_bytes,
-            "failed_trials": self.failed_trials,
-            "stopped_by": self.stopped_by,
-            "found_by": self.found_by,
-            "message": self.message,
-            "published": self.published,
+            "headroom_bytes": cell.headroom_bytes,
+            "failed_trials": sum(not trial.fits for trial in self.trials),
+            "stopped_by": stopped_by and stopped_by.name.lower(),
+            "found_by": result.source,
+            "message": seen.message if seen and not result.max_batch_size else "",
+            "published": cell.published,
         }
-        if self.target_batch_size is not None:
-            row["target_batch_size"] = self.target_batch_size
+        if cell.target_batch_size is not None:
+            row["target_batch_size"] = cell.target_batch_size
             for name in ("micro_batch_size", "accumulation", "num_devices", "effective_batch_size"):
                 row[name] = getattr(self.plan, name, None)
         return row
@@ -124,25 +154,41 @@ class SweepRow:
 _KINDS = {"train": "training", "forward": "forward", "inference": "inference"}
 
 
-def sweep_sheet(rows: Sequence[SweepRow], conditions: Iterable[str] = ()) -> Table:
-    """The rows as a sheet. What is the same in all of them stands above the table.
+def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explain: bool = False) -> Table:
+    """The rows as a table. What is the same in all of them stands above it.
 
     Args:
         rows: in the order in which they are to be shown; at least one.
         conditions: what else the figures hold under, in words.
+        explain: whether what the figures assume is listed rather than counted.
     """
-    gpus = _usable(rows)
-    what = f"Largest {_KINDS[rows[0].mode]} batch"
-    if rows[0].found_by == "measured":
-        title = f"{what}, measured on {rows[0].gpu}"
-        usable = f"{gpus[rows[0].gpu]} usable"
-    elif len(gpus) == 1:
-        title = f"{what} on {rows[0].gpu}, simulated"
-        usable = f"{gpus[rows[0].gpu]} usable"
+    first = rows[0].cell
+    usable = {row.cell.card.name: format_bytes(row.cell.card.device.usable_bytes) for row in rows}
+    title = f"Largest {_KINDS[first.options.mode]} batch"
+    each = f"{usable[first.card.name]} usable"
+    if rows[0].result.source == "measured":
+        title += f", measured on {first.card.name}"
+    elif len(usable) == 1:
+        title += f" on {first.card.name}, simulated"
     else:
-        title = f"{what}, simulated"
-        usable = f"usable: {', '.join(f'{size} of {gpu}' for gpu, size in gpus.items())}"
-    return Table(title, (", ".join([*_step(rows), *conditions]), usable), _columns(rows), _notes(rows))
+        title += ", simulated"
+        each = f"usable: {', '.join(f'{size} of {gpu}' for gpu, size in usable.items())}"
+    optimizers = " or ".join(dict.fromkeys(row.cell.options.optimizer for row in rows))
+    step = ", ".join([*replace(first.options, optimizer=optimizers).words(), *conditions])
+    cells = [row.cell for row in rows]
+    columns: Columns = {"model": [cell.model for cell in cells]}
+    if len(usable) > 1:
+        columns["GPU"] = [cell.card.name for cell in cells]
+    if any(cell.seq_len is not None for cell in cells):
+        columns["seq len"] = ["-" if cell.seq_len is None else str(cell.seq_len) for cell in cells]
+    columns["max batch"] = [str(row.result.max_batch_size) for row in rows]
+    if any(cell.published is not None for cell in cells):
+        columns["published"] = ["" if cell.published is None else str(cell.published) for cell in cells]
+    columns["peak reserved"] = [row.peak_text for row in rows]
+    if any(cell.target_batch_size is not None for cell in cells):
+        columns["micro-batch x accumulation"] = [row.plan_text for row in rows]
+    columns["source"] = [row.result.source for row in rows]
+    return Table(title, (step, each), columns, _notes(rows, explain))
 
 
 def comma_separated(rows: Sequence[SweepRow]) -> str:
@@ -157,80 +203,29 @@ def comma_separated(rows: Sequence[SweepRow]) -> str:
     return text.getvalue()
 
 
-def _usable(rows: Sequence[SweepRow]) -> dict[str, str]:
-    return {row.gpu: format_bytes(row.budget_bytes) for row in rows}
-
-
-def _step(rows: Sequence[SweepRow]) -> list[str]:
-    row = rows[0]
-    words = [row.precision]
-    if row.mode == "train":
-        words.append(" or ".join(dict.fromkeys(row.optimizer for row in rows)))
-    if row.attention != "default":
-        words.append(f"{row.attention} attention")
-    if row.gradient_checkpointing:
-        words.append("gradient checkpointing")
-    return words
-
-
-def _columns(rows: Sequence[SweepRow]) -> Columns:
-    """Text by heading; columns with nothing to say are left out."""
-    table: Columns = {"model": [row.model for row in rows]}
-    if len(_usable(rows)) > 1:
-        table["GPU"] = [row.gpu for row in rows]
-    if any(row.seq_len is not None for row in rows):
-        table["seq len"] = ["-" if row.seq_len is None else str(row.seq_len) for row in rows]
-    table["max batch"] = [str(row.max_batch_size) for row in rows]
-    if any(row.published is not None for row in rows):
-        table["published"] = ["" if row.published is None else str(row.published) for row in rows]
-    table["peak reserved"] = [_peak(row) for row in rows]
-    if any(row.target_batch_size is not None for row in rows):
-        table["micro-batch x accumulation"] = [_plan(row) for row in rows]
-    table["source"] = [row.found_by for row in rows]
-    return table
-
-
-def _peak(row: SweepRow) -> str:
-    if row.peak_reserved_bytes is not None:
-        return format_bytes(row.peak_reserved_bytes)
-    return "-" if row.needed_bytes is None else f"1 needs {format_bytes(row.needed_bytes)}"
-
-
-def _plan(row: SweepRow) -> str:
-    if row.plan is None:
-        return "-"
-    factors = [row.plan.micro_batch_size, row.plan.accumulation]
-    factors += [row.plan.num_devices] if row.plan.num_devices > 1 else []
-    return f"{' x '.join(map(str, factors))} = {row.plan.effective_batch_size}"
-
-
-def _where(row: SweepRow) -> str:
-    return row.model if row.seq_len is None else f"{row.model} at {row.seq_len}"
-
-
-def _notes(rows: Sequence[SweepRow]) -> tuple[str, ...]:
+def _notes(rows: Sequence[SweepRow], explain: bool) -> tuple[str, ...]:
     notes = []
-    if any(row.published is not None for row in rows):
+    if any(row.cell.published is not None for row in rows):
         notes.append("published: by google-research/bert for a 12 GB Titan X, TensorFlow 1.11 with Adam in fp32")
     if any(row.plan is not None and row.plan.num_devices > 1 for row in rows):
         notes.append("where a plan has three factors, the last is the number of GPUs")
-    notes += [f"left out: {text}" for text in dict.fromkeys(text for row in rows for text in row.unmodelled)]
-    if capped := sorted({row.max_batch_size for row in rows if row.stop == "cap"}):
-        notes.append(f"no larger batch was tried than {' or '.join(map(str, capped))}: it is the search's cap")
-    if near := sum(row.stop == "tolerance" for row in rows):
+    if capped := sorted({row.result.max_batch_size for row in rows if row.result.stop is StopReason.CAP}):
+        notes.append(f"nothing above {' or '.join(map(str, capped))} was tried: --max-batch-size")
+    if near := sum(row.result.stop is StopReason.TOLERANCE for row in rows):
         notes.append(f"to within the tolerance rather than exact: {near} of {len(rows)} rows")
     notes += [
-        f"what stopped {_where(row)} was no full memory: {Verdict[row.stopped_by.upper()].value}"
+        f"larger batches of {row.cell.where} do not run: {row.stopped_by.value}"
         for row in rows
-        if row.stopped_by is not None and row.stopped_by != Verdict.OUT_OF_MEMORY.name.lower()
+        if row.stopped_by is not None and row.stopped_by is not Verdict.OUT_OF_MEMORY
     ]
     notes += [
-        f"what became of one sample of {_where(row)}: {' '.join(row.message.split())}"
+        f"one sample of {row.cell.where} failed: {' '.join(row.result.measurement.message.split())}"
         for row in rows
-        if row.message and row.needed_bytes is None
+        if row.at_max is None and row.needed_bytes is None and row.result.measurement is not None
     ]
-    if unscaled := sum(row.unscaled for row in rows):
-        notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
-    if cached := sum(row.source == "cache" for row in rows):
+    if cached := sum(row.cached for row in rows):
         notes.append(f"from the cache: {cached} of {len(rows)} rows")
+    notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)
+    if explain and (unscaled := sum(row.unscaled for row in rows)):
+        notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
     return tuple(notes)

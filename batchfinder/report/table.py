@@ -1,11 +1,10 @@
-"""A table with what stands above and below it, for a terminal of any width and for pipes."""
+"""A table with the lines above and below it, for a terminal of any width and for pipes."""
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rich import box
@@ -29,7 +28,7 @@ _PIPE_WIDTH = 10_000
 
 @dataclass(frozen=True)
 class Table:
-    """A table and its words.
+    """A table, its title and its notes.
 
     Attributes:
         title: stands above it.
@@ -48,17 +47,9 @@ class Table:
         for line in self.details:
             yield Text(line, style="dim")
         yield Text("")
-        yield self._table(options.max_width)
-        if self.notes:
-            yield Text("")
-        for note in self.notes:
-            first, *more = Text(note, style="dim").wrap(console, max(options.max_width - _GAP, 1))
-            yield first
-            yield from (Padding(line, (0, 0, 0, _GAP)) for line in more)
-
-    def _table(self, width: int) -> RichTable:
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-        fits = _width(self.columns) <= width
+        widths = [max(map(cell_len, (heading, *cells))) for heading, cells in self.columns.items()]
+        fits = sum(widths) + _GAP * (len(widths) - 1) <= options.max_width
         for heading, cells in self.columns.items():
             table.add_column(
                 heading if fits else _narrower(heading, cells),
@@ -69,7 +60,13 @@ class Table:
             )
         for row in zip(*self.columns.values(), strict=True):
             table.add_row(*map(Text, row))
-        return table
+        yield table
+        if self.notes:
+            yield Text("")
+        for note in self.notes:
+            first, *more = Text(note, style="dim").wrap(console, max(options.max_width - _GAP, 1))
+            yield first
+            yield from (Padding(line, (0, 0, 0, _GAP)) for line in more)
 
     def show(self) -> None:
         """Print it on stdout: as wide as the terminal, or as plain text as wide as it needs to be."""
@@ -88,14 +85,14 @@ class Table:
         return "\n\n".join(blocks) + "\n"
 
 
-def is_terminal() -> bool:
-    """Whether stderr is a terminal on which a line can be drawn anew."""
-    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-
-
-def _width(columns: Columns) -> int:
-    widths = [max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()]
-    return sum(widths) + _GAP * (len(widths) - 1)
+def assumptions(unmodelled: Iterable[str], explain: bool) -> tuple[str, ...]:
+    """The notes on what simulated figures assume or leave out: one line that counts them, or a line for each."""
+    texts = tuple(dict.fromkeys(unmodelled))
+    if explain or not texts:
+        return tuple(f"not modelled: {text}" for text in texts)
+    return (
+        "1 assumption; --explain says which" if len(texts) == 1 else f"{len(texts)} assumptions; --explain lists them",
+    )
 
 
 def _narrower(heading: str, cells: list[str]) -> str:

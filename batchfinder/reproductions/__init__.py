@@ -1,9 +1,4 @@
-"""Published tables, found again: each reproduction is one module, named here.
-
-Such a module offers what `reproduction.Reproducer` says. To add a table, write a module, and a line below.
-
-The models of the published tables, written for the memory they take. They import torch; nothing else here does.
-"""
+"""Published tables, found again. A new one is a module that offers what `base.Reproducer` says, and a line below."""
 
 from __future__ import annotations
 

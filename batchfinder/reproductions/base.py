@@ -1,45 +1,44 @@
-"""What a reproduction is given, and what it makes of it.
-
-Recordings of many workloads by one process, which imports its libraries once.
-
-The same cells by real steps, on a GPU that is here, under the table's budget.
-"""
+"""What every published table shares: where its figures are found, what comes of it, and its cells by real steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from batchfinder.errors import CardNeeded, InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.measure.child_probe import ChildProcessProbe, look_at
-from batchfinder.recording.client import RecordingClient
-from batchfinder.recording.simulation import StepConfig
+from batchfinder.measure.child_probe import ChildProcessProbe, query_gpu
+from batchfinder.recording.simulation import Simulation
 from batchfinder.report.table import Table
 from batchfinder.results import Shape
 from batchfinder.search import Secant
 from batchfinder.simulator.scaling import TraceSource
-from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import RecordingJob, WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where figures are found.
+    """Where a table's figures are found.
 
     Attributes:
-        recordings: of any workload's steps; one process for all reproductions.
-        doing: says what is being done now, in a few words.
-        device: where the cells run for real as well, such as `cuda:0`; None for the simulation alone.
+        simulation: whose recording process, with its libraries imported, serves all tables.
+        status: is told what is being done.
+        device: where the cells are measured as well, such as `cuda:0`; None for the simulation alone.
     """
 
-    recordings: Recordings
-    doing: Callable[[str], None]
+    simulation: Simulation
+    status: Callable[[str], object]
     device: str | None = None
+
+    def source(
+        self, spec: WorkloadSpec, step: StepConfig, capability: tuple[int, int], seq_lens: Iterable[int | None]
+    ) -> TraceSource:
+        """A workload's traces at any size, the first recordings of which are under way."""
+        source = self.simulation.with_spec(spec, step).source(capability, seq_lens)
+        source.prefetch()
+        return source
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class Reproduction:
     Attributes:
         name: as `batchfinder reproduce` takes it.
         rows: one for each published cell, as JSON values; each begins as `row` makes it.
-        sheets: the same for people, as one or more tables.
+        tables: the same for people, as one or more tables.
         notes: sources, what is emulated or left out, and where the original went wrong.
     """
 
     name: str
     rows: tuple[dict[str, Any], ...]
-    sheets: tuple[Table, ...]
+    tables: tuple[Table, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -64,9 +63,15 @@ class Reproduction:
 
 
 class Reproducer(Protocol):
-    """What a module of this package offers."""
+    """What a module of this package offers.
 
-    def reproduce(self, bench: Context) -> Reproduction:
+    Attributes:
+        WORKLOAD: one of its workloads, which the recording process is opened with.
+    """
+
+    WORKLOAD: WorkloadSpec
+
+    def reproduce(self, context: Context) -> Reproduction:
         """Find the table's figures.
 
         Raises:
@@ -86,49 +91,13 @@ def row(cell: str, published: float | None, ours: float | None, **more: Any) -> 
         cell: its name.
         published: the figure as it was published.
         ours: the same quantity, found here.
-        more: what else there is to say of this cell.
+        more: further members.
 
     Returns:
-        With `ratio`, ours by published; None where there is nothing to divide, or to divide by.
+        With `ratio`, ours by published; None where one of them is missing or the published figure is 0.
     """
     ratio = round(ours / published, 4) if published and ours is not None else None
     return {"cell": cell, "published": published, "ours": ours, "ratio": ratio, **more}
-
-
-class Recordings:
-    """Traces of any workload's steps. The process starts with the first workload that is asked for."""
-
-    def __init__(self) -> None:
-        self._recorder: RecordingClient | None = None
-
-    def __enter__(self) -> Recordings:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-
-    def source(
-        self, spec: WorkloadSpec, how: StepConfig, capability: tuple[int, int], seq_lens: Iterable[int | None]
-    ) -> TraceSource:
-        """A workload's step at any size, whose first recordings are under way.
-
-        Args:
-            spec: how to build the workload.
-            how: how the step is taken.
-            capability: the simulated GPU's compute capability.
-            seq_lens: the lengths that will be asked for.
-        """
-        recorder = self._recorder = self._recorder or RecordingClient(spec)
-
-        def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
-            return recorder.submit(RecordingJob(how.settings(), capability, batch_size, seq_len, how.flash, spec))
-
-        source = TraceSource(submit, seq_lens)
-        source.prefetch()
-        return source
 
 
 DEVICE = "cuda:0"
@@ -151,7 +120,7 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
     needed = needed_bytes[table]
     needs = f"reproduce {table} --measured needs a GPU with {format_bytes(needed)} free beside its CUDA context"
     try:
-        card = look_at(device)
+        card = query_gpu(device)
     except InvalidValue:
         raise CardNeeded(needed, f"{needs}; there is none here that PyTorch can use") from None
     if card.free_bytes < needed:
@@ -160,7 +129,7 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
 
 
 @dataclass(frozen=True)
-class RealStep:
+class MeasuredStep:
     """A step on a device that is here, under a limit.
 
     Attributes:
@@ -211,4 +180,4 @@ class RealStep:
             return probe(batch_size, Shape(self.seq_len)).peak_allocated_bytes
 
     def _probe(self) -> ChildProcessProbe:
-        return ChildProcessProbe(self.spec, self.how.settings(), self.device, self.limit_bytes)
+        return ChildProcessProbe(self.spec, asdict(self.how), self.device, self.limit_bytes)

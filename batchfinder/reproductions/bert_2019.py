@@ -1,7 +1,4 @@
-"""The notebook of 2019 on a simulated K80: forwards one after the other in one process, and ladders of batch sizes.
-
-`reproduce bert-2019`: the notebook "Bert Memory Consumption" of 2019, on the card it really ran on.
-"""
+"""`reproduce bert-2019`: the notebook "Bert Memory Consumption" of 2019, on the K80 that it ran on."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchfinder.devices import find_gpu
-from batchfinder.recording.simulation import StepConfig, search_simulated
+from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, RealStep, Reproduction, row
+from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.published import RUNGS, Figure, Ladder, published_bert_2019
 from batchfinder.results import Shape
 from batchfinder.simulator.allocator import CachingAllocator
@@ -20,7 +17,7 @@ from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemo
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import MIB, format_bytes
 
 
@@ -120,6 +117,13 @@ _MODES = {False: "forward", True: "inference"}
 Model = tuple[str, str]
 
 
+def _workload(head: str, size: str) -> WorkloadSpec:
+    return WorkloadSpec("batchfinder.reproductions.bert_2019_model:build", {"head": head, "size": size})
+
+
+WORKLOAD = _workload("classification", "base")
+
+
 @dataclass(frozen=True)
 class _Traces:
     """The recordings of one model, by mode."""
@@ -133,12 +137,12 @@ def needed_bytes() -> int:
     return published_bert_2019().usable_bytes
 
 
-def reproduce(bench: Context) -> Reproduction:
+def reproduce(context: Context) -> Reproduction:
     """Find all 17 figures and 8 ladders."""
     notebook = published_bert_2019()
     card = DeviceMemory(notebook.total_bytes, notebook.usable_bytes)
-    bench.doing("recording the BERTs of 2019")
-    traces = {model: _record(bench, model) for model in notebook.model_mib}
+    context.status("recording the BERTs of 2019")
+    traces = {model: _record(context, model) for model in notebook.model_mib}
     rows: list[dict[str, Any]] = []
     models = {}
     for (head, size), recorded in traces.items():
@@ -146,56 +150,54 @@ def reproduce(bench: Context) -> Reproduction:
         figures = [figure for figure in notebook.figures if (figure.head, figure.size) == (head, size)]
         models[head, size] = process.model_mib(figures[0].seq_len)
         rows += [
-            _figure_row(bench, recorded, figure, mib)
+            _figure_row(context, recorded, figure, mib)
             for figure, mib in zip(figures, process.allocated_mib(figures), strict=True)
         ]
-    ladders = [_ladder_row(bench, traces[ladder.head, ladder.size], ladder, card) for ladder in notebook.ladders]
+    ladders = [_ladder_row(context, traces[ladder.head, ladder.size], ladder, card) for ladder in notebook.ladders]
     notes = _notes(models)
-    return Reproduction(NAME, (*rows, *ladders), _sheets(rows, ladders), notes)
+    return Reproduction(NAME, (*rows, *ladders), _tables(rows, ladders), notes)
 
 
-def _record(bench: Context, model: Model) -> _Traces:
+def _record(context: Context, model: Model) -> _Traces:
     notebook = published_bert_2019()
-    spec = WorkloadSpec(
-        "batchfinder.reproductions.bert_2019_model:build", dict(zip(("head", "size"), model, strict=True))
-    )
+    spec = _workload(*model)
     lengths = {
         "forward": {figure.seq_len for figure in notebook.figures},
         "inference": {each.seq_len for each in notebook.ladders if each.no_grad and (each.head, each.size) == model},
     }
     by_mode = {
-        mode: bench.recordings.source(spec, StepConfig(mode=mode), _CAPABILITY, sorted(seq_lens))
+        mode: context.source(spec, StepConfig(mode=mode), _CAPABILITY, sorted(seq_lens))
         for mode, seq_lens in lengths.items()
         if seq_lens
     }
     return _Traces(spec, by_mode)
 
 
-def _figure_row(bench: Context, traces: _Traces, figure: Figure, ours_mib: int) -> dict[str, Any]:
+def _figure_row(context: Context, traces: _Traces, figure: Figure, ours_mib: int) -> dict[str, Any]:
     cell = f"forward {figure.head} {figure.size} {figure.batch_size}x{figure.seq_len}"
     more: dict[str, Any] = {"unit": "MiB"}
-    if bench.device is not None:
-        bench.doing(f"running {cell}")
-        step = RealStep(bench.device, traces.spec, StepConfig(mode="forward"), needed_bytes(), figure.seq_len)
+    if context.device is not None:
+        context.status(f"running {cell}")
+        step = MeasuredStep(context.device, traces.spec, StepConfig(mode="forward"), needed_bytes(), figure.seq_len)
         peak = step.peak_bytes(figure.batch_size)
         more["measured_peak"] = None if peak is None else peak // MIB
     return row(cell, figure.allocated_mib, ours_mib, **more)
 
 
-def _ladder_row(bench: Context, traces: _Traces, ladder: Ladder, card: DeviceMemory) -> dict[str, Any]:
+def _ladder_row(context: Context, traces: _Traces, ladder: Ladder, card: DeviceMemory) -> dict[str, Any]:
     mode = _MODES[ladder.no_grad]
     cell = f"ladder {ladder.head} {ladder.size} {ladder.seq_len}" + (" no_grad" if ladder.no_grad else "")
     probe = Torch12Probe(traces.by_mode[mode], card)
     exact = search_simulated(probe, Shape(ladder.seq_len)).max_batch_size
     more: dict[str, Any] = {"unit": "samples", "exact_maximum": exact}
-    if bench.device is not None:
-        bench.doing(f"running {cell}")
-        step = RealStep(bench.device, traces.spec, StepConfig(mode=mode), needed_bytes(), ladder.seq_len)
+    if context.device is not None:
+        context.status(f"running {cell}")
+        step = MeasuredStep(context.device, traces.spec, StepConfig(mode=mode), needed_bytes(), ladder.seq_len)
         more["measured"] = step.last_rung(RUNGS)
     return row(cell, ladder.largest, last_rung(probe, ladder.seq_len), **more)
 
 
-def _sheets(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tuple[Table, ...]:
+def _tables(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tuple[Table, ...]:
     notebook = published_bert_2019()
     usable = f"{format_bytes(notebook.usable_bytes)} usable of {format_bytes(notebook.total_bytes)}"
     memory = {

@@ -1,9 +1,4 @@
-"""The BERTs of the Titan X table, with an optimizer that PyTorch does not have.
-
-The model of the estimate "Multi-modal BERT": BERT-base for the text beside a small net for a table's row.
-
-The translation model of the thread "High GPU memory usage problem", written down from its description.
-"""
+"""The models of the published tables, written for the memory they take. They import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ _BLOCK, _LEAST_NUMBERS = 256, 4096
 
 
 class AdamW8bitStates(torch.optim.Optimizer):
-    """What bitsandbytes' AdamW8bit holds, and nothing else: there is no arithmetic on a pretend GPU.
+    """What bitsandbytes' AdamW8bit holds, and nothing else: there is no arithmetic on a fake GPU.
 
     Two states of one byte per number, and one fp32 scale per block of 256 for each; parameters under 4096 numbers keep
     fp32 states (`Optimizer2State.init_state`,
@@ -52,7 +47,7 @@ def _states(parameter: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def build_titan_x(spec: str, attention: str, gradient_checkpointing: bool = False) -> Workload:
+def build_with_adamw_8bit(spec: str, attention: str, gradient_checkpointing: bool = False) -> Workload:
     """A named model with the states of 8-bit AdamW.
 
     Args:

@@ -7,20 +7,20 @@ from typing import Any
 
 from batchfinder.devices import Device, Instance, device_for, find_instance
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, side_by_side
-from batchfinder.recording.simulation import StepConfig, search_simulated
+from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, RealStep, Recordings, Reproduction, row
+from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.published import published_multimodal_bert
 from batchfinder.results import SearchResult, Shape
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
 
 NAME = "multimodal-bert"
-_SPEC = WorkloadSpec("batchfinder.reproductions.models:build")
+WORKLOAD = WorkloadSpec("batchfinder.reproductions.models:build_multimodal_bert")
 _FP32_BYTES = 4
 _LAYERS, _HIDDEN = 12, 768
 
@@ -46,7 +46,7 @@ class DistributedProbe(SimulatedProbe):
     def trace(self, batch_size: int, shape: Shape) -> Trace:
         """The step's trace at one size, with the reducer's buckets, which are the same for any number of GPUs."""
         num_gpus = find_instance(published_multimodal_bert().instance).num_gpus
-        return side_by_side(super().trace(batch_size, shape), STRATEGIES["DDP"], num_gpus)
+        return sharded_step(super().trace(batch_size, shape), STRATEGIES["DDP"], num_gpus)
 
 
 @dataclass(frozen=True)
@@ -73,35 +73,31 @@ def needed_bytes() -> int:
     return device_for(find_instance(published_multimodal_bert().instance).gpu).usable_bytes
 
 
-def one_gpu(recordings: Recordings) -> DistributedProbe:
-    """One GPU of the instance, as one of all that train.
-
-    Args:
-        recordings: make the trace.
-    """
+def one_gpu(context: Context) -> DistributedProbe:
+    """One GPU of the instance, as one of all that train."""
     device = device_for(find_instance(published_multimodal_bert().instance).gpu)
-    source = recordings.source(_SPEC, StepConfig(), device.compute_capability, [published_multimodal_bert().seq_len])
+    source = context.source(WORKLOAD, StepConfig(), device.compute_capability, [published_multimodal_bert().seq_len])
     return DistributedProbe(source, DeviceMemory(device.total_bytes, device.usable_bytes))
 
 
-def reproduce(bench: Context) -> Reproduction:
+def reproduce(context: Context) -> Reproduction:
     """Find every line of the estimate, whether it fits, and the largest batch."""
     paper = published_multimodal_bert()
     instance = find_instance(paper.instance)
     device = device_for(instance.gpu)
-    bench.doing("recording Multimodal BERT")
-    probe, shape = one_gpu(bench.recordings), Shape(paper.seq_len)
-    context = device.total_bytes - device.usable_bytes
-    ours = estimate(probe.trace(paper.batch_size_per_gpu, shape), probe.memory, context)
+    context.status("recording Multimodal BERT")
+    probe, shape = one_gpu(context), Shape(paper.seq_len)
+    context_bytes = device.total_bytes - device.usable_bytes
+    ours = estimate(probe.trace(paper.batch_size_per_gpu, shape), probe.memory, context_bytes)
     outcome = search_simulated(probe, shape)
     measured = None
-    if bench.device is not None:
-        bench.doing("training Multimodal BERT")
-        step = RealStep(bench.device, _SPEC, StepConfig(), needed_bytes(), paper.seq_len)
+    if context.device is not None:
+        context.status("training Multimodal BERT")
+        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), needed_bytes(), paper.seq_len)
         measured = step.largest(outcome.max_batch_size)
     found = _Found(instance, device, ours, outcome, measured)
     rows = tuple(_rows(found))
-    return Reproduction(NAME, rows, _sheets(rows, found), _notes(found))
+    return Reproduction(NAME, rows, _tables(rows, found), _notes(found))
 
 
 def _rows(found: _Found) -> list[dict[str, Any]]:
@@ -124,7 +120,7 @@ def _mb(size: int) -> float:
     return round(size / 1e6, 1)
 
 
-def _sheets(rows: tuple[dict[str, Any], ...], found: _Found) -> tuple[Table, ...]:
+def _tables(rows: tuple[dict[str, Any], ...], found: _Found) -> tuple[Table, ...]:
     paper, instance, device = published_multimodal_bert(), found.instance, found.device
     memory = [row for row in rows if row.get("unit") == "MB"]
     samples = [row for row in rows if row.get("unit") == "samples"]

@@ -1,11 +1,4 @@
-"""Published tables that are shown beside ours, each with its source.
-
-What the notebook "Bert Memory Consumption" printed on 2019-09-18: 17 memory figures and 8 ladders of batch sizes.
-
-A worked estimate of 2025-04-12: will Multimodal BERT training run out of memory on an ml.p3.16xlarge?
-
-What the thread "High GPU memory usage problem" printed: memory after each stage of two training steps.
-"""
+"""The published figures, each with its source."""
 
 from __future__ import annotations
 

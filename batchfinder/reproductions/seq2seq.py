@@ -1,20 +1,12 @@
-"""The caching allocator of PyTorch 0.4 and 1.0, whose sizes were others.
-
-Source: `round_size` and `malloc` in
-https://github.com/pytorch/pytorch/blob/v1.0.0/aten/src/THC/THCCachingAllocator.cpp (read in a copy of 2018). The rest
-of its rules are today's: best fit, split if more than 1 MiB is left of a large block, merge free neighbours.
-
-`reproduce seq2seq`: the thread "High GPU memory usage problem", stage by stage through two training steps.
-"""
+"""`reproduce seq2seq`: the thread "High GPU memory usage problem", stage by stage through two training steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from batchfinder.recording.simulation import StepConfig
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, RealStep, Reproduction, row
+from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.bert_2019 import without_workspaces
 from batchfinder.reproductions.published import StageFigures, published_seq2seq
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -24,7 +16,7 @@ from batchfinder.simulator.replay import StageMemory, Timeline, replay
 from batchfinder.simulator.segments import CudaMallocSegments
 from batchfinder.simulator.steady_state import smallest_usable_bytes
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import GIB, KIB, MIB, format_bytes
 
 _LARGE_STEP_BYTES = 128 * KIB  # kRoundLarge
@@ -32,7 +24,12 @@ _SMALL_SEGMENT_BYTES = MIB  # kSmallAlloc
 
 
 class Allocator2018(CachingAllocator):
-    """Rounds large blocks to 128 KiB, where today's rounds to 512 B, and takes each large segment to measure.
+    """The caching allocator of PyTorch 0.4 and 1.0.
+
+    It rounds large blocks to 128 KiB, where today's rounds to 512 B, and takes each large segment as large as its
+    block. The other rules are today's: best fit, split if more than 1 MiB is left of a large block, merge free
+    neighbours. Source: `round_size` and `malloc` in
+    https://github.com/pytorch/pytorch/blob/v1.0.0/aten/src/THC/THCCachingAllocator.cpp (read in a copy of 2018).
 
     Args:
         memory: the card; None for one that is never full.
@@ -40,7 +37,7 @@ class Allocator2018(CachingAllocator):
 
     def __init__(self, memory: DeviceMemory | None = None) -> None:
         super().__init__(memory)
-        self._segments = _Segments(self.card, self.settings)
+        self._segments = _Segments(self.taken, self.settings)
 
     def allocate(self, nbytes: int) -> Block | None:
         """Hand out a block, as `CachingAllocator.allocate` does."""
@@ -60,7 +57,7 @@ COUNTERS = ("allocated", "max_allocated", "reserved", "max_reserved")
 LARGEST = "step 1 optimizer max_allocated"
 """The cell that a measured peak stands beside: nothing comes after it."""
 SMALLEST = "smallest card"
-_SPEC = WorkloadSpec("batchfinder.reproductions.models:build")
+WORKLOAD = WorkloadSpec("batchfinder.reproductions.models:build_seq2seq")
 # The thread names no card. Nothing in this model depends on which it is but the cuBLAS workspaces, which are left out.
 _CAPABILITY = (6, 1)
 _HIDDEN, _FP32_BYTES = 1000, 4
@@ -72,22 +69,22 @@ def needed_bytes() -> int:
     return 5 * GIB
 
 
-def reproduce(bench: Context) -> Reproduction:
+def reproduce(context: Context) -> Reproduction:
     """Find all four counters after each stage of both steps, and the smallest card."""
     thread = published_seq2seq()
-    bench.doing("recording the model of the thread")
-    recorded = bench.recordings.source(_SPEC, StepConfig(), _CAPABILITY, []).recorded(thread.batch_size, thread.length)
+    context.status("recording the model of the thread")
+    recorded = context.source(WORKLOAD, StepConfig(), _CAPABILITY, []).recorded(thread.batch_size, thread.length)
     trace = without_workspaces(recorded)
     timeline = replay(trace.structure, trace.sizes, Allocator2018())
     measured = None
-    if bench.device is not None:
-        bench.doing("training the model of the thread")
-        step = RealStep(bench.device, _SPEC, StepConfig(), needed_bytes(), thread.length)
+    if context.device is not None:
+        context.status("training the model of the thread")
+        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), needed_bytes(), thread.length)
         measured = step.peak_bytes(thread.batch_size)
     smallest = smallest_usable_bytes(trace.structure, trace.sizes, AllocatorSettings())
-    rows = _rows(timeline, bench.device is not None, measured)
+    rows = _rows(timeline, context.device is not None, measured)
     least = row(SMALLEST, None, _mib(smallest), unit="MiB")
-    return Reproduction(NAME, (*rows, least), _sheets(rows), _notes(trace, timeline, rows, smallest))
+    return Reproduction(NAME, (*rows, least), _tables(rows), _notes(trace, timeline, rows, smallest))
 
 
 def _rows(timeline: Timeline, is_measured: bool, measured: int | None) -> list[dict[str, Any]]:
@@ -115,7 +112,7 @@ def _mib(size: int) -> int:
     return round(size / MIB)
 
 
-def _sheets(rows: Sequence[dict[str, Any]]) -> tuple[Table, ...]:
+def _tables(rows: Sequence[dict[str, Any]]) -> tuple[Table, ...]:
     thread = published_seq2seq()
     conditions = f"fp32, Adam, batch size {thread.batch_size}, {thread.length} words on both sides; MiB"
     by_cell = {row["cell"]: row for row in rows}

@@ -1,9 +1,4 @@
-"""What recomputing activations costs: the arithmetic of a BERT's training step, counted by its matrix products.
-
-The Titan X table in words and figures.
-
-`reproduce titan-x`: what google-research/bert published for a 12 GB Titan X, and what that card trains today.
-"""
+"""`reproduce titan-x`: what google-research/bert published for a 12 GB Titan X, and what that card trains today."""
 
 from __future__ import annotations
 
@@ -14,15 +9,15 @@ from typing import Any
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.models.catalog import find_model
-from batchfinder.recording.simulation import StepConfig, search_simulated
+from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Columns, Table
-from batchfinder.reproductions.base import Context, RealStep, Reproduction, row
+from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
-from batchfinder.training.spec import WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
 
 
@@ -74,7 +69,7 @@ _CHANGES = {
 }
 
 
-def sheets(rows: Rows, card: Device) -> tuple[Table, ...]:
+def tables(rows: Rows, card: Device) -> tuple[Table, ...]:
     """The largest batches, the plans, and what one change makes of the cells that did not fit.
 
     Args:
@@ -180,7 +175,7 @@ TARGET_BATCH_SIZE = 256
 CARD = device_for(find_gpu("titan x"))
 
 _ZOO = "batchfinder.models:build_workload"
-_EIGHT_BIT = "batchfinder.reproductions.models:build"
+_ADAMW_8BIT = "batchfinder.reproductions.models:build_with_adamw_8bit"
 
 
 @dataclass(frozen=True)
@@ -224,10 +219,12 @@ PLANNED = ("fp32_sdpa", "bf16_mixed_sdpa_checkpointing")
 """The setups that an accumulation plan is made for: today's default, and the one with the most room."""
 CHANGES = {
     "gradient_checkpointing": Setup("eager", "fp32", gradient_checkpointing=True),
-    "adamw_8bit": Setup("eager", "fp32", builder=_EIGHT_BIT),
+    "adamw_8bit": Setup("eager", "fp32", builder=_ADAMW_8BIT),
     "sgd": Setup("eager", "fp32", optimizer="sgd"),
 }
 """Each one change to the setup that is like for like."""
+
+WORKLOAD = SETUPS[LIKE_FOR_LIKE].spec("bert-base")
 
 
 def needed_bytes() -> int:
@@ -235,26 +232,26 @@ def needed_bytes() -> int:
     return CARD.usable_bytes
 
 
-def reproduce(bench: Context) -> Reproduction:
+def reproduce(context: Context) -> Reproduction:
     """Find all 12 cells in each setup, with plans, and what else would make the cells fit that did not."""
     published = published_titan_x()
     models = tuple(dict.fromkeys(model for model, _ in published))
-    bench.doing(f"recording {' and '.join(models)}")
+    context.status(f"recording {' and '.join(models)}")
     seq_lens = tuple(dict.fromkeys(seq_len for _, seq_len in published))
-    found = {model: _Model(bench, model, seq_lens, CARD) for model in models}
+    found = {model: _Model(context, model, seq_lens, CARD) for model in models}
     rows = []
     for (model, seq_len), size in published.items():
-        bench.doing(f"{model} at {seq_len}")
+        context.status(f"{model} at {seq_len}")
         rows.append(found[model].row(seq_len, size))
     unmodelled = dict.fromkeys(text for model in found.values() for text in model.unmodelled)
-    return Reproduction(NAME, tuple(rows), sheets(rows, CARD), notes(rows, unmodelled))
+    return Reproduction(NAME, tuple(rows), tables(rows, CARD), notes(rows, unmodelled))
 
 
 class _Model:
     """One model's recordings, all of which are under way from the start.
 
     Args:
-        bench: makes them.
+        context: makes them.
         model: its name in the zoo.
         seq_lens: of its cells.
         card: what is simulated.
@@ -263,8 +260,8 @@ class _Model:
         unmodelled: what the answers so far leave out, in words.
     """
 
-    def __init__(self, bench: Context, model: str, seq_lens: tuple[int, ...], card: Device) -> None:
-        self._bench = bench
+    def __init__(self, context: Context, model: str, seq_lens: tuple[int, ...], card: Device) -> None:
+        self._context = context
         self._model = model
         self.unmodelled: dict[str, None] = {}
         self._card = card
@@ -273,9 +270,7 @@ class _Model:
         changed = sorted({length for seq_len in unfit for length in (seq_len // 2, seq_len)})
 
         def record(setup: Setup, lengths: tuple[int, ...], micro_batches: int = 1) -> TraceSource:
-            return bench.recordings.source(
-                setup.spec(model), setup.how(micro_batches), card.compute_capability, lengths
-            )
+            return context.source(setup.spec(model), setup.how(micro_batches), card.compute_capability, lengths)
 
         # All lengths at once, as lengths between two recorded ones need no recording of their own.
         lengths = {name: (*seq_lens, *changed) if name == LIKE_FOR_LIKE else seq_lens for name in SETUPS}
@@ -303,7 +298,7 @@ class _Model:
                 **{name: self._largest(source, seq_len) for name, source in self._changed.items()},
                 "half_the_length": self._largest(self._sources[LIKE_FOR_LIKE], seq_len // 2),
             }
-        if self._bench.device is not None:
+        if self._context.device is not None:
             more["measured"] = {name: self._measured(name, seq_len, largest[name]) for name in SETUPS}
         return row(f"{self._model} {seq_len}", published, largest[LIKE_FOR_LIKE], **more)
 
@@ -313,10 +308,12 @@ class _Model:
         return outcome.max_batch_size
 
     def _measured(self, name: str, seq_len: int, predicted: int) -> int:
-        assert self._bench.device is not None
-        self._bench.doing(f"training {self._model} at {seq_len}, {name}")
+        assert self._context.device is not None
+        self._context.status(f"training {self._model} at {seq_len}, {name}")
         setup, limit = SETUPS[name], self._card.usable_bytes
-        return RealStep(self._bench.device, setup.spec(self._model), setup.how(), limit, seq_len).largest(predicted)
+        return MeasuredStep(self._context.device, setup.spec(self._model), setup.how(), limit, seq_len).largest(
+            predicted
+        )
 
 
 def _titan_x_plan(max_batch_size: int) -> dict[str, int] | None:

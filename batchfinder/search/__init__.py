@@ -1,7 +1,7 @@
-"""WHICH size next: a search proposes sizes and never measures.
+"""Which size to try next: a search proposes sizes and never measures.
 
-Read in this order: `protocol` (what a search is), `bounds` and `bracket` (what it may try, what it knows), `doubling`,
-`bisection`, `secant` with its `fit` (the algorithms), `wrappers` (a cap, a floor, a granularity, a headroom).
+`base` says what a search is, what it may try and what it knows; `bisection` and `secant` (with `peak_model`) are the
+algorithms; `wrappers` adds a cap, a floor, a granularity or a headroom to any of them.
 """
 
 from __future__ import annotations

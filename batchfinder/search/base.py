@@ -1,9 +1,4 @@
-"""Which sizes a search may try: from a floor to a cap, in steps, under a byte limit.
-
-What a search knows for certain: the largest size seen to run, the smallest seen to fail above it.
-
-What every search is: settings that never change, a state that is passed along, four steps and a judgement.
-"""
+"""What every search is, the sizes it may try, and the interval that is still in question."""
 
 from __future__ import annotations
 
@@ -11,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from batchfinder.errors import InvalidValue
-from batchfinder.results import Shape, Stop, Trial
+from batchfinder.results import Shape, StopReason, Trial
 
 DEFAULT_MAX_BATCH_SIZE = 1 << 20
-"""The cap where none was asked for, so that a memory curve without end still ends the search."""
+"""The cap where none was asked for, so that a search ends even where memory never runs out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +20,7 @@ class Bounds:
         min_batch_size: no smaller size is tried; when it does not run, the answer is 0.
         max_batch_size: no larger size is tried; None for `DEFAULT_MAX_BATCH_SIZE`.
         multiple_of: every size tried is a multiple of this.
-        limit_bytes: a peak above this is as good as a failure; None when no wrapper has said.
+        limit_bytes: a peak above this counts as a failure; None when no wrapper set one.
 
     Raises:
         InvalidValue: no size is left to try.
@@ -101,23 +96,23 @@ class Bracket:
             return self.inside(2 * self.low)
         return self.inside((self.low + self.high) // 2)
 
-    def stop(self, tolerance: float) -> Stop | None:
+    def stop(self, tolerance: float) -> StopReason | None:
         """Why the search may end here; None when it may not.
 
         Args:
             tolerance: largest share of the failing size that may lie between the two ends.
         """
         if self.low == self.bounds.last:
-            return Stop.CAP
+            return StopReason.CAP
         if self.high is None:
             return None
         if self.high == self.bounds.after(self.low):
-            return Stop.EXACT
+            return StopReason.EXACT
         if self.high - self.low <= tolerance * self.high:
-            return Stop.TOLERANCE
+            return StopReason.TOLERANCE
         return None
 
-    def result(self, tolerance: float) -> tuple[int, Stop]:
+    def result(self, tolerance: float) -> tuple[int, StopReason]:
         """The answer and why it stands.
 
         Raises:
@@ -148,7 +143,6 @@ class Search(Protocol[S]):
         """The state before the first probe.
 
         Args:
-            shape: the sample's shape.
             bounds: the sizes that may be tried; a wrapper narrows them before it passes them on.
 
         Raises:
@@ -164,22 +158,22 @@ class Search(Protocol[S]):
         """The state after a trial of the size that was proposed, as `judge` returned it."""
         ...
 
-    def result(self, state: S) -> tuple[int, Stop]:
+    def result(self, state: S) -> tuple[int, StopReason]:
         """The answer, 0 when nothing runs, and why the search ended. Only once `propose` has returned None."""
         ...
 
     def judge(self, trial: Trial) -> Trial:
-        """The trial as this search counts it. What a probe says is taken as it is unless a wrapper is stricter."""
+        """The trial as this search counts it: as the probe measured it, unless a wrapper is stricter."""
         return trial
 
-    def doubts(self, state: S, trial: Trial) -> bool:
-        """Whether a size that failed on a real device is to be tried once more before that is believed.
+    def should_retry(self, state: S, trial: Trial) -> bool:
+        """Whether a size that failed on a real device is tried once more before it counts as failed.
 
         Args:
-            state: before the trial.
+            state: the state before the trial.
             trial: as `judge` returned it.
         """
-        return trial.measurement.verdict.may_pass
+        return trial.measurement.verdict.is_transient
 
 
 def check_tolerance(tolerance: float) -> None:

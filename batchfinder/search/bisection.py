@@ -1,20 +1,17 @@
-"""1, 2, 4, ... until one fails, then halve the last interval.
-
-Halve an interval that somebody believes the answer to be in.
-"""
+"""Searches without a model: doubling then bisection, and bisection of an interval believed to hold the answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from batchfinder.errors import InvalidValue
-from batchfinder.results import Shape, Stop, Trial
+from batchfinder.results import Shape, StopReason, Trial
 from batchfinder.search.base import Bounds, Bracket, Search, check_tolerance
 
 
 @dataclass(frozen=True)
 class Doubling(Search[Bracket]):
-    """Needs nothing to be known: doubling brackets the answer, bisection certifies it.
+    """1, 2, 4, ... until a size fails, then halve the last interval. Needs no knowledge of the answer.
 
     Takes at most `2 * n` probes, where `n` is the number of binary digits of the answer (of the answer divided by the
     step, with `Multiples`), and one when not even the first size runs. About half of them fail;
@@ -44,14 +41,14 @@ class Doubling(Search[Bracket]):
         """Narrow the bracket."""
         return state.update(trial)
 
-    def result(self, state: Bracket) -> tuple[int, Stop]:
+    def result(self, state: Bracket) -> tuple[int, StopReason]:
         """The bracket's low end."""
         return state.result(self.tolerance)
 
 
 @dataclass(frozen=True)
 class Bisection(Search[Bracket]):
-    """For when a neighbour is known: the answer at length 512 bounds the one at 256 from below.
+    """Halve an interval that is believed to hold the answer: the answer at length 512 bounds the one at 256 from below.
 
     The two ends only steer. Neither is taken to run or to fail until it was probed, so ends that are wrong cost probes,
     never a wrong answer: below `low` the search goes on halving, above `high` it doubles.
@@ -101,6 +98,6 @@ class Bisection(Search[Bracket]):
         """Narrow the bracket."""
         return state.update(trial)
 
-    def result(self, state: Bracket) -> tuple[int, Stop]:
+    def result(self, state: Bracket) -> tuple[int, StopReason]:
         """The bracket's low end."""
         return state.result(self.tolerance)

@@ -1,4 +1,4 @@
-"""Straight lines through measured peaks, to say where they cross a limit."""
+"""Peak memory as a function of the batch size, fitted to the sizes that ran."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ SEGMENT_BYTES = 20 * MIB
 Source: `kLargeBuffer` of PyTorch's CUDACachingAllocator.
 """
 
-_FLAT_GROWTH = 16
+_MAX_GROWTH_ON_FLAT_PEAKS = 16
 """How far to go on peaks that hardly grow: at small sizes the optimizer's peak, which is flat, hides the samples'."""
 
-_CLEAR_RISE = 4
+_CLEAR_RISE_SEGMENTS = 4
 """Segments by which two peaks must differ for the line through them to count."""
 
-_NOISE = 0.02
+_NOISE_SHARE_OF_FIRST_PEAK = 0.02
 """Share of the first peak by which a later one must exceed it to lie beyond the flat part."""
 
-_STEEPEST = 1.6
+_MAX_RISE_PER_FORWARD_BYTE = 1.6
 """Bytes a sample adds to the peak, at most, per byte it adds to the forward's.
 
 Measured on recorded steps (BERT, GPT-2, T5, ViT, ResNet-50, Llama; fp32 and bf16-mixed): 0.99 to 1.16, and with
 gradient checkpointing 1.16 to 1.50.
 """
 
-_AT_LEAST = 0.9
+_MIN_RISE_PER_FORWARD_BYTE = 0.9
 """The same ratio, at least: a line that rises less is not yet beyond the flat part."""
 
-_FAR = 2
-_FAR_SHARE = 0.9
-"""Beyond `_FAR` times the last size only this share of a guess is aimed at: what noise adds to one peak grows with the
-distance, and a size near the answer shows the rest."""
+_FAR_GUESS_RATIO = 2
+_SHARE_OF_FAR_GUESS = 0.9
+"""Beyond `_FAR_GUESS_RATIO` times the last size only this share of a guess is aimed at: what noise adds to one peak
+grows with the distance, and a size near the answer shows the rest."""
 
-_FORWARD_SHARE = 0.6
+_SHARE_OF_FORWARD_CROSSING = 0.6
 """How far to go on the forward's bytes alone, as a share of the size at which they would meet the limit."""
 
-_FORWARD_GROWTH = 64
+_MAX_GROWTH_BY_FORWARD = 64
 """How far to go on them in one step: at small sizes they are mostly what a forward takes once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class PeakModel:
     """Peaks of the sizes that ran, smallest first, and where they lead.
 
     A training step's peak is the larger of two: the optimizer's, which is flat, and that of forward and backward, which
@@ -62,7 +62,7 @@ class Fit:
     resting_bytes: int | None = None
     forwards: tuple[tuple[int, int], ...] = ()
 
-    def add(self, trial: Trial) -> Fit:
+    def add(self, trial: Trial) -> PeakModel:
         """Take in a trial; one that failed, or whose peak is unknown, adds nothing."""
         seen = trial.measurement
         peak = seen.peak_allocated_bytes if seen.peak_reserved_bytes is None else seen.peak_reserved_bytes
@@ -70,16 +70,13 @@ class Fit:
             return self
         points = (*self.points, (trial.batch_size, peak))
         if seen.resting_bytes is None or seen.forward_bytes is None:
-            return Fit(points, self.resting_bytes, self.forwards)
+            return PeakModel(points, self.resting_bytes, self.forwards)
         # The least: a batch that outlives its step makes what stays grow with the size.
         resting = seen.resting_bytes if self.resting_bytes is None else min(self.resting_bytes, seen.resting_bytes)
-        return Fit(points, resting, (*self.forwards, (trial.batch_size, seen.forward_bytes)))
+        return PeakModel(points, resting, (*self.forwards, (trial.batch_size, seen.forward_bytes)))
 
     def crossing(self, limit_bytes: int) -> int | None:
-        """The largest size thought to have its peak within the limit.
-
-        Args:
-            limit_bytes: bytes a peak may have.
+        """The largest size expected to have its peak within the limit.
 
         Returns:
             The size; None when there is nothing to fit or the peaks fall.
@@ -91,22 +88,19 @@ class Fit:
         by_line = self._by_trusted_line(limit_bytes)
         if by_line is not None:
             return by_line
-        surely = self.surely(limit_bytes)
-        if surely is None:
+        lower_bound = self.lower_bound(limit_bytes)
+        if lower_bound is None:
             return None
         size, peak = self.points[-1]
-        guess = int(_FAR_SHARE * surely) if surely > _FAR * size else surely
+        guess = int(_SHARE_OF_FAR_GUESS * lower_bound) if lower_bound > _FAR_GUESS_RATIO * size else lower_bound
         return guess if self._beyond_flat(peak, limit_bytes) else max(guess, self._by_forward(limit_bytes))
 
-    def surely(self, limit_bytes: int) -> int | None:
+    def lower_bound(self, limit_bytes: int) -> int | None:
         """A size that runs on any curve that grows no less steeply with size, by what stays and what forwards take.
 
         Two lines lead to it, and both err on the low side. One joins the last peak to what stays between steps, as if
-        size 0 took no more (measured: 1.00 to 1.17 times that). The other goes on from the last peak with `_STEEPEST`
-        times what a sample adds to the forward.
-
-        Args:
-            limit_bytes: bytes a peak may have.
+        size 0 took no more (measured: 1.00 to 1.17 times that). The other goes on from the last peak with
+        `_MAX_RISE_PER_FORWARD_BYTE` times what a sample adds to the forward.
 
         Returns:
             The size; None where probes did not say what stays.
@@ -119,14 +113,15 @@ class Fit:
         each = self._forward_each()
         if each <= 0:
             return chord
-        onward = size + int((limit_bytes - peak) / (_STEEPEST * each))
-        return max(chord, min(_FORWARD_GROWTH * size, onward))
+        onward = size + int((limit_bytes - peak) / (_MAX_RISE_PER_FORWARD_BYTE * each))
+        return max(chord, min(_MAX_GROWTH_BY_FORWARD * size, onward))
 
     def _by_peaks(self, limit_bytes: int) -> int | None:
         """The crossing where peaks are all there is.
 
         One point is joined to the origin, as if nothing but samples took memory: a guess that errs on the low side. Two
-        whose peaks differ by less than a segment say little, so the line is followed to `_FLAT_GROWTH` times the size.
+        whose peaks differ by less than a segment say little, so the line is followed to
+        `_MAX_GROWTH_ON_FLAT_PEAKS` times the size.
 
         Where the last two peaks rise clearly, the line through them is tried too, and the lower crossing holds: on a
         curve that is flat at first and then rises, a line that begins on the flat part says too much.
@@ -135,24 +130,24 @@ class Fit:
         if len(self.points) == 1:
             return size * limit_bytes // peak
         rounding = _rounding(limit_bytes)
-        lines = [self._apart()]
-        if peak - self.points[-2][1] > _CLEAR_RISE * rounding:
+        lines = [self._distant_point()]
+        if peak - self.points[-2][1] > _CLEAR_RISE_SEGMENTS * rounding:
             lines.append(self.points[-2])
         rise = peak - lines[0][1] + rounding
         if rise <= 0:
             return None
         crossing = min((limit_bytes - peak) * (size - x) // (peak - y + rounding) for x, y in lines) + size
-        return min(crossing, _FLAT_GROWTH * size) if rise <= 2 * rounding else crossing
+        return min(crossing, _MAX_GROWTH_ON_FLAT_PEAKS * size) if rise <= 2 * rounding else crossing
 
     def _by_trusted_line(self, limit_bytes: int) -> int | None:
         """The lowest crossing of the lines whose both ends lie beyond the flat part; None without such a line."""
         size, peak = self.points[-1]
         rounding = _rounding(limit_bytes)
-        least = max(0.0, _AT_LEAST * self._forward_each())
+        least = max(0.0, _MIN_RISE_PER_FORWARD_BYTE * self._forward_each())
         crossings = [
             size + (limit_bytes - peak) * (size - x) // (peak - y + rounding)
-            for x, y in {self._apart(), *self.points[-2:-1]}
-            if self._beyond_flat(y, limit_bytes) and peak - y > max(_CLEAR_RISE * rounding, least * (size - x))
+            for x, y in {self._distant_point(), *self.points[-2:-1]}
+            if self._beyond_flat(y, limit_bytes) and peak - y > max(_CLEAR_RISE_SEGMENTS * rounding, least * (size - x))
         ]
         return min(crossings, default=None)
 
@@ -163,7 +158,7 @@ class Fit:
         if each <= 0:
             return 0
         crossing = size + (limit_bytes - (self.resting_bytes or 0) - taken) / each
-        return min(_FORWARD_GROWTH * size, int(_FORWARD_SHARE * crossing))
+        return min(_MAX_GROWTH_BY_FORWARD * size, int(_SHARE_OF_FORWARD_CROSSING * crossing))
 
     def _forward_each(self) -> float:
         """Bytes a sample adds to the forward; all of the forward's where only one size was tried."""
@@ -173,15 +168,15 @@ class Fit:
         first, least = self.forwards[0]
         return (taken - least) / (size - first)
 
-    def _apart(self) -> tuple[int, int]:
+    def _distant_point(self) -> tuple[int, int]:
         """The nearest point at most three quarters as large as the last, so that rounding does not tilt the line."""
-        apart = [point for point in self.points[:-1] if 4 * point[0] <= 3 * self.points[-1][0]]
-        return apart[-1] if apart else self.points[0]
+        distant = [point for point in self.points[:-1] if 4 * point[0] <= 3 * self.points[-1][0]]
+        return distant[-1] if distant else self.points[0]
 
     def _beyond_flat(self, peak: int, limit_bytes: int) -> bool:
         """Whether a peak is clearly above that of the first size."""
         first = self.points[0][1]
-        return peak - first > max(_CLEAR_RISE * _rounding(limit_bytes), _NOISE * first)
+        return peak - first > max(_CLEAR_RISE_SEGMENTS * _rounding(limit_bytes), _NOISE_SHARE_OF_FIRST_PEAK * first)
 
 
 def _rounding(limit_bytes: int) -> int:

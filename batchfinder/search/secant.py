@@ -1,4 +1,4 @@
-"""Fit, jump, certify: most of the way on a line through what was measured, the rest by probing."""
+"""Model-guided search: most of the way on a line through measured peaks, the rest by probing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass, field, replace
 
 from batchfinder.errors import InvalidValue
-from batchfinder.results import Shape, Stop, Trial
+from batchfinder.results import Shape, StopReason, Trial
 from batchfinder.search.base import Bounds, Bracket, Search, check_tolerance
-from batchfinder.search.peak_model import Fit
+from batchfinder.search.peak_model import PeakModel
 
-_SURPRISES = 2
+_MAX_SURPRISES = 2
 """Guesses that may be a little too low before the steps grow; while they do not, one failure ends the search."""
 
-_FIRST_SHARE = 0.85
+_FIRST_TRY_SHARE_OF_PREDICTION = 0.85
 """Where to start, as a share of the prediction, when the peak there will be of use.
 
 At small sizes the peak is the optimizer's, which is flat, and a line from there says that too much fits. A quarter of
@@ -21,14 +21,14 @@ the prediction may lie on that flat part, this share hardly ever does. Measured 
 first, predicted within 2 %: at most 5 probes and 1 failure; from a quarter, 8 probes and 3 failures.
 """
 
-_CROWDED = 0.97
+_SHARE_OF_ALLOCATED_CROSSING = 0.97
 """How far to go, as a share of the size at which what is allocated would fill the limit, once reserved peaks misled.
 
 Near a CUDA card's limit the allocator gives back what it has reserved and does not use, so that more fits than reserved
 peaks let expect; what is allocated bounds it. Measured on recorded steps of ResNet-50 and DistilBERT: 0.968 to 0.991.
 """
 
-_WIDE = 4
+_WIDE_BRACKET_RATIO = 4
 """Above this ratio of its ends a bracket is halved in its logarithm, which leaves a guess far too high sooner."""
 
 
@@ -37,21 +37,19 @@ class SecantState:
     """What is known, and how well the guesses did.
 
     Attributes:
-        bracket: what is certain.
-        fit: the peaks seen: reserved, where that is known.
-        allocated: the peaks allocated; empty where the others are all there is.
+        peaks: of the sizes that ran: reserved, or allocated where that is all a probe measures.
+        allocated_peaks: allocated, where reserved peaks are known as well; else empty.
         limit_bytes: what a peak may have; None when unknown.
-        tries: probes so far.
         surprises: sizes that ran although they were guessed to fail; after the first, although what is allocated should
             not have fitted either.
     """
 
     bracket: Bracket
-    fit: Fit
+    peaks: PeakModel
     limit_bytes: int | None
     tries: int = 0
     surprises: int = 0
-    allocated: Fit = field(default_factory=Fit)
+    allocated_peaks: PeakModel = field(default_factory=PeakModel)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Secant(Search[SecantState]):
     def init(self, shape: Shape, bounds: Bounds) -> SecantState:
         """Nothing is known yet; the tighter of the two byte limits holds."""
         limits = [limit for limit in (self.limit_bytes, bounds.limit_bytes) if limit is not None]
-        return SecantState(Bracket(bounds), Fit(), min(limits, default=None))
+        return SecantState(Bracket(bounds), PeakModel(), min(limits, default=None))
 
     def propose(self, state: SecantState) -> int | None:
         """The size most likely to end the search, at the least risk of a failure."""
@@ -110,68 +108,68 @@ class Secant(Search[SecantState]):
         if bracket.stop(self.tolerance):
             return None
         if state.tries == 0:
-            return bracket.inside(self._start(state))
-        return self._climb(state) if bracket.high is None else self._close(state)
+            return bracket.inside(self._first_size(state))
+        return self._step_up(state) if bracket.high is None else self._narrow(state)
 
     def update(self, state: SecantState, trial: Trial) -> SecantState:
-        """Narrow the bracket, add the peak to the fit, and note a guess that was too low."""
+        """Narrow the bracket, add the peak to the model, and count a guess that was too low."""
         guess, seen = self._guess(state), trial.measurement
-        surprised = trial.fits and guess is not None and trial.batch_size > max(guess, self._bound(state))
-        allocated = state.allocated
+        surprised = trial.fits and guess is not None and trial.batch_size > max(guess, self._allocated_crossing(state))
+        allocated = state.allocated_peaks
         if seen.peak_allocated_bytes is not None and seen.peak_reserved_bytes is not None:
             allocated = allocated.add(replace(trial, measurement=replace(seen, peak_reserved_bytes=None)))
         return SecantState(
             state.bracket.update(trial),
-            state.fit.add(trial),
+            state.peaks.add(trial),
             state.limit_bytes,
             state.tries + 1,
             state.surprises + surprised,
             allocated,
         )
 
-    def result(self, state: SecantState) -> tuple[int, Stop]:
+    def result(self, state: SecantState) -> tuple[int, StopReason]:
         """The bracket's low end."""
         return state.bracket.result(self.tolerance)
 
-    def doubts(self, state: SecantState, trial: Trial) -> bool:
+    def should_retry(self, state: SecantState, trial: Trial) -> bool:
         """A failure within the tolerance of the guess, or above, is what was expected, and is believed at once."""
         guess = self._guess(state)
-        surprising = guess is None or trial.batch_size + self._reach(state.bracket) <= guess
-        return surprising and super().doubts(state, trial)
+        surprising = guess is None or trial.batch_size + self._tolerated_gap(state.bracket) <= guess
+        return surprising and super().should_retry(state, trial)
 
     def _guess(self, state: SecantState) -> int | None:
-        """The largest size thought to run: by the fit, else by the prediction."""
-        fitted = None if state.limit_bytes is None else state.fit.crossing(state.limit_bytes)
+        """The largest size thought to run: by the model, else by the prediction."""
+        fitted = None if state.limit_bytes is None else state.peaks.crossing(state.limit_bytes)
         return self.predicted if fitted is None else fitted
 
-    def _bound(self, state: SecantState) -> int:
+    def _allocated_crossing(self, state: SecantState) -> int:
         """The size at which what is allocated would fill the limit, once reserved peaks misled; else 0."""
         if state.surprises == 0 or state.limit_bytes is None:
             return 0
-        return state.allocated.crossing(state.limit_bytes) or 0
+        return state.allocated_peaks.crossing(state.limit_bytes) or 0
 
-    def _surely(self, state: SecantState) -> int:
-        """The largest size bound to run, by the fit; 0 where it cannot say, or guesses no longer count."""
+    def _lower_bound(self, state: SecantState) -> int:
+        """The largest size sure to run by the model; 0 where it does not say, or guesses no longer count."""
         if state.limit_bytes is None or state.tries > self.patience:
             return 0
-        return state.fit.surely(state.limit_bytes) or 0
+        return state.peaks.lower_bound(state.limit_bytes) or 0
 
-    def _reach(self, bracket: Bracket) -> int:
+    def _tolerated_gap(self, bracket: Bracket) -> int:
         """How far above the low end a failure would end the search."""
         return max(bracket.bounds.multiple_of, int(self.tolerance * bracket.low))
 
-    def _start(self, state: SecantState) -> int:
+    def _first_size(self, state: SecantState) -> int:
         """A share of the prediction where its peak will be of use, else just under the prediction."""
         if self.predicted is None:
             return 0
         if state.limit_bytes is None:
             return self._under_prediction(self.predicted)
-        return int(_FIRST_SHARE * self.predicted)
+        return int(_FIRST_TRY_SHARE_OF_PREDICTION * self.predicted)
 
     def _under_prediction(self, predicted: int) -> int:
         return predicted - int(self.margin * predicted)
 
-    def _climb(self, state: SecantState) -> int:
+    def _step_up(self, state: SecantState) -> int:
         """Nothing failed yet: jump to just under the guess, or once there to where a failure would end the search.
 
         The third surprise, and each probe past the patience, doubles the least step: this ends for any curve.
@@ -179,18 +177,18 @@ class Secant(Search[SecantState]):
         bracket, guess = state.bracket, self._guess(state)
         if guess is None:
             return bracket.step()
-        late = max(0, state.surprises - _SURPRISES) + max(0, state.tries - self.patience)
-        least = bracket.low + (self._reach(bracket) << late)
+        late = max(0, state.surprises - _MAX_SURPRISES) + max(0, state.tries - self.patience)
+        least = bracket.low + (self._tolerated_gap(bracket) << late)
         sizes = [least]
         if guess > least:
             sizes.append(guess - int(self.tolerance * guess) // 2)
         if late == 0:
-            sizes.append(int(_CROWDED * self._bound(state)))
+            sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * self._allocated_crossing(state)))
         if state.tries == 1 and self.predicted is not None:
             sizes.append(self._under_prediction(self.predicted))
         return bracket.inside(max(sizes))
 
-    def _close(self, state: SecantState) -> int:
+    def _narrow(self, state: SecantState) -> int:
         """Something failed: probe near the guess if it lies between, else in the middle.
 
         On a curve that grows steeper the guess is no more than an upper bound, and may lie above what failed.
@@ -198,20 +196,20 @@ class Secant(Search[SecantState]):
         bracket, guess = state.bracket, self._guess(state)
         high = bracket.high or 0
         if guess is None or not bracket.low <= guess < high or state.tries > self.patience:
-            surely = self._surely(state)
-            if bracket.low + self._reach(bracket) < surely < high:
-                return bracket.inside(surely)
-            return bracket.inside(math.isqrt(bracket.low * high)) if self._wide(state) else bracket.step()
+            lower_bound = self._lower_bound(state)
+            if bracket.low + self._tolerated_gap(bracket) < lower_bound < high:
+                return bracket.inside(lower_bound)
+            return bracket.inside(math.isqrt(bracket.low * high)) if self._is_wide(state) else bracket.step()
         enough = high - int(self.tolerance * high)
         if guess >= enough:
             return bracket.inside(enough)
-        near = max(bracket.low + self._reach(bracket), guess - int(self.tolerance * guess) // 2)
-        if len(state.fit.points) == 1 and 4 * high <= 5 * bracket.low:
+        near = max(bracket.low + self._tolerated_gap(bracket), guess - int(self.tolerance * guess) // 2)
+        if len(state.peaks.points) == 1 and 4 * high <= 5 * bracket.low:
             # The prediction was a little too high. One point says little, and a second next to it no more.
             near = max(near, bracket.low + (high - bracket.low) // 3)
         return bracket.inside(near)
 
-    def _wide(self, state: SecantState) -> bool:
+    def _is_wide(self, state: SecantState) -> bool:
         """Whether a line led so far too high that the answer's order of magnitude is in question."""
         low, high = state.bracket.low, state.bracket.high or 0
-        return bool(state.fit.points) and state.limit_bytes is not None and high > _WIDE * low > 0
+        return bool(state.peaks.points) and state.limit_bytes is not None and high > _WIDE_BRACKET_RATIO * low > 0

@@ -6,18 +6,14 @@ import math
 from dataclasses import dataclass, replace
 
 from batchfinder.errors import InvalidValue
-from batchfinder.results import Shape, Stop, Trial, Verdict
+from batchfinder.results import Shape, StopReason, Trial, Verdict
 from batchfinder.search.base import Bounds, S, Search
 from batchfinder.units import format_bytes
 
 
 @dataclass(frozen=True)
 class Wrapper(Search[S]):
-    """Passes everything on; a wrapper of your own overrides what it changes.
-
-    Attributes:
-        search: the search that is wrapped.
-    """
+    """Passes everything on; a wrapper of your own overrides what it changes."""
 
     search: Search[S]
 
@@ -33,7 +29,7 @@ class Wrapper(Search[S]):
         """Pass on."""
         return self.search.update(state, trial)
 
-    def result(self, state: S) -> tuple[int, Stop]:
+    def result(self, state: S) -> tuple[int, StopReason]:
         """Pass on."""
         return self.search.result(state)
 
@@ -41,9 +37,9 @@ class Wrapper(Search[S]):
         """Pass on."""
         return self.search.judge(trial)
 
-    def doubts(self, state: S, trial: Trial) -> bool:
+    def should_retry(self, state: S, trial: Trial) -> bool:
         """Pass on."""
-        return self.search.doubts(state, trial)
+        return self.search.should_retry(state, trial)
 
 
 @dataclass(frozen=True)
@@ -74,9 +70,6 @@ class Floored(Wrapper[S]):
     """Tries nothing below a floor, and starts there. The largest floor counts.
 
     When the floor does not run the answer is 0: nothing that would have been of use runs. Smaller sizes are not tried.
-
-    Attributes:
-        min_batch_size: the floor.
 
     Raises:
         InvalidValue: the floor is below 1.

@@ -1,16 +1,29 @@
-"""The caching allocator's settings, read from the text of `PYTORCH_CUDA_ALLOC_CONF`."""
+"""The caching allocator's settings, read from `PYTORCH_ALLOC_CONF` or `PYTORCH_CUDA_ALLOC_CONF`."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
 from batchfinder.errors import InvalidValue
 from batchfinder.units import MIB
 
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The environment variables that PyTorch reads, in its order; the first that is set counts."""
+
 _INTERVALS = 16  # one rounding division per power of two from 1 MiB to 32 GiB; AllocatorConfig.cpp
 _FIRST_INTERVAL = 20  # log2 of 1 MiB
 
+_MODELLED = frozenset(
+    {
+        "expandable_segments",
+        "large_segment_size_mb",
+        "max_non_split_rounding_mb",
+        "max_split_size_mb",
+        "roundup_power2_divisions",
+    }
+)
 # Pinned host memory, locks, the capture of graphs: nothing that a training step takes from the device depends on these.
 _HARMLESS = frozenset(
     {
@@ -59,6 +72,18 @@ class AllocatorSettings:
     unmodelled: tuple[str, ...] = ()
 
     @classmethod
+    def from_environment(cls) -> AllocatorSettings:
+        """Read the settings that PyTorch would use in this process.
+
+        Raises:
+            InvalidValue: PyTorch would refuse them as well.
+        """
+        for name in VARIABLES:
+            if conf := os.environ.get(name):
+                return cls.parse(conf, option=name)
+        return cls()
+
+    @classmethod
     def parse(cls, conf: str, *, option: str = "PYTORCH_CUDA_ALLOC_CONF") -> AllocatorSettings:
         """Read `expandable_segments:True,max_split_size_mb:128`.
 
@@ -67,7 +92,6 @@ class AllocatorSettings:
 
         Args:
             conf: comma-separated `key:value`; a value may be a list in brackets. Blanks do not count.
-            option: the name the message calls the text by.
 
         Raises:
             InvalidValue: the text or one of its values is one that PyTorch refuses as well.
@@ -92,11 +116,7 @@ class AllocatorSettings:
         )
 
     def divisions(self, nbytes: int) -> int:
-        """The rounding divisions for a request; `AcceleratorAllocatorConfig::roundup_power2_divisions`.
-
-        Args:
-            nbytes: the request, at least 1.
-        """
+        """The rounding divisions for a request; `AcceleratorAllocatorConfig::roundup_power2_divisions`."""
         if not self.roundup_power2_divisions:
             return 0
         interval = nbytes.bit_length() - 1 - _FIRST_INTERVAL
@@ -104,15 +124,6 @@ class AllocatorSettings:
 
 
 DEFAULT_SETTINGS = AllocatorSettings()
-_MODELLED = frozenset(
-    {
-        "expandable_segments",
-        "large_segment_size_mb",
-        "max_non_split_rounding_mb",
-        "max_split_size_mb",
-        "roundup_power2_divisions",
-    }
-)
 
 
 def _pairs(conf: str, option: str) -> list[tuple[str, str]]:

@@ -27,12 +27,12 @@ from batchfinder.simulator.blocks import (
     segment_size,
 )
 from batchfinder.simulator.segments import (
-    Card,
     CudaMallocSegments,
     ExpandableSegments,
     Segment,
     SegmentSource,
     SegmentWatch,
+    TakenMemory,
     describe,
 )
 
@@ -45,12 +45,9 @@ class CachingAllocator:
     Args:
         memory: the card; a number stands for a card of which the allocator may take all of that many bytes, None for
             one that is never full.
-        settings: what `PYTORCH_CUDA_ALLOC_CONF` would say.
 
     Attributes:
-        memory: the card.
-        settings: the settings.
-        card: what has been taken from the card; `reserved` and `max_reserved` read it.
+        taken: what has been taken from the card; `reserved` and `max_reserved` read it.
         allocated: bytes in live blocks, `torch.cuda.memory_allocated`. A block counts with its own size, which is the
             request's rounded up, and more where what was left over was too little to split off.
         max_allocated: the most that `allocated` was since the start or `reset_peak`.
@@ -77,12 +74,12 @@ class CachingAllocator:
         self.max_allocated = 0
         self.requested = 0
         self.num_alloc_retries = 0
-        self.card = Card(memory.usable_bytes)
+        self.taken = TakenMemory(memory.usable_bytes)
         expandable = settings.expandable_segments
         self._segments: SegmentSource = (
-            ExpandableSegments(self.card, settings, memory.total_bytes)
+            ExpandableSegments(self.taken, settings, memory.total_bytes)
             if expandable
-            else CudaMallocSegments(self.card, settings)
+            else CudaMallocSegments(self.taken, settings)
         )
         # should_split: 512 B must be left over in the small pool and in expandable segments; otherwise more than 1 MiB,
         # of blocks that max_split_size_mb allows to be split.
@@ -97,18 +94,15 @@ class CachingAllocator:
     @property
     def reserved(self) -> int:
         """Bytes taken from the card, `torch.cuda.memory_reserved`."""
-        return self.card.taken
+        return self.taken.current
 
     @property
     def max_reserved(self) -> int:
         """The most that `reserved` was since the start or `reset_peak`."""
-        return self.card.peak
+        return self.taken.peak
 
     def allocate(self, nbytes: int) -> Block | None:
         """Hand out a block.
-
-        Args:
-            nbytes: how many bytes are asked for.
 
         Returns:
             The block, to be handed to `free`. None for no bytes, which take nothing
@@ -187,14 +181,14 @@ class CachingAllocator:
     def reset_peak(self) -> None:
         """Let the maxima start again from now, `torch.cuda.reset_peak_memory_stats`."""
         self.max_allocated = self.allocated
-        self.card.peak = self.card.taken
+        self.taken.peak = self.taken.current
 
     def segments(self) -> tuple[Segment, ...]:
         """What has been taken from the card, by address, block by block."""
         return describe(self._segments.heads, self.settings.expandable_segments)
 
     def watch_segments(self, watch: SegmentWatch) -> None:
-        """From now on, tell of all that is taken from the card and given back to it."""
+        """Call `watch` from now on for all that is taken from the card and given back to it."""
         self._segments.watch = watch
 
     def _choose(self, pool: FreeList, index: int, size: int) -> int:

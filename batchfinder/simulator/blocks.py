@@ -1,11 +1,7 @@
-"""How a request becomes a block and a block a segment: the sizes the caching allocator rounds to.
+"""Blocks of simulated device memory: how requests are rounded to blocks and segments, free lists, a card's capacity.
 
 Facts from https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cpp (functions named below) and
 its constants in https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/AllocatorConfig.h.
-
-A block of device memory, and the sorted list of the free ones.
-
-The simulated card's memory, and what the allocator raises when it is full, in PyTorch's words.
 """
 
 from __future__ import annotations
@@ -30,12 +26,7 @@ def round_up(nbytes: int, step: int) -> int:
 
 
 def block_size(nbytes: int, settings: AllocatorSettings) -> int:
-    """The size that is looked for when `nbytes` are asked for; `round_size`, `roundup_power2_next_division`.
-
-    Args:
-        nbytes: the request, at least 1.
-        settings: whose `roundup_power2_divisions` apply to requests of more than 512 B times their number.
-    """
+    """The size that is looked for when `nbytes` are asked for; `round_size`, `roundup_power2_next_division`."""
     divisions = settings.divisions(nbytes)
     if divisions <= 1 or nbytes <= MIN_BLOCK_BYTES * divisions:
         return round_up(nbytes, MIN_BLOCK_BYTES)
@@ -44,12 +35,7 @@ def block_size(nbytes: int, settings: AllocatorSettings) -> int:
 
 
 def segment_size(size: int, settings: AllocatorSettings) -> int:
-    """The bytes taken from the device for a block when none is free; `get_allocation_size`.
-
-    Args:
-        size: the block's size, already rounded.
-        settings: whose `large_segment_bytes` serve large blocks under 10 MiB.
-    """
+    """The bytes taken from the device for a block when none is free; `get_allocation_size`."""
     if size <= SMALL_BLOCK_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < LARGE_BLOCK_BYTES:
@@ -66,11 +52,7 @@ class Block:
     The blocks of a segment are a chain in the order of their addresses.
 
     Attributes:
-        address: where it starts, in bytes.
-        size: its length in bytes.
         pool: the free list it goes to.
-        previous: the block before it in its segment.
-        next: the block after it in its segment.
         requested: bytes that were asked for; 0 when it is not in use.
         free: whether it can be handed out.
         mapped: whether memory is behind it. A block that is not mapped is not free.
@@ -115,8 +97,6 @@ class FreeList:
         small: whether this is the pool of blocks up to 1 MiB.
         least_remainder: a block is split when at least this many bytes are left over,
         unsplit_from: and when the size that is needed is under this.
-        keys: the order of `blocks`, for bisection.
-        blocks: the free blocks.
     """
 
     __slots__ = ("blocks", "keys", "least_remainder", "small", "unsplit_from")
@@ -187,12 +167,9 @@ class SimulatedOutOfMemory(OutOfMemory):
     """The simulated card is full, and stayed so after its cached segments had been released.
 
     Attributes:
-        requested_bytes: what was asked for.
         tried_bytes: the segment that this needed; the figure in the message, as in PyTorch's.
         free_bytes: what the driver would report as free.
         total_bytes: what the driver would report as the card's memory.
-        allocated_bytes: bytes in live blocks.
-        reserved_bytes: bytes taken from the card.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory, block_size
 from batchfinder.simulator.segments import Segment
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 
 Entry = dict[str, Any]
 
@@ -31,7 +31,6 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
     """Replay a whole trace and write down what the allocator does.
 
     Args:
-        trace: the step.
         allocator: a new one, made for the card and the settings in question. It is left as the trace leaves it.
 
     Returns:
@@ -115,7 +114,7 @@ class _Frames:
     """What stands for the call stacks of a trace's blocks. Equal frames are one object, so a pickle has them once."""
 
     def __init__(self, trace: Trace) -> None:
-        self._structure: Structure = trace.structure
+        self._structure: TraceStructure = trace.structure
         self._shapes = trace.shapes or ("",) * len(trace.sizes)
         self._known: dict[tuple[str, str], Entry] = {}
         self._marks_passed = 0

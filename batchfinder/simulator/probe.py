@@ -1,7 +1,4 @@
-"""A probe that replays the recorded step on a simulated GPU.
-
-A first guess of the largest batch, from two replays on a card without end.
-"""
+"""A probe that replays the recorded step on a simulated GPU, and a linear first guess of the largest batch size."""
 
 from __future__ import annotations
 
@@ -14,17 +11,14 @@ from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import Timeline, replay
 from batchfinder.simulator.scaling import TraceSource
-from batchfinder.simulator.steady_state import MORE_STEPS, SteadyState, outlook
+from batchfinder.simulator.steady_state import MORE_STEPS, SteadyState, simulate_steady_state
 from batchfinder.simulator.trace import Trace
 
 
 class SimulatedProbe:
-    """Says whether a size would run on a card that is not there.
+    """Says whether a size would run on a simulated card.
 
     Args:
-        traces: the step, at any size.
-        memory: the card.
-        allocator: the caching allocator's settings.
         unmodelled: what any answer leaves out, in words.
     """
 
@@ -49,8 +43,8 @@ class SimulatedProbe:
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         start = time.perf_counter()
-        later = self.outlook(batch_size, shape)
-        timeline = later.timeline
+        steady = self.steady_state(batch_size, shape)
+        timeline = steady.timeline
         seconds = time.perf_counter() - start
         if timeline.oom is not None:
             needed = self.needed_bytes(batch_size, shape) if batch_size == 1 else None
@@ -58,47 +52,43 @@ class SimulatedProbe:
                 Verdict.OUT_OF_MEMORY, seconds=seconds, message=timeline.oom.message, needed_bytes=needed
             )
         peaks = timeline.max_allocated_bytes, timeline.max_reserved_bytes
-        if not later.settled:
-            message = f"it runs, but gives back all cached memory in each of {MORE_STEPS} more steps"
+        if not steady.settled:
+            message = f"thrashing: the allocator releases all cached memory in each of {MORE_STEPS} more steps"
             return Measurement(Verdict.THRASHING, *peaks, seconds, message)
         return Measurement(Verdict.FITS, *peaks, seconds)
 
     def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
-        """The whole replay of one size.
-
-        Args:
-            batch_size: samples in a micro-batch.
-            shape: one sample's shape.
-            memory: another card than the probe's own.
-        """
+        """The replay of one size, on this card or another."""
         return self._replay(self.trace(batch_size, shape), memory or self.memory)
 
     def needed_bytes(self, batch_size: int, shape: Shape) -> int:
-        """The most the allocator would reserve for a size on a card without end."""
+        """The most the allocator would reserve for a size on a card with unlimited memory."""
         return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
 
-    def outlook(self, batch_size: int, shape: Shape) -> SteadyState:
-        """What becomes of one size that is taken again and again."""
-        return self._outlook(self.trace(batch_size, shape))
+    def steady_state(self, batch_size: int, shape: Shape) -> SteadyState:
+        """One size replayed until the allocator's cache is steady."""
+        return self._simulate(self.trace(batch_size, shape))
 
-    def exact_outlook(self, batch_size: int, shape: Shape) -> SteadyState:
-        """The same of one size that is recorded itself: for a single size this is the shorter way."""
-        return self._outlook(self.exact_trace(batch_size, shape))
+    def exact_steady_state(self, batch_size: int, shape: Shape) -> SteadyState:
+        """The same of a recording at this very size, which is quicker where one size is all that is asked for."""
+        return self._simulate(self.exact_trace(batch_size, shape))
 
     def exact_trace(self, batch_size: int, shape: Shape) -> Trace:
-        """The step's trace at one size that is recorded itself."""
-        return self._noted(self.traces.recorded(batch_size, shape.seq_len))
+        """The step's trace, recorded at this very size."""
+        return self._note_unmodelled(self.traces.recorded(batch_size, shape.seq_len))
 
     def trace(self, batch_size: int, shape: Shape) -> Trace:
         """The step's trace at one size."""
-        return self._noted(self.traces.at(batch_size, shape.seq_len))
+        return self._note_unmodelled(self.traces.at(batch_size, shape.seq_len))
 
-    def _noted(self, trace: Trace) -> Trace:
+    def _note_unmodelled(self, trace: Trace) -> Trace:
         self._unmodelled.update(dict.fromkeys(trace.unmodelled))
         return trace
 
-    def _outlook(self, trace: Trace) -> SteadyState:
-        return outlook(trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator))
+    def _simulate(self, trace: Trace) -> SteadyState:
+        return simulate_steady_state(
+            trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
+        )
 
     def _replay(self, trace: Trace, memory: DeviceMemory) -> Timeline:
         return replay(trace.structure, trace.sizes, CachingAllocator(memory, self.allocator))
@@ -109,11 +99,7 @@ _SMALL, _LARGE = 2, 32
 
 
 def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
-    """Where a line through the peaks of two sizes crosses the card's capacity. It is a guess to start a search from.
-
-    Args:
-        probe: knows the card and the step.
-        shape: one sample's shape.
+    """A guess to start a search from: where a line through the peaks of two sizes crosses the card's capacity.
 
     Returns:
         A size of at least 2.

@@ -1,7 +1,4 @@
-"""Run a recorded step through the simulated allocator.
-
-What a replay found: memory at the end of each stage, the peaks, and where it failed if it did.
-"""
+"""Run a recorded step through the simulated allocator: memory by stage, the peaks, and where it ran out of memory."""
 
 from __future__ import annotations
 
@@ -11,22 +8,21 @@ from dataclasses import dataclass
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory
-from batchfinder.simulator.trace import Structure
+from batchfinder.simulator.trace import TraceStructure
 
 
 def replay(
-    structure: Structure,
+    structure: TraceStructure,
     sizes: Sequence[int],
     allocator: CachingAllocator,
-    enough: Callable[[Sequence[StageMemory]], bool] = lambda stages: False,
+    stop_when: Callable[[Sequence[StageMemory]], bool] | None = None,
 ) -> Timeline:
     """Replay a trace.
 
     Args:
-        structure: the events.
         sizes: for each block, the bytes asked for. They may be of another size than the recorded one.
         allocator: a new one, made for the card and the settings in question. It is left as the trace leaves it.
-        enough: asked as each stage ends, with all that have ended, whether to end there.
+        stop_when: called as each stage ends with all that have ended; True ends the replay.
 
     Returns:
         The counters at the end of each stage, the peaks, and the failure if the card is too small.
@@ -41,7 +37,7 @@ def replay(
     i = -1
     starts = [0, *(mark.position for mark in marks)]
     ends = [*(mark.position for mark in marks), len(order)]
-    card = allocator.card
+    taken = allocator.taken
     try:
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             for i in order[start:end]:
@@ -52,8 +48,8 @@ def replay(
                 if allocator.max_allocated > most_allocated:
                     most_allocated = allocator.max_allocated
                     allocated_peak = i
-                if card.peak > most_reserved:
-                    most_reserved = card.peak
+                if taken.peak > most_reserved:
+                    most_reserved = taken.peak
                     reserved_peak = i
             if number:
                 mark = marks[number - 1]
@@ -69,11 +65,11 @@ def replay(
                         num_alloc_retries=allocator.num_alloc_retries,
                     )
                 )
-                if enough(stages):
+                if stop_when is not None and stop_when(stages):
                     break
     except SimulatedOutOfMemory as error:
         oom = OomEvent(
-            moment=_moment(structure, i),
+            moment=_peak_event(structure, i),
             requested_bytes=error.requested_bytes,
             tried_bytes=error.tried_bytes,
             allocated_bytes=error.allocated_bytes,
@@ -84,20 +80,15 @@ def replay(
         stages=tuple(stages),
         max_allocated_bytes=allocator.max_allocated,
         max_reserved_bytes=allocator.max_reserved,
-        allocated_peak=None if allocated_peak < 0 else _moment(structure, allocated_peak),
-        reserved_peak=None if reserved_peak < 0 else _moment(structure, reserved_peak),
+        allocated_peak=None if allocated_peak < 0 else _peak_event(structure, allocated_peak),
+        reserved_peak=None if reserved_peak < 0 else _peak_event(structure, reserved_peak),
         num_alloc_retries=allocator.num_alloc_retries,
         oom=oom,
     )
 
 
-def alive_at(structure: Structure, position: int) -> list[int]:
-    """The blocks alive right after an event, in the order in which they were allocated.
-
-    Args:
-        structure: the events.
-        position: of the event, as in `PeakEvent.position`.
-    """
+def alive_at(structure: TraceStructure, position: int) -> list[int]:
+    """The blocks alive right after an event, in the order in which they were allocated."""
     alive: dict[int, None] = {}
     for i in structure.order[: position + 1]:
         if i >= 0:
@@ -107,8 +98,8 @@ def alive_at(structure: Structure, position: int) -> list[int]:
     return list(alive)
 
 
-def _moment(structure: Structure, block: int) -> PeakEvent:
-    """When a block was allocated. Of marks at one position the last one counts: the others' stages are empty."""
+def _peak_event(structure: TraceStructure, block: int) -> PeakEvent:
+    """The allocation of a block. Of marks at one position the last one counts: the others' stages are empty."""
     position = structure.order.index(block)
     number = bisect_right(structure.marks, position, key=lambda mark: mark.position) - 1
     if number < 0:
@@ -124,7 +115,6 @@ class StageMemory:
     Attributes:
         step: which optimizer step, from 0; -1 while the model is being built.
         stage: the mark's name: `forward`, `backward`, ...
-        micro_batch: which micro-batch of the step.
         allocated_bytes: in live blocks now.
         max_allocated_bytes: the most since the trace began.
         reserved_bytes: taken from the card now.
@@ -147,11 +137,9 @@ class PeakEvent:
     """The allocation with which a maximum was first reached.
 
     Attributes:
-        position: of the event in `Structure.order`.
+        position: of the event in `TraceStructure.order`.
         block: the block that was allocated, by its number.
-        step: the optimizer step it falls in.
         stage: the stage it falls in; empty before the first mark.
-        micro_batch: the micro-batch it falls in.
     """
 
     position: int
@@ -167,9 +155,7 @@ class OomEvent:
 
     Attributes:
         moment: which event it was. Nothing after it was replayed.
-        requested_bytes: what was asked for.
         tried_bytes: the segment this needed from the card.
-        allocated_bytes: in live blocks then.
         reserved_bytes: taken from the card then, after the cache had been released.
         message: what PyTorch would say.
     """
@@ -187,7 +173,6 @@ class Timeline:
     """A replayed trace. Running out of memory is part of it, not an exception.
 
     Attributes:
-        stages: the stages that ended, in order.
         max_allocated_bytes: the most in live blocks at one time.
         max_reserved_bytes: the most taken from the card at one time.
         allocated_peak: when `max_allocated_bytes` was first reached; None if nothing was allocated.

@@ -3,10 +3,8 @@
 A tensor's bytes are a product of its dimensions, so most allocations are one term, `c * batch**i * seq_len**j`; a few
 are sums of two (a class token beside the sequence). Kernels also pad the sequence to a multiple of 8, 32 or 128, so the
 padded lengths stand beside `seq_len` as variables of their own. A term has one unknown: two recordings at different
-sizes fit it and check it at once, and a sum of two needs a third recording. What fits nothing, or more than one thing
-that would differ at a length asked for, is not guessed at.
-
-A trace for any size, from as few recordings as possible.
+sizes fit it and check it at once, and a sum of two needs a third recording. Where nothing fits, or several polynomials
+that would differ at a length asked for, that size is recorded itself.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
 
-from batchfinder.simulator.trace import Structure, Trace
+from batchfinder.simulator.trace import Trace, TraceStructure
 
 _PADDINGS = (8, 32, 64, 128)
 _BATCH_POWERS = (0, 1, 2)
@@ -27,8 +25,6 @@ class Term:
     """`coefficient * batch**batch_power * (product of the sequence length rounded up to each of paddings)`.
 
     Attributes:
-        coefficient: bytes.
-        batch_power: 0, 1 or 2.
         paddings: one entry for each power of the sequence length: what it is rounded up to a multiple of.
     """
 
@@ -50,7 +46,7 @@ def _unit(batch_power: int, paddings: tuple[int, ...], batch_size: int, seq_len:
     return product
 
 
-def _shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
+def _term_shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
     """The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first."""
     plain: list[tuple[int, ...]] = [(), (1,), (1, 1)]
     padded = [paddings for n in (1, 2) for paddings in combinations_with_replacement((1, *_PADDINGS), n)]
@@ -59,7 +55,7 @@ def _shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
             yield batch_power, paddings
 
 
-_SHAPES = tuple(_shapes())
+_SHAPES = tuple(_term_shapes())
 _PLAIN = tuple((power, paddings) for power, paddings in _SHAPES if all(padding == 1 for padding in paddings))
 
 
@@ -71,32 +67,25 @@ class ScaledTrace:
         structure: the events, which are the same at every size.
         polynomials: the distinct ones.
         index: for each block, which polynomial gives its bytes.
-        unmodelled: what the recordings left out.
     """
 
-    structure: Structure
+    structure: TraceStructure
     polynomials: tuple[Polynomial, ...]
     index: tuple[int, ...]
     unmodelled: tuple[str, ...]
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
-        """The trace at one size.
-
-        Args:
-            batch_size: samples in a micro-batch, at least 2.
-            seq_len: tokens per sample; None for data of one fixed shape.
-        """
+        """The trace at one size."""
         length = seq_len or 1
         values = [sum(term(batch_size, length) for term in polynomial) for polynomial in self.polynomials]
         return Trace(batch_size, seq_len, self.structure, tuple([values[i] for i in self.index]), self.unmodelled)
 
 
 def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace | None:
-    """Fit what two or more recordings agree on.
+    """Fit one scaled trace to two or more recordings.
 
     Args:
         traces: recordings at different sizes; two suffice where every allocation is a single term.
-        seq_lens: the lengths at which it will be asked for.
 
     Returns:
         None where the recordings' events differ, or an allocation fits no polynomial or several different ones.
@@ -179,7 +168,7 @@ def _sums_of_two(sizes: tuple[int, ...], points: list[tuple[int, int]]) -> Itera
 Submit = Callable[[int, int | None], "Future[Trace]"]
 
 # Two primes that are unlikely as a model's own dimensions, and one more for sums of two terms. A batch of one is never
-# fitted: size-one dimensions make some copies unnecessary, so its events differ.
+# fitted: dimensions of size one make some copies unnecessary, so its events differ.
 _BATCH_SIZES = (7, 13, 11)
 # Kernels that want a mask's rows aligned pad it, which is one more event: lengths on either side are fitted apart.
 _ALIGNMENT = 8
@@ -208,7 +197,7 @@ class TraceSource:
         self._groups: dict[bool, list[int | None]] = {}
         self.unscaled: list[tuple[int, int | None]] = []
         for seq_len in dict.fromkeys(seq_lens):
-            self._groups.setdefault(_aligned(seq_len), []).append(seq_len)
+            self._groups.setdefault(_is_aligned(seq_len), []).append(seq_len)
 
     @property
     def recordings(self) -> int:
@@ -218,20 +207,16 @@ class TraceSource:
     def prefetch(self) -> None:
         """Ask for the recordings that will be needed first, without waiting for them."""
         for seq_lens in self._groups.values():
-            for point in _points(seq_lens)[:2]:
+            for point in _recording_points(seq_lens)[:2]:
                 self._record(*point)
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         """The step's trace at one size.
 
-        Args:
-            batch_size: samples in a micro-batch, at least 1.
-            seq_len: tokens per sample; None for data of one fixed shape.
-
         Raises:
             RecordingFailed: a recording failed; `UserCodeFailed` if it was the user's code that did.
         """
-        scaled = self._fitted(seq_len) if batch_size > 1 else None
+        scaled = self._scaled_for(seq_len) if batch_size > 1 else None
         if scaled is not None:
             return scaled.at(batch_size, seq_len)
         if (batch_size, seq_len) not in self.unscaled:
@@ -248,9 +233,9 @@ class TraceSource:
             self._recorded[size] = self._submit(batch_size, seq_len)
         return self._recorded[size]
 
-    def _fitted(self, seq_len: int | None) -> ScaledTrace | None:
+    def _scaled_for(self, seq_len: int | None) -> ScaledTrace | None:
         if seq_len not in self._scaled:
-            group = self._groups.setdefault(_aligned(seq_len), [])
+            group = self._groups.setdefault(_is_aligned(seq_len), [])
             if seq_len not in group:
                 group.append(seq_len)
             lengths = [length for length in group if length not in self._scaled]
@@ -262,7 +247,7 @@ class TraceSource:
         return self._scaled[seq_len]
 
     def _fit(self, seq_lens: list[int | None]) -> ScaledTrace | None:
-        points = _points(seq_lens)
+        points = _recording_points(seq_lens)
         for count in (2, 3):
             futures = [self._record(*point) for point in points[:count]]
             scaled = fit([future.result() for future in futures], seq_lens)
@@ -271,11 +256,11 @@ class TraceSource:
         return None
 
 
-def _aligned(seq_len: int | None) -> bool:
+def _is_aligned(seq_len: int | None) -> bool:
     return (seq_len or 0) % _ALIGNMENT == 0
 
 
-def _points(seq_lens: list[int | None]) -> list[tuple[int, int | None]]:
+def _recording_points(seq_lens: list[int | None]) -> list[tuple[int, int | None]]:
     """Where to record: the shortest, the longest, and one between them."""
     ordered = sorted(seq_lens, key=lambda seq_len: seq_len or 0)
     return list(zip(_BATCH_SIZES, (ordered[0], ordered[-1], ordered[len(ordered) // 2]), strict=True))

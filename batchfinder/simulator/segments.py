@@ -1,6 +1,4 @@
-"""Segments as cudaMalloc gives them: each one a piece of its own, returned only when all of it is free.
-
-Expandable segments: one long range of addresses per pool, with memory behind as much of it as is needed.
+"""Segments: taken one by one with cudaMalloc, or grown by pages in expandable ranges.
 
 Functions named below are those of
 https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cpp ("Note [Expandable Segments]").
@@ -20,41 +18,41 @@ SegmentWatch = Callable[[str, int, int], None]
 """Called with `alloc`, `free`, `map` or `unmap`, the address and the bytes, once the card has given or got them."""
 
 
-class Card:
-    """How much of the card's memory is taken.
+class TakenMemory:
+    """What has been taken from the card, in bytes.
 
     Attributes:
-        usable: bytes there are to take.
-        taken: bytes taken now.
+        limit: the most there is to take.
+        current: taken now.
         peak: the most that was taken at one time.
     """
 
-    __slots__ = ("peak", "taken", "usable")
+    __slots__ = ("current", "limit", "peak")
 
-    def __init__(self, usable: int) -> None:
-        self.usable = usable
-        self.taken = 0
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.current = 0
         self.peak = 0
 
     def take(self, nbytes: int) -> bool:
         """Take some bytes; False, and nothing is taken, when there are not as many."""
-        if self.taken + nbytes > self.usable:
+        if self.current + nbytes > self.limit:
             return False
-        self.taken += nbytes
-        if self.taken > self.peak:
-            self.peak = self.taken
+        self.current += nbytes
+        if self.current > self.peak:
+            self.peak = self.current
         return True
 
     def give_back(self, nbytes: int) -> None:
         """Return some bytes."""
-        self.taken -= nbytes
+        self.current -= nbytes
 
 
 class SegmentSource(Protocol):
     """Where blocks come from when no free one will do.
 
     Attributes:
-        watch: told of all that is taken and given back; None for nobody.
+        watch: called for all that is taken and given back; None for no one.
     """
 
     watch: SegmentWatch | None
@@ -84,8 +82,8 @@ class SegmentSource(Protocol):
 class CudaMallocSegments:
     """The default: one cudaMalloc per segment (`alloc_block`, `release_blocks`, `release_available_cached_blocks`)."""
 
-    def __init__(self, card: Card, settings: AllocatorSettings) -> None:
-        self._card = card
+    def __init__(self, taken: TakenMemory, settings: AllocatorSettings) -> None:
+        self._taken = taken
         self._settings = settings
         self._heads: dict[int, Block] = {}  # by address; the first block of a segment is the same object all its life
         self._next_address = 0
@@ -105,7 +103,7 @@ class CudaMallocSegments:
         return self._take(pool, segment_size(size, self._settings))
 
     def _take(self, pool: FreeList, nbytes: int) -> Block | None:
-        if not self._card.take(nbytes):
+        if not self._taken.take(nbytes):
             return None
         block = Block(self._next_address, nbytes, pool, None, None)
         self._heads[block.address] = block
@@ -138,82 +136,20 @@ class CudaMallocSegments:
     def _give_back(self, block: Block) -> None:
         block.pool.remove(block)
         del self._heads[block.address]
-        self._card.give_back(block.size)
+        self._taken.give_back(block.size)
         if self.watch is not None:
             self.watch("free", block.address, block.size)
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentBlock:
-    """One block of a segment, for reading.
-
-    Attributes:
-        address: where it starts.
-        size_bytes: its length.
-        requested_bytes: what was asked for; 0 when it is free.
-        free: whether it can be handed out.
-    """
-
-    address: int
-    size_bytes: int
-    requested_bytes: int
-    free: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A contiguous stretch of memory taken from the card, for reading (`DeviceCachingAllocator::snapshot`).
-
-    Attributes:
-        address: where it starts.
-        size_bytes: its length.
-        small: whether it belongs to the pool of blocks up to 1 MiB.
-        expandable: whether it can grow.
-        blocks: what it is made of, without gaps.
-    """
-
-    address: int
-    size_bytes: int
-    small: bool
-    expandable: bool
-    blocks: tuple[SegmentBlock, ...]
-
-
-def describe(heads: list[Block], expandable: bool) -> tuple[Segment, ...]:
-    """The segments by address; of an expandable one, each range that memory is behind."""
-    ranges: list[list[Block]] = []
-    for head in heads:
-        block: Block | None = head
-        while block is not None:
-            if block.mapped:
-                starts = block.previous is None or not block.previous.mapped
-                if starts:
-                    ranges.append([])
-                ranges[-1].append(block)
-            block = block.next
-    return tuple(
-        Segment(
-            address=blocks[0].address,
-            size_bytes=sum(block.size for block in blocks),
-            small=blocks[0].pool.small,
-            expandable=expandable,
-            blocks=tuple(SegmentBlock(block.address, block.size, block.requested, block.free) for block in blocks),
-        )
-        for blocks in sorted(ranges, key=lambda blocks: blocks[0].address)
-    )
-
-
 class ExpandableSegments:
-    """Ranges that grow and shrink by pages: 2 MiB in the small pool, `large_segment_bytes` (20 MiB) in the large one.
+    """Ranges that grow and shrink by pages: 2 MiB in the small pool, `large_segment_bytes` in the large one.
 
     Args:
-        card: where pages come from.
-        settings: of which `large_segment_bytes` is used.
-        total_bytes: the card's whole memory, of which a range has 1 1/8 in addresses.
+        total_bytes: the card's whole memory; a range has 1 1/8 times that in addresses.
     """
 
-    def __init__(self, card: Card, settings: AllocatorSettings, total_bytes: int) -> None:
-        self._card = card
+    def __init__(self, taken: TakenMemory, settings: AllocatorSettings, total_bytes: int) -> None:
+        self._taken = taken
         self._large_page = settings.large_segment_bytes
         self._range_bytes = max(1, total_bytes + total_bytes // 8)  # the ExpandableSegment's constructor
         self._heads: dict[int, Block] = {}
@@ -243,12 +179,12 @@ class ExpandableSegments:
 
         What was mapped before the card turned out to be full stays mapped, as free blocks.
         """
-        block: Block | None = self._lowest_room(pool, size)
+        block: Block | None = self._lowest_fit(pool, size)
         if block is not None and not block.mapped:
             block = self._map(block, min(block.size, size))
         while block is not None and block.size < size:
             follower = block.next
-            assert follower is not None  # _lowest_room has seen enough addresses
+            assert follower is not None  # _lowest_fit has seen enough addresses
             block = self._map(follower, min(size - block.size, follower.size))
         if block is not None:
             pool.remove(block)
@@ -266,7 +202,7 @@ class ExpandableSegments:
     def _page(self, pool: FreeList) -> int:
         return SMALL_SEGMENT_BYTES if pool.small else self._large_page
 
-    def _lowest_room(self, pool: FreeList, size: int) -> Block:
+    def _lowest_fit(self, pool: FreeList, size: int) -> Block:
         """The first of enough blocks in a row that are free or unmapped (`find_expandable_block`)."""
         unmapped = self._unmapped.setdefault(pool, [])
         for block in unmapped:
@@ -286,7 +222,7 @@ class ExpandableSegments:
         """Put pages behind the first `size` bytes (`map_block`); None when the card has not as many."""
         pool = block.pool
         mapped = round_up(size, self._page(pool))
-        if not self._card.take(mapped):
+        if not self._taken.take(mapped):
             return None
         if self.watch is not None:
             self.watch("map", block.address, mapped)
@@ -321,7 +257,7 @@ class ExpandableSegments:
         if middle.size > end - start:
             pool.add(middle.cut(end - start))
         middle.mapped = False
-        self._card.give_back(end - start)
+        self._taken.give_back(end - start)
         if self.watch is not None:
             self.watch("unmap", start, end - start)
         unmapped = self._unmapped[pool]
@@ -354,3 +290,57 @@ def _has_room(start: Block, size: int) -> bool:
 def _room(block: Block) -> int:
     follower = block.next
     return block.size if follower is None or follower.mapped else block.size + follower.size
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentBlock:
+    """One block of a segment, for reading.
+
+    Attributes:
+        requested_bytes: what was asked for; 0 when it is free.
+    """
+
+    address: int
+    size_bytes: int
+    requested_bytes: int
+    free: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A contiguous stretch of memory taken from the card, for reading (`DeviceCachingAllocator::snapshot`).
+
+    Attributes:
+        small: whether it belongs to the pool of blocks up to 1 MiB.
+        blocks: what it is made of, without gaps.
+    """
+
+    address: int
+    size_bytes: int
+    small: bool
+    expandable: bool
+    blocks: tuple[SegmentBlock, ...]
+
+
+def describe(heads: list[Block], expandable: bool) -> tuple[Segment, ...]:
+    """The segments by address; of an expandable one, each range that memory is behind."""
+    ranges: list[list[Block]] = []
+    for head in heads:
+        block: Block | None = head
+        while block is not None:
+            if block.mapped:
+                starts = block.previous is None or not block.previous.mapped
+                if starts:
+                    ranges.append([])
+                ranges[-1].append(block)
+            block = block.next
+    return tuple(
+        Segment(
+            address=blocks[0].address,
+            size_bytes=sum(block.size for block in blocks),
+            small=blocks[0].pool.small,
+            expandable=expandable,
+            blocks=tuple(SegmentBlock(block.address, block.size, block.requested, block.free) for block in blocks),
+        )
+        for blocks in sorted(ranges, key=lambda blocks: blocks[0].address)
+    )

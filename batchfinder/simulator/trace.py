@@ -1,7 +1,4 @@
-"""A recorded training step: which blocks of memory it takes and gives back, in order.
-
-Blocks put into a recorded trace: what a step would hold besides, had it been taken otherwise.
-"""
+"""A recorded training step: which blocks of memory it allocates and releases, in order."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ class StageMark:
     """The start of a stage: events from `position` on belong to it, until the next mark.
 
     Attributes:
-        position: index into `Structure.order`.
+        position: index into `TraceStructure.order`.
         step: which optimizer step, from 0; -1 while the model is being built.
         stage: `model`, `batch`, `forward`, `loss`, `backward`, `optimizer`, `zero_grad`, `end`.
         micro_batch: which micro-batch of the step, from 0.
@@ -30,7 +27,7 @@ class StageMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class TraceStructure:
     """All of a trace that is the same at every batch size and sequence length.
 
     Attributes:
@@ -57,9 +54,7 @@ class Trace:
     """One training step as it ran at one size.
 
     Attributes:
-        batch_size: samples in a micro-batch.
         seq_len: tokens per sample; None for data of one fixed shape.
-        structure: the events.
         sizes: for each block, the bytes that were asked for (not rounded).
         unmodelled: what the recording had to leave out, in words.
         shapes: for each block, its first tensor's type and dimensions (`float32[8, 128]`), empty where it is not known;
@@ -68,7 +63,7 @@ class Trace:
 
     batch_size: int
     seq_len: int | None
-    structure: Structure
+    structure: TraceStructure
     sizes: tuple[int, ...]
     unmodelled: tuple[str, ...] = ()
     shapes: tuple[str, ...] = field(default=(), compare=False)
@@ -103,7 +98,7 @@ class Trace:
         if data.get("schema") != SCHEMA:
             raise ValueError(f"trace of schema {data.get('schema')!r}; this version reads {SCHEMA}")
         names = data["names"]
-        structure = Structure(
+        structure = TraceStructure(
             order=tuple(data["order"]),
             marks=tuple(StageMark(*mark) for mark in data["marks"]),
             operators=tuple(names[i] for i in data["operators"]),
@@ -122,15 +117,12 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class AddedBlock:
-    """One block to be put in.
+    """One block to be added to a trace.
 
     Attributes:
         size: the bytes asked for.
         start: it is allocated just before the event at this position, in the stage that holds it.
         end: it is released just before the event at this position; None when it stays to the end.
-        kind: what it is for.
-        operator: what makes it.
-        module: where it belongs.
     """
 
     size: int
@@ -141,11 +133,12 @@ class AddedBlock:
     module: str = ""
 
 
-def with_added(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
-    """A trace with more blocks in it. Blocks are numbered anew, in the order in which they are allocated.
+def add_blocks(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
+    """A trace with more blocks in it: what the step would hold besides, had it been taken otherwise.
+
+    Blocks are numbered anew, in the order in which they are allocated.
 
     Args:
-        trace: as recorded.
         added: in the order in which those with one start are allocated. At one position releases go first.
 
     Raises:
@@ -181,7 +174,7 @@ def with_added(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
     sizes = (*trace.sizes, *(block.size for block in added))
     return replace(
         trace,
-        structure=Structure(
+        structure=TraceStructure(
             order=tuple([numbers[event] if event >= 0 else ~numbers[~event] for event in order]),
             marks=tuple(
                 StageMark(moved[mark.position], mark.step, mark.stage, mark.micro_batch) for mark in structure.marks

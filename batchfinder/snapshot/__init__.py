@@ -1,1 +1,1 @@
-"""Capture everything a training step can change, and put it back bit for bit."""
+"""Capture everything a training step can change, and put it back in place, bit for bit."""

@@ -1,4 +1,4 @@
-"""How each class of object is captured: by value, or left as it is. `state.py` states the rule in words."""
+"""How objects of each class are captured: by value, or left as they are. `TrainingState` states the rule in words."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 class Kind(enum.Enum):
     """How an object is captured."""
 
-    ATOM = "by reference: it has nothing that a step changes"
-    LEFT_OUT = "by reference: it may change, and cannot be wound back"
+    IMMUTABLE = "by reference: nothing in it changes in a step"
+    LEFT_OUT = "by reference: it may change, and cannot be put back"
     TENSOR = "shape, type, flags, gradient and storage"
     MAPPING = "its keys and values, in order"
     LIST = "its items"
@@ -42,12 +42,12 @@ class Kind(enum.Enum):
     DEQUE = "its items, as a deque"
     BYTES = "its bytes"
     ARRAY = "its elements"
-    RANDOM = "where its stream of numbers stands"
-    TUPLE = "cannot change; what it holds is followed"
-    PARTIAL = "cannot change; what it binds is followed"
-    METHOD = "cannot change; its object is followed"
+    RANDOM = "the state of the generator"
+    TUPLE = "by reference; its items are followed"
+    PARTIAL = "by reference; what it binds is followed"
+    METHOD = "by reference; its object is followed"
     FUNCTION = "by reference; what its closure holds is followed"
-    CELL = "what it holds"
+    CELL = "its contents"
     OBJECT = "its attributes"
     UNGUARDED = "its attributes, unless it holds a lock or a thread"
     DATASET = "its attributes, but not the bulk data in them"
@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 # Part of the training loop whatever module defines it.
 _ALWAYS_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader, Sampler)
 
-_ATOMS: tuple[type, ...] = (
+_IMMUTABLE_TYPES: tuple[type, ...] = (
     *(int, float, complex, str, bytes, types.NoneType, types.EllipsisType, type, range, slice, enum.Enum, re.Pattern),
     *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, uuid.UUID),
     *(decimal.Decimal, fractions.Fraction, types.ModuleType, types.BuiltinFunctionType, types.MethodWrapperType),
@@ -87,8 +87,8 @@ _STANDARD_OBJECTS = (
     collections.ChainMap,
 )
 
-# Files, and collections that forget: to write back what they held would be wrong.
-_OUTSIDE_WORLD = frozenset(
+# Files, and weak collections: to write back what they held would be wrong.
+_EXTERNAL_STATE_MODULES = frozenset(
     ("_io", "io", "weakref", "_weakrefset", "tempfile", "mmap", "sqlite3", "logging", "asyncio", "concurrent", "queue")
 )
 
@@ -117,8 +117,8 @@ def _families() -> list[tuple[type | tuple[type, ...], Kind]]:
         (torch.Tensor, Kind.TENSOR),
         (_ALWAYS_OBJECTS, Kind.OBJECT),
         (Dataset, Kind.DATASET),
-        (_ATOMS, Kind.ATOM),
-        (_LOCKS, Kind.ATOM),
+        (_IMMUTABLE_TYPES, Kind.IMMUTABLE),
+        (_LOCKS, Kind.IMMUTABLE),
         (SHARED_TYPES, Kind.LEFT_OUT),
         (dict, Kind.MAPPING),
         (list, Kind.LIST),
@@ -130,14 +130,14 @@ def _families() -> list[tuple[type | tuple[type, ...], Kind]]:
         (types.MethodType, Kind.METHOD),
         (types.FunctionType, Kind.FUNCTION),
         (types.CellType, Kind.CELL),
-        (random.SystemRandom, Kind.ATOM),
+        (random.SystemRandom, Kind.IMMUTABLE),
         ((torch.Generator, random.Random), Kind.RANDOM),
     ]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         generators = (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
         families += [
-            ((numpy.generic, numpy.dtype), Kind.ATOM),
+            ((numpy.generic, numpy.dtype), Kind.IMMUTABLE),
             (numpy.memmap, Kind.LEFT_OUT),
             (numpy.ndarray, Kind.ARRAY),
             (generators, Kind.RANDOM),
@@ -146,10 +146,10 @@ def _families() -> list[tuple[type | tuple[type, ...], Kind]]:
 
 
 def _kind_of_module(cls: type) -> Kind:
-    """What the modules that define a class and its bases say, for objects of no known family."""
-    if any(base.__module__.partition(".")[0] in _OUTSIDE_WORLD for base in cls.__mro__):
+    """For a class of no known family: by the modules that define it and its bases."""
+    if any(base.__module__.partition(".")[0] in _EXTERNAL_STATE_MODULES for base in cls.__mro__):
         return Kind.LEFT_OUT
     package = cls.__module__.partition(".")[0]
     if package in sys.stdlib_module_names or package == "numpy" or _TORCH_INTERNALS.match(f"{cls.__module__}."):
-        return Kind.ATOM
+        return Kind.IMMUTABLE
     return Kind.UNGUARDED

@@ -1,4 +1,4 @@
-"""What belongs to the process and not to an object: random numbers, settings, hooks on all modules."""
+"""State of the process rather than of an object: random numbers, settings, hooks on all modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+ReadWrite = tuple[Callable[[], Any], Callable[[Any], Any]]
 _ACCELERATORS = ("cuda", "xpu")  # the devices that have generators of their own and start when first used
 
 
@@ -24,13 +24,13 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._values = [(setting, setting[0]()) for setting in _settings()]
+        self._settings = [(setting, setting[0]()) for setting in _settings()]
         self._random = [(setting, setting[0]()) for setting in _random_settings()]
         self._started = [name for name in _ACCELERATORS if getattr(torch, name).is_initialized()]
 
     def restore(self) -> None:
         """Put them back; a setting that has not changed is not written."""
-        for (read, write), value in self._values:
+        for (read, write), value in self._settings:
             if read() != value:
                 write(value)
         for (_, write), value in self._random:
@@ -54,7 +54,7 @@ def shared_hooks() -> list[Any]:
     ]
 
 
-def _random_settings() -> Iterator[Setting]:
+def _random_settings() -> Iterator[ReadWrite]:
     """How to read and write every generator of random numbers that the process shares."""
     yield random.getstate, random.setstate
     yield torch.get_rng_state, torch.set_rng_state
@@ -70,7 +70,7 @@ def _random_settings() -> Iterator[Setting]:
         yield torch.mps.get_rng_state, torch.mps.set_rng_state
 
 
-def _settings() -> Iterator[Setting]:
+def _settings() -> Iterator[ReadWrite]:
     """How to read and write every setting of the process that a step may change."""
     c: Any = torch._C
     yield torch.get_default_dtype, torch.set_default_dtype
@@ -110,7 +110,7 @@ def _settings() -> Iterator[Setting]:
 
 
 def _unless_mixed(read: Callable[[], Any]) -> Any:
-    """What an older setting of float32 precision says; None where torch will not tell."""
+    """An older setting of float32 precision; None where torch refuses to read it."""
     try:
         return read()
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""What containers and objects hold, written down and put back in place.
+"""The contents of containers and objects, recorded and put back in place.
 
 Each record reads and writes with the methods of the built-in base class: no code of the user's runs, except hashing
-where a dictionary or set has to be refilled. Where nothing changed, nothing is written, so a container that somebody is
-iterating over may be restored.
+where a dictionary or set has to be refilled. Where nothing changed, nothing is written, so a container that is being
+iterated over may be restored.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 from batchfinder.snapshot.tensors import TensorRecord
 
-# Says what stands for an object in a record: its TensorRecord for a tensor, else itself.
-Refer = Callable[[Any], Any]
+# Returns what stands for an object in a record: its TensorRecord for a tensor, else the object itself.
+Visit = Callable[[Any], Any]
 
 
 class Record(Protocol):
-    """What one object held."""
+    """The contents of one object."""
 
     nbytes: int
 
     def restore(self) -> None:
-        """Put it back into that object."""
+        """Put the contents back into the object."""
         ...
 
 
@@ -38,11 +38,11 @@ class MappingRecord:
 
     nbytes = 0
 
-    def __init__(self, mapping: dict[Any, Any], refer: Refer) -> None:
+    def __init__(self, mapping: dict[Any, Any], visit: Visit) -> None:
         self._mapping = mapping
         # An OrderedDict keeps an order of its own, which the methods of dict neither see nor update.
         self._base: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
-        self._items = [(refer(key), refer(value)) for key, value in self._base.items(mapping)]
+        self._items = [(visit(key), visit(value)) for key, value in self._base.items(mapping)]
 
     def restore(self) -> None:
         mapping, base = self._mapping, self._base
@@ -62,9 +62,9 @@ class ListRecord:
 
     nbytes = 0
 
-    def __init__(self, items: list[Any], refer: Refer) -> None:
+    def __init__(self, items: list[Any], visit: Visit) -> None:
         self._list = items
-        self._items = [refer(item) for item in list.__iter__(items)]
+        self._items = [visit(item) for item in list.__iter__(items)]
 
     def restore(self) -> None:
         then = _resolve_all(self._items)
@@ -77,9 +77,9 @@ class SetRecord:
 
     nbytes = 0
 
-    def __init__(self, elements: set[Any], refer: Refer) -> None:
+    def __init__(self, elements: set[Any], visit: Visit) -> None:
         self._set = elements
-        self._elements = [refer(element) for element in set.__iter__(elements)]
+        self._elements = [visit(element) for element in set.__iter__(elements)]
 
     def restore(self) -> None:
         then = _resolve_all(self._elements)
@@ -93,9 +93,9 @@ class DequeRecord:
 
     nbytes = 0
 
-    def __init__(self, items: deque[Any], refer: Refer) -> None:
+    def __init__(self, items: deque[Any], visit: Visit) -> None:
         self._deque = items
-        self._items = [refer(item) for item in deque.__iter__(items)]
+        self._items = [visit(item) for item in deque.__iter__(items)]
 
     def restore(self) -> None:
         then = _resolve_all(self._items)
@@ -107,7 +107,7 @@ class DequeRecord:
 class BytesRecord:
     """The bytes of a bytearray or an `array.array`."""
 
-    def __init__(self, buffer: bytearray | array.array[Any], refer: Refer) -> None:
+    def __init__(self, buffer: bytearray | array.array[Any], visit: Visit) -> None:
         self._buffer = buffer
         self._copy = buffer[:]
         self.nbytes = len(memoryview(buffer).cast("B"))
@@ -121,11 +121,11 @@ class BytesRecord:
 class ArrayRecord:
     """The elements of a NumPy array."""
 
-    def __init__(self, elements: Any, refer: Refer) -> None:
+    def __init__(self, elements: Any, visit: Visit) -> None:
         self._array = elements
         self._copy = elements.copy() if elements.flags.writeable else None
         self.nbytes = 0 if self._copy is None else self._copy.nbytes
-        self._objects = [refer(element) for element in elements.flat] if elements.dtype.hasobject else []
+        self._objects = [visit(element) for element in elements.flat] if elements.dtype.hasobject else []
 
     def restore(self) -> None:
         if self._copy is None:
@@ -136,11 +136,11 @@ class ArrayRecord:
 
 
 class RandomRecord:
-    """Where a generator of random numbers stands."""
+    """The state of a generator of random numbers."""
 
     nbytes = 0
 
-    def __init__(self, generator: Any, refer: Refer) -> None:
+    def __init__(self, generator: Any, visit: Visit) -> None:
         self._get, self._set = _random_accessors(generator)
         self._state = self._get()
 
@@ -153,9 +153,9 @@ class CellRecord:
 
     nbytes = 0
 
-    def __init__(self, cell: types.CellType, refer: Refer) -> None:
+    def __init__(self, cell: types.CellType, visit: Visit) -> None:
         self._cell = cell
-        self._contents = refer(cell.cell_contents)
+        self._contents = visit(cell.cell_contents)
 
     def restore(self) -> None:
         self._cell.cell_contents = _resolve(self._contents)
@@ -166,13 +166,13 @@ class ObjectRecord:
 
     nbytes = 0
 
-    def __init__(self, owner: Any, refer: Refer) -> None:
+    def __init__(self, owner: Any, visit: Visit) -> None:
         self._object = owner
         self._class = type(owner)
         self._attributes = attributes_of(owner)
-        self._attributes_record = None if self._attributes is None else MappingRecord(self._attributes, refer)
+        self._attributes_record = None if self._attributes is None else MappingRecord(self._attributes, visit)
         self._slots = [(slot, _read(slot, owner)) for slot in _slots_of(type(owner))]
-        self._slots = [(slot, value if value is _UNSET else refer(value)) for slot, value in self._slots]
+        self._slots = [(slot, value if value is _UNSET else visit(value)) for slot, value in self._slots]
 
     def restore(self) -> None:
         owner = self._object
@@ -209,7 +209,7 @@ def _slots_of(cls: type) -> list[Any]:
 
 
 def _read(slot: Any, owner: Any) -> Any:
-    """What a slot holds, `_UNSET` for nothing."""
+    """The value of a slot; `_UNSET` for none."""
     try:
         return slot.__get__(owner)
     except AttributeError:

@@ -1,8 +1,8 @@
-"""Tensors, written down and put back in place: storage, shape, type, flags, gradient and hooks.
+"""Tensors, recorded and put back in place: storage, shape, type, flags, gradient and hooks.
 
-Contents are copied to the host, once per storage. A plain tensor and its storage are held weakly, so what a step lets
-go of is really freed and a probe sees the memory that training would; should nobody hold it at the end, a new tensor
-takes its place, and nobody can tell.
+Contents are copied to the host, once per storage. A plain tensor and its storage are held weakly, so what a step frees
+is freed, and a probe measures the memory that training would take. If nothing else holds it at the end, an equal new
+tensor takes its place.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class StorageRecord:
-    """The bytes of one storage, however many tensors look at it.
+    """The bytes of one storage, shared by any number of tensors.
 
     Attributes:
-        device: where the storage is.
         nbytes: its size, and that of the copy on the host.
         held: the storage, while a restoration is under way.
     """
@@ -37,7 +36,7 @@ class StorageRecord:
         self.nbytes = 0 if self._copy is None else self._size
 
     def hold(self) -> torch.UntypedStorage:
-        """The storage itself, or a new one where it is gone."""
+        """The storage, or a new one where it was freed."""
         if self.held is None:
             alive = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
             self.held = torch.UntypedStorage(self._size, device=self.device) if alive is None else alive
@@ -68,18 +67,18 @@ class TensorRecord:
     def __init__(
         self,
         tensor: torch.Tensor,
-        refer: Callable[[Any], Any],
+        visit: Callable[[Any], Any],
         record_of: Callable[[torch.UntypedStorage], StorageRecord],
     ) -> None:
         self.held: Any = None
         self._class = type(tensor)
-        self._attributes = refer(vars(tensor))
+        self._attributes = visit(vars(tensor))
         self._leaf = tensor.is_leaf
         self._requires_grad = tensor.requires_grad
         self._has_grad = self._leaf or tensor.retains_grad
-        self._grad = refer(tensor.grad) if self._has_grad else None
-        self._hooks = refer(tensor._backward_hooks)
-        self._late_hooks = refer(tensor._post_accumulate_grad_hooks)
+        self._grad = visit(tensor.grad) if self._has_grad else None
+        self._hooks = visit(tensor._backward_hooks)
+        self._late_hooks = visit(tensor._post_accumulate_grad_hooks)
         self._version = None if tensor.is_inference() else tensor._version
         self._dtype, self._device = tensor.dtype, tensor.device
         wrapper = is_traceable_wrapper_subclass(tensor)
@@ -95,7 +94,7 @@ class TensorRecord:
         self._strong = None if plain and self._hooks is None and self._late_hooks is None else tensor
 
     def hold(self) -> None:
-        """Hold the tensor, or an empty one in its place where it is gone."""
+        """Hold the tensor, or an empty one in its place where it was freed."""
         self.held = self._weak() if self._strong is None else self._strong
         if self.held is None:
             data = torch.empty(0, dtype=self._dtype, device=self._device)
@@ -103,14 +102,14 @@ class TensorRecord:
             self.held.__dict__ = self._attributes
             self._weak = TensorWeakRef(self.held)
 
-    def let_go(self) -> None:
-        """End of the restoration: hold nothing but what is needed for the next."""
+    def release(self) -> None:
+        """End the restoration: hold only what the next one needs."""
         self.held = None
         if self._storage is not None:
             self._storage.held = None
 
     def clear(self) -> None:
-        """Let go of what the step attached: a gradient, a graph."""
+        """Drop what the step attached: a gradient, a graph."""
         tensor = self.held
         if self._leaf and not tensor.is_leaf and not tensor._is_view():
             tensor.detach_()
@@ -118,7 +117,7 @@ class TensorRecord:
             tensor.grad = None
 
     def restore_data(self) -> None:
-        """Look at the storage again as it did, and be of the class it was."""
+        """Restore the class, and the view of the storage."""
         tensor = self.held
         if type(tensor) is not self._class:  # as a lazy parameter changes its own when it learns its shape
             tensor.__class__ = self._class
@@ -126,13 +125,13 @@ class TensorRecord:
             tensor.data = self._copy.to(self._device, copy=True)
         elif self._storage is not None:
             storage = self._storage.hold()
-            if not self._looks_at(tensor, storage):
+            if not self._is_view_of(tensor, storage):
                 data = torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._shape)
                 data = data.conj() if self._bits[0] else data
                 tensor.data = torch._neg_view(data) if self._bits[1] else data
 
     def restore_flags(self) -> None:
-        """Need a gradient, have one, and tell the same hooks of it, as it did; once every tensor has its data."""
+        """Restore requires_grad, the gradient, hooks and the version; once every tensor has its data."""
         tensor = self.held
         if tensor.is_leaf and tensor.requires_grad is not self._requires_grad:
             tensor.requires_grad_(self._requires_grad)
@@ -149,7 +148,7 @@ class TensorRecord:
         grad: torch.Tensor | None = None if self._grad is None else self._grad.held
         return grad
 
-    def _looks_at(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    def _is_view_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return (
             tensor.dtype is self._dtype
             and tensor.device == self._device

@@ -1,7 +1,4 @@
-"""Everything that can be reached from some objects, written down once each and put back in place.
-
-The state of training in this process, captured, and put back bit for bit as often as needed.
-"""
+"""The state of training in this process: everything reachable from some objects, captured and put back in place."""
 
 from __future__ import annotations
 
@@ -44,19 +41,17 @@ _LIBRARIES = ("torch.", "numpy.", "functools", "contextlib")
 
 
 class Walk:
-    """One walk over the graph of objects; what it remembers ends with it, what it wrote down stays in its lists.
+    """One walk over the graph of objects, which records each of them once.
 
     Args:
         roots: where to start. They are captured by value whatever their class.
         left_alone: objects to leave as they are, and classes whose objects to leave.
 
     Attributes:
-        records: what containers and objects held; objects first, so that an element's hash is itself again before a
-            set is refilled.
-        tensors: the tensors.
-        storages: the storages.
-        left_out: classes of objects met that may change and cannot be wound back.
-        reached: identities of the objects whose attributes were written down, and which the records keep alive.
+        records: of containers and objects; objects first, so that an element has its hash again before a set is
+            refilled.
+        left_out: classes of the objects that may change and cannot be put back.
+        reached: identities of the objects whose attributes were recorded, and which the records keep alive.
     """
 
     def __init__(self, roots: Iterable[Any], left_alone: Iterable[Any]) -> None:
@@ -70,11 +65,15 @@ class Walk:
         self._kinds: dict[type, Kind] = {}
         left_alone = list(left_alone)
         self._classes = tuple(item for item in left_alone if isinstance(item, type))
-        # What has been met, held so that no id is given to another object before the walk is over.
-        self._met: dict[int, Any] = {id(item): item for item in left_alone}
+        # Held so that no id is given to another object before the walk is over.
+        self._seen: dict[int, Any] = {id(item): item for item in left_alone}
         self._pending: list[tuple[Kind, Any]] = []
         for root in roots:
-            self._start(root)
+            if self._kind(root) in (Kind.UNGUARDED, Kind.LEFT_OUT) and id(root) not in self._seen:
+                self._seen[id(root)] = root
+                self._pending.append((Kind.OBJECT, root))
+            else:
+                self.visit(root)
         while self._pending:
             self._record(*self._pending.pop())
 
@@ -86,87 +85,78 @@ class Walk:
     def storages(self) -> list[StorageRecord]:
         return list(self._storages.values())
 
-    def refer(self, item: Any) -> Any:
-        """What stands for an object in a record; it is written down as well, if it was not met before."""
-        kind = self._kinds.get(type(item)) or self._learn(type(item))
-        if kind is Kind.ATOM:
+    def visit(self, item: Any) -> Any:
+        """Record an object, if it was not seen before; returns what stands for it in another record."""
+        kind = self._kind(item)
+        if kind is Kind.IMMUTABLE:
             return item
         if kind is Kind.TENSOR:
-            return self._tensor(item)
-        if id(item) not in self._met:
-            self._met[id(item)] = item
+            return self._visit_tensor(item)
+        if id(item) not in self._seen:
+            self._seen[id(item)] = item
             self._pending.append((kind, item))
         return item
 
-    def _learn(self, cls: type) -> Kind:
-        kind = Kind.ATOM if issubclass(cls, self._classes) else kind_of(cls)
-        self._kinds[cls] = kind
+    def _kind(self, item: Any) -> Kind:
+        cls = type(item)
+        kind = self._kinds.get(cls)
+        if kind is None:
+            kind = self._kinds[cls] = Kind.IMMUTABLE if issubclass(cls, self._classes) else kind_of(cls)
         return kind
 
-    def _start(self, root: Any) -> None:
-        kind = self._kinds.get(type(root)) or self._learn(type(root))
-        if kind in (Kind.UNGUARDED, Kind.LEFT_OUT) and id(root) not in self._met:
-            self._met[id(root)] = root
-            self._pending.append((Kind.OBJECT, root))
-        else:
-            self.refer(root)
-
     def _record(self, kind: Kind, item: Any) -> None:
-        """Write down one object that was not met before."""
+        """Record one object that was not seen before."""
         if kind is Kind.UNGUARDED:
             guarded = any(issubclass(type(value), SHARED_TYPES) for value in (attributes_of(item) or {}).values())
             kind = Kind.LEFT_OUT if guarded else Kind.OBJECT
         if kind is Kind.LEFT_OUT:
             self.left_out.add(f"{type(item).__module__}.{type(item).__qualname__}")
         elif kind is Kind.DATASET:
-            self._objects.append(ObjectRecord(item, self._refer_unless_bulk))
+            self._objects.append(ObjectRecord(item, self._visit_unless_bulk))
+        elif kind is Kind.CELL and not _is_filled(item):
+            return
         elif kind in _RECORDS:
-            self._append(kind, item)
+            record = _RECORDS[kind](item, self.visit)
+            if kind is Kind.OBJECT:
+                self._objects.append(record)
+                self.reached.add(id(item))
+            else:
+                self._containers.append(record)
+                if kind is not Kind.CELL and has_state_of_its_own(type(item)):
+                    self._objects.append(ObjectRecord(item, self.visit))
         else:
             for part in _parts(kind, item):
-                self.refer(part)
+                self.visit(part)
         if kind is Kind.OBJECT and issubclass(type(item), torch.jit.ScriptModule):
             self.left_out.add("torch.jit.ScriptModule")
             for tensor in (*item.parameters(), *item.buffers()):
-                self.refer(tensor)
+                self.visit(tensor)
 
-    def _append(self, kind: Kind, item: Any) -> None:
-        if kind is Kind.CELL and not _is_filled(item):
-            return
-        record = _RECORDS[kind](item, self.refer)
-        if kind is Kind.OBJECT:
-            self._objects.append(record)
-            self.reached.add(id(item))
-            return
-        self._containers.append(record)
-        if kind is not Kind.CELL and has_state_of_its_own(type(item)):
-            self._objects.append(ObjectRecord(item, self.refer))
-
-    def _tensor(self, tensor: torch.Tensor) -> TensorRecord:
+    def _visit_tensor(self, tensor: torch.Tensor) -> TensorRecord:
         record = self._tensors.get(id(tensor))
         if record is None:
-            self._met[id(tensor)] = tensor
+            self._seen[id(tensor)] = tensor
             # Known before its attributes are followed: a tensor may be its own attribute.
             record = self._tensors[id(tensor)] = TensorRecord.__new__(TensorRecord)
-            record.__init__(tensor, self.refer, self._storage)  # type: ignore[misc]
+            record.__init__(tensor, self.visit, self._visit_storage)  # type: ignore[misc]
             self.tensors.append(record)
             if type(tensor) not in PLAIN:
-                self._objects.append(ObjectRecord(tensor, self.refer))
+                self._objects.append(ObjectRecord(tensor, self.visit))
         return record
 
-    def _storage(self, storage: torch.UntypedStorage) -> StorageRecord:
+    def _visit_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage._cdata
         if key not in self._storages:
             self._storages[key] = StorageRecord(storage)
         return self._storages[key]
 
-    def _refer_unless_bulk(self, item: Any) -> Any:
-        kind = self._kinds.get(type(item)) or self._learn(type(item))
-        return self.refer(item) if kind in _FOLLOWED_FROM_A_DATASET else item
+    def _visit_unless_bulk(self, item: Any) -> Any:
+        kind = self._kind(item)
+        return self.visit(item) if kind in _FOLLOWED_FROM_A_DATASET else item
 
 
 def _parts(kind: Kind, item: Any) -> Iterable[Any]:
-    """What an object that is not captured itself holds."""
+    """The contents of an object that is followed, but not captured itself."""
     if kind is Kind.TUPLE:
         base: Any = tuple if isinstance(item, tuple) else frozenset
         return list(base.__iter__(item))
@@ -188,9 +178,9 @@ def _is_filled(cell: Any) -> bool:
 
 
 class TrainingState:
-    """All that real training steps change, as it was when captured.
+    """Everything that real training steps change, as it was when captured.
 
-    What is named, and whatever can be reached from it through attributes, slots, containers, closures, bound methods
+    The roots, and whatever can be reached from them through attributes, slots, containers, closures, bound methods
     and partials, is put back *in place*: the same objects hold the same things again, down to the bits of a storage.
 
     - By value: modules, optimizers, schedulers, scalers, loaders and samplers, and every other object whose class is
@@ -202,13 +192,13 @@ class TrainingState:
       what its containers, arrays and tensors hold is left alone.
     - By reference: numbers, strings and other constants, enums, classes, modules of code, weak references, locks;
       objects of classes of the standard library, of NumPy and of torch's internals.
-    - By reference, and named in `left_out` when met: iterators (a loader's among them), files, weak collections,
-      handlers of loggers, processes, threads, sockets, and any object of a class of no family above that was not named
-      itself and holds a lock, a thread, a process or a socket in an attribute: others use it at the same time.
+    - By reference, and named in `left_out`: iterators (a loader's among them), files, weak collections,
+      handlers of loggers, processes, threads, sockets, and any other object that is not a root
+      and holds a lock, a thread, a process or a socket in an attribute: others use it at the same time.
 
-    The process's own state comes back too (see `snapshot_process.py`).
+    The process's own state comes back too (see `process_state.py`).
 
-    Not restored: class attributes and module-level variables; defaults and attributes of functions; files, and all that
+    Not restored: class attributes and module-level variables; defaults and attributes of functions; files, and whatever
     left the process; state kept in C++ without a handle in Python (DDP's reducer, a ScriptModule's attributes, hooks on
     `AccumulateGrad`, cuDNN's choices, the caching allocator's segments); the order in which a set that changed is
     iterated; the graph of a tensor that had one and was written to, or of a view that a step gave one; the type of a
@@ -220,7 +210,7 @@ class TrainingState:
 
     Attributes:
         nbytes: host memory that the copies of tensors, arrays and bytes take; small Python objects are not counted.
-        left_out: names of classes whose objects were met, may change, and are not put back.
+        left_out: names of the classes whose objects were reached, may change, and are not put back.
     """
 
     def __init__(self, roots: Iterable[Any], left_alone: Iterable[Any] = ()) -> None:
@@ -239,7 +229,7 @@ class TrainingState:
 
     @classmethod
     def capture(cls, *roots: Any, left_alone: Iterable[Any] = ()) -> TrainingState:
-        """Write down the state of everything that can be reached.
+        """Capture the state of everything that can be reached.
 
         Args:
             roots: modules, optimizers, schedulers, scalers and whatever else holds state. They are captured by value
@@ -250,18 +240,14 @@ class TrainingState:
         return cls(roots, left_alone)
 
     def reaches(self, item: object) -> bool:
-        """Whether a module, an optimizer or another object of a class written in Python is put back by this.
-
-        Args:
-            item: what a step uses.
-        """
+        """Whether a module, an optimizer or another object of a class written in Python is put back by this."""
         return id(item) in self._reached
 
     def restore(self) -> None:
         """Put everything back. May be called any number of times.
 
         After a failure, call it outside the `except` block: the failed step's tensors live as long as its traceback.
-        What the step made is let go of before anything is allocated, and the device is waited for before it is written.
+        What the step made is released before anything is allocated; devices are synchronized before they are written.
         """
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             _synchronize_all()
@@ -280,18 +266,14 @@ class TrainingState:
                     tensor.restore_flags()
             finally:
                 for tensor in self._tensors:
-                    tensor.let_go()
+                    tensor.release()
             _synchronize_all()
         self._process.restore()
 
 
 @contextmanager
-def preserved(*roots: Any, left_alone: Iterable[Any] = ()) -> Iterator[TrainingState]:
-    """Leave no trace of what runs inside, however it ends.
-
-    Args:
-        roots: as for `TrainingState.capture`.
-        left_alone: as for `TrainingState.capture`.
+def restore_on_exit(*roots: Any, left_alone: Iterable[Any] = ()) -> Iterator[TrainingState]:
+    """Put everything reachable from the roots back on exit, however it ends.
 
     Yields:
         The state, for restoring it in between as well. Catch a failure inside, and it can be restored at a time when
@@ -300,7 +282,7 @@ def preserved(*roots: Any, left_alone: Iterable[Any] = ()) -> Iterator[TrainingS
     Example:
         >>> model = torch.nn.Linear(1, 1)
         >>> before = model.weight.item()
-        >>> with preserved(model):
+        >>> with restore_on_exit(model):
         ...     _ = torch.nn.init.zeros_(model.weight)
         >>> model.weight.item() == before
         True

@@ -1,7 +1,7 @@
-"""A process that does work for this one: lines of JSON over two pipes of their own, and a log for all that is printed.
+"""A child process that does work for this one: JSON lines over two pipes, and a log for all that it prints.
 
-Both ends are here. The near end starts `python -m <module> <requests> <answers> <arguments>`, asks and waits; the far
-end answers. The child, and whatever it started, ends with its parent. Nothing here imports torch.
+Both ends are here. The parent starts `python -m <module> <requests> <answers> <arguments>`, sends requests and reads
+answers; the child answers. The child, and whatever it started, ends with its parent. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 
 from batchfinder import errors
 
-_LAST_WORDS = 800
-_REMOVING_TRIES = 50
-_REMOVING_PAUSE_SECONDS = 0.02
-# Where PyTorch's C++ errors go on to tell where in C++ they were raised, and from where that was called.
+_LAST_WORDS_BYTES = 800
+_REMOVE_TRIES = 50
+_REMOVE_PAUSE_SECONDS = 0.02
+# What PyTorch's C++ errors append: where in C++ they were raised, and from where that was called.
 _CPP_FRAMES = re.compile(r"\n?^Exception raised from .*", re.MULTILINE | re.DOTALL)
 
 
@@ -38,7 +38,7 @@ class ChildDied(Exception):
 
     Attributes:
         exit_code: its exit code, negative for a signal.
-        last_words: the end of what it printed since it was last asked.
+        last_words: the end of what it printed.
     """
 
     def __init__(self, exit_code: int, last_words: str) -> None:
@@ -48,23 +48,31 @@ class ChildDied(Exception):
 
 
 class Child:
-    """The near end.
+    """The parent's end.
+
+    Several threads may send; one at a time may receive.
 
     Args:
         module: what the child runs; its `main` is given the two pipes' descriptors and `arguments`.
         arguments: further words on its command line.
         environment: variables to set on top of this process's own.
+        folder: where its log is written, removed by `close`; a new temporary folder by default.
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="batchfinder-"))
         self._asked_at = 0
+        self._sending = threading.Lock()
         requests, self._requests = os.pipe()
         answers, answers_write = os.pipe()
         self._process = start(
-            module, (requests, answers_write), arguments, self._folder / "log", {**os.environ, **(environment or {})}
+            module, (requests, answers_write), arguments, self.folder / "log", {**os.environ, **(environment or {})}
         )
         os.close(requests)
         os.close(answers_write)
@@ -87,46 +95,63 @@ class Child:
         """Send a request and wait for its answer.
 
         Raises:
-            ChildDied: it ended instead, or what it answered cannot be read, and it was ended for that.
+            ChildDied: it ended instead, with what it printed since this request; or its answer cannot be read, and it
+                was ended for that.
         """
         self._asked_at = self._log_size()
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._requests, json.dumps(request).encode() + b"\n")
+        self.send(request)
+        return self.receive()
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Send a request. To a child that has ended nothing is sent: `receive` raises."""
+        with self._sending, contextlib.suppress(BrokenPipeError):
+            if self._requests >= 0:
+                _write_line(self._requests, json.dumps(request))
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for the next answer.
+
+        Raises:
+            ChildDied: it ended instead, or the answer cannot be read, and it was ended for that.
+        """
         line = self._answers.readline()
         if not line.endswith(b"\n"):
-            self._process.wait()
-            raise ChildDied(self._process.returncode, self.last_words())
+            raise ChildDied(self._process.wait(), self.last_words())
         try:
-            answer: dict[str, Any] = json.loads(line)
+            message: dict[str, Any] = json.loads(line)
         except ValueError as error:
-            self._kill()
-            words = f"what it answered cannot be read ({type(error).__name__}: {error})\n{self.last_words()}"
-            raise ChildDied(self._process.returncode, words.strip()) from error
-        return answer
+            self.kill()
+            words = f"an answer that cannot be read ({type(error).__name__}: {error})\n{self.last_words()}"
+            raise ChildDied(self._process.wait(), words.strip()) from error
+        return message
 
-    def last_words(self) -> str:
-        """The end of what was printed since the last request."""
-        with contextlib.suppress(OSError), (self._folder / "log").open("rb") as log:
-            log.seek(max(self._asked_at, self._log_size() - _LAST_WORDS))
-            return log.read().decode(errors="replace").strip()
+    def last_words(self, log: str = "log") -> str:
+        """The end of what was printed since the last `ask`, or of another log in the folder."""
+        with contextlib.suppress(OSError), (self.folder / log).open("rb") as file:
+            start = self._asked_at if log == "log" else 0
+            file.seek(max(start, os.fstat(file.fileno()).st_size - _LAST_WORDS_BYTES))
+            return file.read().decode(errors="replace").strip()
         return ""
 
-    def close(self) -> None:
-        """End the process and everything it started."""
-        with contextlib.suppress(OSError):
-            os.close(self._requests)
-        self._kill()
-        self._answers.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the process and everything it started, and wait for it; a thread that receives gets `ChildDied`."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+    def close(self) -> None:
+        """End the process and everything it started, and remove its folder. No thread may be receiving."""
+        self.kill()
+        with self._sending:
+            requests, self._requests = self._requests, -1
+        if requests >= 0:
+            os.close(requests)
+        self._answers.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _log_size(self) -> int:
         with contextlib.suppress(OSError):
-            return (self._folder / "log").stat().st_size
+            return (self.folder / "log").stat().st_size
         return 0
 
 
@@ -137,7 +162,7 @@ def start(
 
     Args:
         module: what it runs.
-        descriptors: the ends of the pipes of requests and answers that are the child's; first on its command line.
+        descriptors: the child's ends of the pipes of requests and answers; first on its command line.
         arguments: further words on its command line.
         log: where all that is printed goes.
         environment: its variables.
@@ -154,10 +179,26 @@ def start(
         )
 
 
-def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thread:
-    """In the child: kill its process group as soon as the other end of the pipe of requests is closed.
+def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError:
+    """The error that a child described.
 
-    A thread waits for it, so that a child in the middle of its work ends too, however its parent ended.
+    Args:
+        description: as `describe` makes it.
+        what: what was being done, for the message.
+    """
+    if not description["type"]:
+        return errors.UserCodeFailed(what, description["traceback"])
+    kind = getattr(errors, description["type"])
+    error: errors.BatchFinderError = kind.__new__(kind)
+    Exception.__init__(error, description["message"])
+    error.__dict__.update(description["fields"])
+    return error
+
+
+def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thread:
+    """In the child: kill its process group as soon as the parent's end of the pipe of requests is closed.
+
+    A thread waits for it, so that a busy child ends too, however its parent ended.
 
     Args:
         requests: the pipe of requests.
@@ -182,20 +223,20 @@ def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thre
 
 
 def _kill_and_remove(group: int, folder: Path) -> None:
-    """Kill this process's group and remove a folder, by a fork outside the group: nothing is left to write there."""
+    """Kill this process's group and remove a folder, from a fork outside the group: nothing is left to write there."""
     try:
         if os.fork():
             return
         os.setsid()
-    except OSError:  # no process to be had: less surely then, by this one
+    except OSError:  # no more processes allowed: remove it from this one, before the kill
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    for _ in range(_REMOVING_TRIES):  # the killed take a moment to end
+    for _ in range(_REMOVE_TRIES):  # killed processes take a moment to end
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break
-        time.sleep(_REMOVING_PAUSE_SECONDS)
+        time.sleep(_REMOVE_PAUSE_SECONDS)
     os._exit(0)
 
 
@@ -208,49 +249,43 @@ def requests_from(requests: int) -> Iterator[dict[str, Any]]:
 
 def answer(answers: int, message: Mapping[str, Any]) -> None:
     """In the child: send one answer."""
-    data = json.dumps(message, default=repr).encode() + b"\n"
+    _write_line(answers, json.dumps(message, default=repr))
+
+
+def _write_line(descriptor: int, text: str) -> None:
+    data = text.encode() + b"\n"
+    # A signal that arrives while the pipe is full ends a write before all is written.
     while data:
-        data = data[os.write(answers, data) :]
+        data = data[os.write(descriptor, data) :]
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """In the child: an exception as JSON values, our own whole, anybody else's by its traceback without our frames."""
-    if is_ours(error):
-        return describe_ours(error)
-    ours = str(Path(__file__).resolve().parent.parent) + os.sep
-    kept = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    text = ["Traceback (most recent call last):\n", *traceback.format_list(kept)]
-    return {"type": "", "traceback": without_cpp("".join([*text, *traceback.format_exception_only(error)]))}
+    """In the child: an exception as JSON values, for `revive`.
 
-
-def is_ours(error: BaseException) -> bool:
-    """Whether an exception's very class is in `batchfinder.errors`; what a user derives from one is the user's."""
-    kind = type(error)
-    return kind.__module__ == errors.__name__ and getattr(errors, kind.__name__, None) is kind
-
-
-def describe_ours(error: BaseException) -> dict[str, Any]:
-    """An error of ours as JSON values: its type, text and fields."""
-    fields = {name: without_cpp(value) if isinstance(value, str) else value for name, value in vars(error).items()}
-    return {"type": type(error).__name__, "message": without_cpp(str(error)), "fields": fields}
-
-
-def without_cpp(text: str) -> str:
-    """The text of an exception up to where it begins to tell of C++ frames."""
-    return _CPP_FRAMES.sub("", text)
-
-
-def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError:
-    """The error that a child described.
-
-    Args:
-        description: as `describe` makes it.
-        what: what was being done, for the message.
+    An error of ours keeps its type, text and fields; any other one its text, the module of its class, and a traceback
+    without batchfinder's and PyTorch's frames.
     """
-    if not description["type"]:
-        return errors.UserCodeFailed(what, description["traceback"])
-    kind = getattr(errors, description["type"])
-    error: errors.BatchFinderError = kind.__new__(kind)
-    Exception.__init__(error, description["message"])
-    error.__dict__.update(description["fields"])
-    return error
+    kind = type(error)
+    message = _without_cpp_frames(str(error))
+    # A user's class may be derived from one of ours, or have its name.
+    if kind.__module__ == errors.__name__ and getattr(errors, kind.__name__, None) is kind:
+        fields = {
+            n: _without_cpp_frames(value) if isinstance(value, str) else value for n, value in vars(error).items()
+        }
+        return {"type": kind.__name__, "message": message, "fields": fields}
+    inner = [Path(__file__).resolve().parent.parent]
+    if (torch := sys.modules.get("torch")) is not None and torch.__file__:
+        inner.append(Path(torch.__file__).resolve().parent)
+    folders = tuple(f"{folder}{os.sep}" for folder in inner)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(folders)]
+    text = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
+    return {
+        "type": "",
+        "message": f"{kind.__name__}: {message}",
+        "module": kind.__module__,
+        "traceback": _without_cpp_frames("".join([*text, *traceback.format_exception_only(error)])),
+    }
+
+
+def _without_cpp_frames(text: str) -> str:
+    return _CPP_FRAMES.sub("", text)

@@ -1,12 +1,30 @@
-"""How a workload is named, so that another process can build it. Nothing here imports torch.
-
-What is asked of the recording process, as values that pass through JSON.
-"""
+"""What processes tell each other about a training step, as plain data. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+MODES = ("train", "forward", "inference")
+"""All stages of training, one forward in eval mode with its graph kept, or one without a graph."""
+
+PRECISION_NAMES = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
+"""`fp32`, and three by Lightning's names; `training.step.PRECISIONS` says what each means."""
+
+OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
+"""`training.step.OPTIMIZERS` makes each of them."""
+
+ATTENTION_NAMES = ("eager", "sdpa", "flash")
+"""`models.pretrained.ATTENTION` says what each is in transformers."""
+
+PEAK_STEPS = 2
+"""Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
+
+PEAK_MICRO_BATCHES = 2
+"""Micro-batches that show a step's peak: the second runs with the first one's gradients; a third adds nothing."""
+
+MAX_BATCHES_WITHOUT_STEP = 64
+"""Batches after which an optimizer that has not stepped (a GradScaler skips a few steps) is taken not to step."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +34,36 @@ class WorkloadSpec:
     Attributes:
         builder: `module:function`, which returns a `Workload`.
         arguments: its keyword arguments, as JSON values.
-        fingerprint: `module:function` that makes a text of a workload, by which the cache knows it; empty for none.
     """
 
     builder: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    fingerprint: str = ""
+
+    @property
+    def name(self) -> str:
+        """The model as the user wrote it, for messages."""
+        return str(self.arguments.get("spec", self.builder))
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """How a step is taken.
+
+    Attributes:
+        mode: one of `MODES`.
+        precision: one of `PRECISION_NAMES`.
+        optimizer: one of `OPTIMIZER_NAMES`; not used where the workload brings its own.
+        micro_batches: forwards and backwards per optimizer step.
+        flash: whether attention must run as the flash kernel.
+        steps: optimizer steps.
+    """
+
+    mode: str = "train"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    flash: bool = False
+    steps: int = PEAK_STEPS
 
 
 @dataclass(frozen=True)
@@ -29,20 +71,18 @@ class RecordingJob:
     """One recording.
 
     Attributes:
-        settings: the fields of a `StepSettings`.
+        config: how the step is taken.
         capability: the simulated GPU's compute capability.
         batch_size: samples in a micro-batch.
         seq_len: tokens per sample; None for data of one fixed shape.
-        flash: whether attention must run as the flash kernel.
-        workload: another workload than the one the process was opened with, built for this recording alone: its
-            libraries are imported by then.
+        workload: built for this recording alone, in place of the one that the process was opened with; what that one
+            imported need not be imported again.
     """
 
-    settings: dict[str, Any]
+    config: StepConfig
     capability: tuple[int, int]
     batch_size: int
     seq_len: int | None
-    flash: bool = False
     workload: WorkloadSpec | None = None
 
     def __str__(self) -> str:
@@ -56,10 +96,10 @@ class RecordingJob:
 
 @dataclass(frozen=True)
 class WorkloadFacts:
-    """What the recording process tells about a workload that it has built.
+    """What the recording process says about a workload that it has built.
 
     Attributes:
-        fingerprint: of all in the workload that changes the memory it takes.
+        fingerprint: of all in the workload that changes the memory it takes (`models.fingerprint`).
         max_seq_len: the longest sequence its positions allow; None where there is no limit.
         seq_len_unit: what a sequence length counts.
         brings_optimizer: whether it has an optimizer of its own.
@@ -71,3 +111,48 @@ class WorkloadFacts:
     seq_len_unit: str
     brings_optimizer: bool
     versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a model is built and stepped, by the five options that every command has for it.
+
+    Attributes:
+        mode: one of `MODES`.
+        precision: one of `PRECISION_NAMES`.
+        optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
+        attention: one of `ATTENTION_NAMES`; None for the model's own.
+        gradient_checkpointing: whether activations are recomputed in the backward.
+    """
+
+    mode: str = "train"
+    precision: str = "fp32"
+    optimizer: str = "adamw"
+    attention: str | None = None
+    gradient_checkpointing: bool = False
+
+    def workload(self, model: str) -> WorkloadSpec:
+        """How another process builds a model that was asked for by name, path or factory."""
+        return WorkloadSpec(
+            builder="batchfinder.models:build_workload",
+            arguments={
+                "spec": model,
+                "attention": self.attention,
+                "gradient_checkpointing": self.gradient_checkpointing,
+            },
+        )
+
+    def step(self, micro_batches: int = 1) -> StepConfig:
+        """How a step is taken, by the recording process or on a real device."""
+        flash = self.attention == "flash"
+        return StepConfig(self.mode, self.precision, self.optimizer, micro_batches, flash)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of them, with `default` for the model's own attention."""
+        return {**asdict(self), "attention": self.attention or "default"}
+
+    def words(self) -> list[str]:
+        """What stands above a table."""
+        words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
+        words += [f"{self.attention} attention"] if self.attention else []
+        return [*words, "gradient checkpointing"] if self.gradient_checkpointing else words

@@ -1,9 +1,4 @@
-"""The four precisions a step can run in: `fp32`, and three by Lightning's names for them.
-
-The optimizers that can be asked for by name.
-
-One training step in its stages, on whatever device it is given.
-"""
+"""One training step in its stages, on whatever device it is given; the precisions and optimizers known by name."""
 
 from __future__ import annotations
 
@@ -17,7 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from batchfinder.training.spec import StepConfig
 from batchfinder.training.workload import Workload
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OnStage = Callable[[int, str, int], None]
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,11 @@ class Precision:
     """How numbers are held and computed.
 
     Attributes:
-        name: as options and reports call it.
         autocast: the type that autocast casts to; None without autocast.
         weights: the type of weights, and of floating-point inputs; None leaves them.
         scaled: whether a GradScaler is used.
     """
 
-    name: str
     autocast: torch.dtype | None = None
     weights: torch.dtype | None = None
     scaled: bool = False
@@ -54,17 +51,12 @@ class Precision:
 
 
 PRECISIONS = {
-    precision.name: precision
-    for precision in (
-        Precision("fp32"),
-        Precision("bf16-mixed", autocast=torch.bfloat16),
-        Precision("16-mixed", autocast=torch.float16, scaled=True),
-        Precision("bf16-true", weights=torch.bfloat16),
-    )
+    "fp32": Precision(),
+    "bf16-mixed": Precision(autocast=torch.bfloat16),
+    "16-mixed": Precision(autocast=torch.float16, scaled=True),
+    "bf16-true": Precision(weights=torch.bfloat16),
 }
-
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""By the names in `spec.PRECISION_NAMES`."""
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-5),
@@ -74,28 +66,7 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=1e-5, momentum=0.9),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-5),
 }
-
-
-OnStage = Callable[[int, str, int], None]
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """How a step is taken.
-
-    Attributes:
-        mode: `train` (all stages), `forward` (one forward in eval mode, its graph kept) or `inference` (without one).
-        precision: a name in `PRECISIONS`.
-        optimizer: a name in `OPTIMIZERS`; not used where the workload brings its own.
-        micro_batches: forwards and backwards per optimizer step.
-        steps: optimizer steps. Two at least show the peak: Adam's state appears in the first.
-    """
-
-    mode: str = "train"
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    micro_batches: int = 1
-    steps: int = 2
+"""By the names in `spec.OPTIMIZER_NAMES`."""
 
 
 class Step:
@@ -103,7 +74,7 @@ class Step:
 
     Args:
         workload: what is trained.
-        settings: how.
+        config: how.
         device: where; batches are moved there.
         move: moves one tensor of a batch, given the type it should have there; `tensor.to` by default.
     """
@@ -111,14 +82,14 @@ class Step:
     def __init__(
         self,
         workload: Workload,
-        settings: StepSettings,
+        config: StepConfig,
         device: torch.device,
         move: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         self.workload = workload
-        self.settings = settings
+        self.config = config
         self.device = device
-        self.precision = PRECISIONS[settings.precision]
+        self.precision = PRECISIONS[config.precision]
         self.optimizer: torch.optim.Optimizer | None = None
         self._move = move or (lambda tensor, dtype: tensor.to(device, dtype))
 
@@ -144,26 +115,26 @@ class Step:
             batch_size: samples in a micro-batch.
             seq_len: tokens per sample; None for data of one fixed shape.
             on_stage: called with (step, stage, micro-batch) as each stage begins.
-            more: asked after the optimizer steps of the settings, and after each further one, for another.
+            more: asked after the config's optimizer steps, and after each further one, for another.
         """
-        if self.settings.mode == "train":
+        if self.config.mode == "train":
             self._train(batch_size, seq_len, on_stage, more)
         else:
             self._forward_only(batch_size, seq_len, on_stage)
 
     def _train(self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool]) -> None:
-        model, settings = self.workload.model.train(), self.settings
-        make_optimizer = self.workload.optimizer or OPTIMIZERS[settings.optimizer]
+        model, config = self.workload.model.train(), self.config
+        make_optimizer = self.workload.optimizer or OPTIMIZERS[config.optimizer]
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         self.optimizer = optimizer
         scaler = self.precision.scaler(self.device)
         late = self.workload.zero_grad_after_loss
         step = 0
-        while step < settings.steps or more():
+        while step < config.steps or more():
             if not late:
                 on_stage(step, "zero_grad", 0)
                 optimizer.zero_grad()
-            for micro_batch in range(settings.micro_batches):
+            for micro_batch in range(config.micro_batches):
                 on_stage(step, "batch", micro_batch)
                 batch = self.batch(batch_size, seq_len)
                 with self.precision.context(self.device):
@@ -171,8 +142,8 @@ class Step:
                     output = call(model, batch)
                     on_stage(step, "loss", micro_batch)
                     loss = (self.workload.loss or default_loss)(output, batch)
-                if settings.micro_batches > 1:
-                    loss = loss / settings.micro_batches
+                if config.micro_batches > 1:
+                    loss = loss / config.micro_batches
                 # As in Lightning and in transformers' Trainer, only the loss outlives the function that computed it.
                 del output
                 if late and micro_batch == 0:
@@ -192,7 +163,7 @@ class Step:
 
     def _forward_only(self, batch_size: int, seq_len: int | None, on_stage: OnStage) -> None:
         model = self.workload.model.eval()
-        with torch.set_grad_enabled(self.settings.mode == "forward"):
+        with torch.set_grad_enabled(self.config.mode == "forward"):
             on_stage(0, "batch", 0)
             batch = self.batch(batch_size, seq_len)
             with self.precision.context(self.device):
@@ -202,7 +173,7 @@ class Step:
             del output
 
 
-def call(model: torch.nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: Any) -> Any:
     """`model` of a batch: a mapping gives keywords, a tuple or list positional arguments, else it is the argument."""
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return model(**batch)

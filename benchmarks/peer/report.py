@@ -1,4 +1,4 @@
-"""The result as tables, as sentences, and as a picture."""
+"""A result of `peers.py` as Markdown tables, as statements about batchfinder, and as a figure."""
 
 from __future__ import annotations
 
@@ -21,27 +21,22 @@ KINDS = {
 
 _BINSEARCH = "Lightning binsearch"
 _DEFAULT = "batchfinder callback"
-_LARGE = 200
+_PROBES_ABOVE = 200
 _BYTES = re.compile(r"\d{6,}")
-"""In an error's words, which are the same but for these."""
+"""In error messages, which else are the same from case to case."""
 
 
 def markdown(result: dict[str, Any], cases: bool = False) -> str:
-    """A table of the peers over all cases of a kind, and what holds of batchfinder.
-
-    Args:
-        result: as it was written.
-        cases: whether each case follows, in a table of its own.
-    """
+    """A table of the peers for each kind of case, and what batchfinder claims; with `cases`, a table for each case."""
     hardware = result["hardware"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     where = f"{hardware['gpu'] or hardware['cpu']}, {hardware['cores']} cores, Python {result['python']}"
     if hardware["load_average"][1] > hardware["cores"] / 2:
-        where += f", with other work (load average {hardware['load_average'][1]}), so seconds say little"
+        where += f", a busy machine (load average {hardware['load_average'][1]})"
     parts = [f"`{result['command']}`, {result['date']}, on {where}; {versions}."]
     for kind in dict.fromkeys(case["kind"] for case in result["cases"]):
         among = [case for case in result["cases"] if case["kind"] == kind]
-        parts += [f"**{KINDS[kind]}, {len(among)} cases**", _summary(result["notes"], among), "Of batchfinder:"]
+        parts += [f"**{KINDS[kind]}, {len(among)} cases**", _summary(result["notes"], among), "batchfinder:"]
         parts.append("\n".join(f"- {line}" for line in claims(among)))
     parts.append("\n".join(f"- {name}: {note}." for name, note in result["notes"].items()))
     return "\n\n".join([*parts, *(_table(case) for case in result["cases"] if cases)])
@@ -49,8 +44,8 @@ def markdown(result: dict[str, Any], cases: bool = False) -> str:
 
 def _summary(peers: Iterable[str], cases: list[dict[str, Any]]) -> str:
     lines = [
-        "| peer | of the largest: least, median | answers that train | probes: median, most |"
-        " out-of-memory errors: median, most | state after it |",
+        "| peer | share of the largest: min, median | answers that train | probes: median, max |"
+        " out-of-memory errors: median, max | training state |",
         "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for peer in peers:
@@ -65,18 +60,18 @@ def _summary(peers: Iterable[str], cases: list[dict[str, Any]]) -> str:
         best = f"{min(shares):.3f}, {median(shares):.3f}" if shares else ""
         trained = sum(found["trains"] for found in done)
         lines.append(
-            f"| {peer} | {best} | {trained} of {len(rows)} | {_middle(done, 'probes')} |"
-            f" {_middle(done, 'out_of_memory')} | {'; '.join([_put_back(done), *said])} |"
+            f"| {peer} | {best} | {trained} of {len(rows)} | {_median_and_max(done, 'probes')} |"
+            f" {_median_and_max(done, 'out_of_memory')} | {'; '.join([_state(done), *said])} |"
         )
     return "\n".join(lines)
 
 
-def _middle(rows: list[dict[str, Any]], name: str) -> str:
+def _median_and_max(rows: list[dict[str, Any]], name: str) -> str:
     values = [found[name] for found in rows]
     return f"{median(values):g}, {max(values)}"
 
 
-def _put_back(rows: Iterable[dict[str, Any]]) -> str:
+def _state(rows: Iterable[dict[str, Any]]) -> str:
     names = dict.fromkeys(name for found in rows for name in found["changed"])
     return f"changed: {', '.join(names)}" if names else "unchanged"
 
@@ -88,7 +83,7 @@ def _table(case: dict[str, Any]) -> str:
     title += str(*trues) if len(trues) == 1 else "{loop} in a loop, {trainer} in a trainer".format(**case["true"])
     lines = [
         f"**{title}**\n",
-        "| peer | answer | of the maximum | trains | probes | sizes | steps | out-of-memory errors | seconds |",
+        "| peer | answer | share of the largest | trains | probes | sizes | steps | out-of-memory errors | seconds |",
         "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for found in case["rows"]:
@@ -104,11 +99,7 @@ def _table(case: dict[str, Any]) -> str:
 
 
 def claims(cases: list[dict[str, Any]]) -> list[str]:
-    """What batchfinder is to show, and where it does not.
-
-    Args:
-        cases: of one kind.
-    """
+    """What batchfinder should show on the cases of one kind: how often it holds, and where it does not."""
     rows = [(case, found) for case in cases for found in case["rows"]]
     ours = [(case, found) for case, found in rows if found["peer"].startswith("batchfinder")]
     loose = [(case, found) for case, found in ours if not found["peer"].endswith("exact")]
@@ -117,19 +108,19 @@ def claims(cases: list[dict[str, Any]]) -> list[str]:
     large = [
         (case, found)
         for case, found in loose
-        if max(case["true"].values()) > _LARGE and case["cap"] is None and case["name"] in theirs
+        if max(case["true"].values()) > _PROBES_ABOVE and case["cap"] is None and case["name"] in theirs
     ]
     wanted: list[tuple[str, list[Pair], Callable[[Any, Any], bool]]] = [
         ("every answer trains", ours, lambda case, found: found["trains"]),
         ("at least 0.99 of the largest", ours, lambda case, found: found["share"] >= 0.99),
         ("the largest itself with tolerance=0", exact, lambda case, found: found["share"] == 1),
         (
-            f"the callback: at most a third of the probes of {_BINSEARCH} where the largest is above {_LARGE}",
+            f"the callback: at most a third of the probes of {_BINSEARCH} where the largest is above {_PROBES_ABOVE}",
             [(case, found) for case, found in large if found["peer"] == _DEFAULT],
             lambda case, found: 3 * found["probes"] <= theirs[case["name"]]["probes"],
         ),
         (
-            "the same without a prediction",
+            "the same, without a prediction",
             [(case, found) for case, found in large if found["peer"] != _DEFAULT],
             lambda case, found: 3 * found["probes"] <= theirs[case["name"]]["probes"],
         ),
@@ -140,10 +131,10 @@ def claims(cases: list[dict[str, Any]]) -> list[str]:
         ),
         ("the training state is unchanged", ours, lambda case, found: not found["changed"]),
     ]
-    return [_held(*each) for each in wanted if each[1]]
+    return [_claim(*each) for each in wanted if each[1]]
 
 
-def _held(text: str, among: list[Pair], holds: Callable[[Any, Any], bool]) -> str:
+def _claim(text: str, among: list[Pair], holds: Callable[[Any, Any], bool]) -> str:
     missed: dict[str, dict[str, None]] = {}
     count = 0
     for case, found in among:
@@ -152,27 +143,25 @@ def _held(text: str, among: list[Pair], holds: Callable[[Any, Any], bool]) -> st
             missed.setdefault(name, {})[str(found.get("returned", found.get("failed")))] = None
         else:
             count += 1
-    less = "; not in " + "; ".join(f"{name}: {', '.join(which)}" for name, which in missed.items()) if missed else ""
-    return f"{text}: {count} of {len(among)}{less}"
+    missing = "; except " + "; ".join(f"{name}: {', '.join(which)}" for name, which in missed.items()) if missed else ""
+    return f"{text}: {count} of {len(among)}{missing}"
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Draw answers and probes over the largest size that trains, for the first kind of case and those without a cap.
+    """Draw answers and probes over the largest size that trains, for the first kind of case, to a .png or .svg file.
 
-    Args:
-        result: as it was written.
-        path: ends in .png or .svg.
+    Cases with a cap are left out.
     """
     kind = result["cases"][0]["kind"]
     cases = [case for case in result["cases"] if case["kind"] == kind and case["cap"] is None]
     cases.sort(key=lambda case: max(case["true"].values()))
     with drawn("--figure", path, columns=2, width=12.0, height=6.2) as (shares, probes):
-        for name, look in _looks(result["notes"]).items():
+        for name, style in _styles(result["notes"]).items():
             rows = [found for case in cases for found in case["rows"] if found["peer"] == name]
             rows = [found for found in rows if "failed" not in found]
             at = [found["true"] for found in rows]
-            shares.plot(at, [found["share"] for found in rows], label=name, **look)
-            probes.plot(at, [found["probes"] for found in rows], label=name, **look)
+            shares.plot(at, [found["share"] for found in rows], label=name, **style)
+            probes.plot(at, [found["probes"] for found in rows], label=name, **style)
         for axes in (shares, probes):
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
@@ -194,11 +183,11 @@ def draw(result: dict[str, Any], path: str) -> None:
         fewer.save(path, optimize=True)
 
 
-def _looks(peers: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """How each peer is drawn; markers shrink, so that of series that coincide each is seen."""
+def _styles(peers: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Line and marker of each peer; markers shrink, so that series that coincide can all be seen."""
     drawn_ones = [name for name in peers if not name.endswith("exact")]
     theirs = [name for name in drawn_ones if not name.startswith("batchfinder")]
-    looks: dict[str, dict[str, Any]] = {
+    styles: dict[str, dict[str, Any]] = {
         name: {
             "color": COLOURS[1:][number % 6],
             "marker": MARKERS[number % len(MARKERS)],
@@ -211,5 +200,5 @@ def _looks(peers: Iterable[str]) -> dict[str, dict[str, Any]]:
     }
     for number, name in enumerate(name for name in drawn_ones if name not in theirs):
         colour, width = (COLOURS[0], COLOURS[7], COLOURS[0])[number % 3], (3.0, 1.2, 1.2)[number % 3]
-        looks[name] = {"color": colour, "linewidth": width, "linestyle": ("-", "-", "--")[number % 3], "zorder": 3}
-    return looks
+        styles[name] = {"color": colour, "linewidth": width, "linestyle": ("-", "-", "--")[number % 3], "zorder": 3}
+    return styles

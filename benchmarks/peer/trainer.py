@@ -10,17 +10,11 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.peer.nets import NETS
-from benchmarks.peer.state import state_of
-from benchmarks.peer.work import SAMPLES, STEPS, Work
+from benchmarks.peer.work import NETS, SAMPLES, STEPS, Work, state_digests
 
 
-class Repeated(Dataset[torch.Tensor]):
-    """One sample, as often as is asked for: the data take no memory of their own.
-
-    Args:
-        sample: a tensor.
-    """
+class RepeatedSample(Dataset[torch.Tensor]):
+    """One sample, `SAMPLES` times: the data take no memory of their own."""
 
     def __init__(self, sample: torch.Tensor) -> None:
         self.sample = sample
@@ -32,13 +26,8 @@ class Repeated(Dataset[torch.Tensor]):
         return self.sample
 
 
-class Module(pl.LightningModule):
-    """The net as a module with a loader of its own.
-
-    Args:
-        work: what is trained.
-        batch_size: to begin with.
-    """
+class NetModule(pl.LightningModule):
+    """The work's net, with a `batch_size` and a DataLoader."""
 
     def __init__(self, work: Work, batch_size: int) -> None:
         super().__init__()
@@ -52,61 +41,51 @@ class Module(pl.LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Forward, backward and step all run in here."""
-        with self.work.meter.watching(self.work.device):
+        with self.work.meter.counting_errors(self.work.device):
             super().optimizer_step(*args, **kwargs)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.net.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return DataLoader(Repeated(self.sample), batch_size=self.batch_size)
+        return DataLoader(RepeatedSample(self.sample), batch_size=self.batch_size)
 
 
-class Reached(Exception):
-    """Training is about to begin."""
+class TrainingStarted(Exception):
+    """Ends a run before its first step."""
 
 
-class AtStart(pl.Callback):
-    """Notes the state as training begins, and ends the run there."""
+class StopAtStart(pl.Callback):
+    """Keeps digests of the state with which training starts, and ends the run there."""
 
     state: dict[str, str]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.state = state_of(pl_module.net, trainer.optimizers[0])
-        raise Reached
+        self.state = state_digests(pl_module.net, trainer.optimizers[0])
+        raise TrainingStarted
 
 
-def state_at_start(work: Work, callbacks: list[pl.Callback], batch_size: int) -> tuple[Module, dict[str, str]]:
-    """Start a training with a finder, or without one, and stop before its first step.
-
-    Args:
-        work: what is trained; begun by now.
-        callbacks: the finder, if any.
-        batch_size: what the module has at first.
+def state_at_start(work: Work, callbacks: list[pl.Callback], batch_size: int) -> tuple[NetModule, dict[str, str]]:
+    """Start a training, with or without a finder among its callbacks, and stop before its first step.
 
     Returns:
-        The module, and digests of the state that training would begin with.
+        The module, and digests of the state with which training would start.
     """
-    start = AtStart()
-    module = Module(work, batch_size)
+    stop = StopAtStart()
+    module = NetModule(work, batch_size)
     try:
-        _fit(work, module, [*callbacks, start])
-    except Reached:
-        return module, start.state
-    raise RuntimeError("the training ended before it began")
+        _fit(work, module, [*callbacks, stop])
+    except TrainingStarted:
+        return module, stop.state
+    raise RuntimeError("fit returned before on_train_start")
 
 
 def train(work: Work, batch_size: int) -> None:
-    """A few steps, without a finder.
-
-    Args:
-        work: what is trained; begun by now.
-        batch_size: of each batch.
-    """
-    _fit(work, Module(work, batch_size), [])
+    """Train a few steps, without a finder."""
+    _fit(work, NetModule(work, batch_size), [])
 
 
-def _fit(work: Work, module: Module, callbacks: list[pl.Callback]) -> None:
+def _fit(work: Work, module: NetModule, callbacks: list[pl.Callback]) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(

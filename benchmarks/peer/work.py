@@ -1,12 +1,15 @@
-"""The same work for every peer: a net, its batches, its steps, and the memory it has."""
+"""The training that every finder is given: nets, batches, steps, the memory limit, and digests of the state."""
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import random
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy
 import torch
@@ -14,16 +17,90 @@ from torch import nn
 
 from batchfinder.devices.device import memory_fraction
 from batchfinder.measure import host_limits
-from benchmarks.peer.card import SimulatedCard
-from benchmarks.peer.meter import Meter
-from benchmarks.peer.nets import NETS
-from benchmarks.peer.state import state_of
+from benchmarks.peer.card import Meter, SimulatedCard
+
+VOCABULARY = 256
 
 STEPS = 3
-"""Training steps that a size must take to count as one that trains."""
+"""Training steps that a size must survive to count as one that trains."""
 
 SAMPLES = 16384
 """In the data set; more than any answer."""
+
+
+class Transformer(nn.Module):
+    """Two encoder layers with dropout, mean pooling, and a classifier; the first token gives the label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The loss of token ids of shape (batch, length)."""
+        return nn.functional.cross_entropy(self.head(self.encoder(self.embed(input_ids)).mean(1)), input_ids[:, 0] % 10)
+
+
+class ConvNet(nn.Module):
+    """Three convolutions with batch normalization, dropout, and a classifier; the first pixel's sign is the label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        channels = (3, 8, 16, 16)
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU())
+                for before, after in pairwise(channels)
+            ),
+            nn.Dropout(0.1),
+        )
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss of images of shape (batch, 3, height, width)."""
+        return nn.functional.cross_entropy(self.head(self.layers(x).mean((2, 3))), (x[:, 0, 0, 0] > 0).long())
+
+
+class Small(nn.Module):
+    """For simulated cards: has all that a search may change (weights, buffers, optimizer state, random numbers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss of numbers of shape (batch, 4). Batch normalization needs two samples: a single one is repeated."""
+        return self.layers(x if len(x) > 1 else x.repeat(2, 1)).square().mean()
+
+
+@dataclass(frozen=True)
+class Net:
+    """A net and its samples.
+
+    Attributes:
+        build: makes it.
+        sample: one sample's shape.
+        integer: whether samples are token ids.
+    """
+
+    build: Callable[[], nn.Module]
+    sample: tuple[int, ...]
+    integer: bool = False
+
+    def batch(self, batch_size: int) -> torch.Tensor:
+        """Random samples."""
+        if self.integer:
+            return torch.randint(0, VOCABULARY, (batch_size, *self.sample))
+        return torch.randn(batch_size, *self.sample)
+
+
+NETS = {
+    "transformer": Net(Transformer, (512,), integer=True),
+    "conv net": Net(ConvNet, (3, 384, 384)),
+    "small": Net(Small, (4,)),
+}
 
 
 @dataclass
@@ -32,12 +109,12 @@ class Work:
 
     Attributes:
         net: a name in `NETS`.
-        cap: no larger size is of use; None without a cap.
+        cap: the largest size to try; None without a cap.
         device: `cpu` or `cuda`.
-        budget_bytes: what training may take, the model included; None where the card is simulated.
-        card: simulated, None for the real memory.
-        meter: counts.
-        seconds: what the search took, once it has ended.
+        budget_bytes: what training may take, the model included; None on a simulated card.
+        card: the simulated card; None for real memory.
+        meter: counts steps and errors.
+        seconds: how long the search took, once it has ended.
     """
 
     net: str
@@ -50,43 +127,39 @@ class Work:
     _started: float = 0.0
 
     def begin(self) -> None:
-        """Seed what is random, set the limit, and start the clock: from here on training may take the budget."""
+        """Seed the random numbers, set the memory limit to what is in use now plus the budget, and start the clock."""
         self.seed()
-        if self.budget_bytes is not None:
-            self._limit(self.budget_bytes)
+        if self.budget_bytes is not None and self.device == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(memory_fraction(self.budget_bytes, total), 0)
+        elif self.budget_bytes is not None:
+            hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (host_limits.size_bytes() + self.budget_bytes, hard))
         self._started = time.perf_counter()
 
     def end(self) -> None:
-        """The search is over: stop the clock, and lift the limit."""
+        """Read the clock, and on a CPU lift the limit."""
         self.seconds = time.perf_counter() - self._started
         if self.budget_bytes is not None and self.device == "cpu":
             hard = resource.getrlimit(resource.RLIMIT_AS)[1]
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
     def seed(self) -> None:
-        """Set Python's, NumPy's and PyTorch's random numbers."""
+        """Seed Python's, NumPy's and PyTorch's random numbers."""
         random.seed(0)
         numpy.random.seed(0)
         torch.manual_seed(0)
 
-    def _limit(self, budget_bytes: int) -> None:
-        if self.device == "cuda":
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(memory_fraction(budget_bytes, total), 0)
-            return
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (host_limits.size_bytes() + budget_bytes, hard))
-
     def model(self) -> nn.Module:
-        """The net, in training."""
+        """The net on the device, in training mode."""
         return NETS[self.net].build().to(self.device).train()
 
     def batch(self, batch_size: int) -> torch.Tensor:
-        """A batch, on the device."""
+        """A batch on the device."""
         return NETS[self.net].batch(batch_size).to(self.device)
 
     def loss(self, model: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-        """A forward, counted; on a simulated card it takes the memory of the whole step."""
+        """A forward, counted by the meter, that takes the recorded step's memory on a simulated card."""
         self.meter.begin(len(batch))
         card, batch_size = self.card, len(batch)
         if card is None:
@@ -96,17 +169,9 @@ class Work:
         loss.register_hook(lambda gradient: card.backward(batch_size))
         return loss
 
-    def training(self) -> Training:
-        """A plain loop's model, optimizer and step."""
-        return Training(self)
 
-
-class Training:
-    """A model and an optimizer, and what a loop does with a batch.
-
-    Args:
-        work: what is trained.
-    """
+class TrainingLoop:
+    """A model, an optimizer, and the steps of a plain loop."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -115,17 +180,48 @@ class Training:
 
     def step(self, batch: torch.Tensor) -> None:
         """One optimizer step."""
-        with self.work.meter.watching(self.work.device):
+        with self.work.meter.counting_errors(self.work.device):
             self.work.loss(self.model, batch).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def train(self, batch_size: int) -> int:
-        """What a function peer is given to call: a training of a few steps. Returns the size."""
+        """Train a few steps, and return the size."""
         for _ in range(STEPS):
             self.step(self.work.batch(batch_size))
         return batch_size
 
     def state(self) -> dict[str, str]:
         """Digests of all that a search may change."""
-        return state_of(self.model, self.optimizer)
+        return state_digests(self.model, self.optimizer)
+
+
+def state_digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Digests of the training state and of the process's random numbers, equal only if all bits are."""
+    states = [
+        (key, value)
+        for parameter in model.parameters()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+    ]
+    return {
+        "parameters": _digest(model.parameters()),
+        "buffers": _digest(model.buffers()),
+        "gradients": _digest(parameter.grad for parameter in model.parameters()),
+        "optimizer": _digest([key for key, _ in states], (value for _, value in states)),
+        "random numbers": _digest(random.getstate(), numpy.random.get_state(), [torch.get_rng_state()]),
+    }
+
+
+def changed(before: dict[str, str], after: dict[str, str]) -> tuple[str, ...]:
+    """The names of the digests that differ."""
+    return tuple(name for name in before if before[name] != after[name])
+
+
+def _digest(*parts: Iterable[object]) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        for item in part:
+            if isinstance(item, torch.Tensor):
+                item = (item.dtype, tuple(item.shape), item.detach().cpu().numpy().tobytes())
+            found.update(pickle.dumps(item))
+    return found.hexdigest()

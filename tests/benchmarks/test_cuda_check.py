@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from batchfinder.errors import InvalidValue
-from benchmarks.cuda_parts import run as entry
+from batchfinder.units import GIB
+from benchmarks.cuda.cells import BUDGETS, CELLS, LADDERS
+from benchmarks.cuda_check import ROOT, unpack_wheels
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "cuda_check.py"
 WORKSPACE = 8_519_680  # of cuBLAS on an A100; the stand-in on the CPU has none
 DRY = "dry run, nothing measured"
@@ -135,22 +135,28 @@ def test_time_that_is_over(tmp_path: Path) -> None:
     assert f"not reached: {', '.join(expected)}" in ran.stdout
 
 
-def test_no_card(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says what is there, what to do, and writes nothing."""
+def test_wheels_are_used_where_they_are_needed(tmp_path: Path) -> None:
+    """A package that is not installed is importable from its wheel; one that is stays as it is."""
+    wheels, target = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    for name, content in (("not_installed_here", "number = 7\n"), ("pytest", "raise ValueError\n")):
+        with zipfile.ZipFile(wheels / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}/__init__.py", content)
+            archive.writestr(f"{name}-1.0.dist-info/METADATA", "")
+    assert unpack_wheels(wheels, target) == ["not_installed_here-1.0-py3-none-any.whl"]
+    code = "import not_installed_here; print(not_installed_here.number)"
+    done = subprocess.run([sys.executable, "-S", "-c", code], env={"PYTHONPATH": str(target)}, capture_output=True)
+    assert done.stdout == b"7\n", done.stderr
+    assert not (target / "pytest").exists()
 
-    def look(device: str) -> None:
-        raise InvalidValue("device", device, "cpu, or a card that PyTorch can use here")
 
-    monkeypatch.setattr(entry, "look_at", look)
-    arguments = argparse.Namespace(minutes=None, parts=("cells",), dry_run=False, device="cuda:0")
-    assert entry.run(arguments) == 1
-    assert capsys.readouterr().err == (
-        "cuda_check: device: 'cuda:0' will not do; expected cpu, or a card that PyTorch can use here. "
-        "With --dry-run all that needs no card is run.\n"
-    )
-
-
-def test_where_a_file_goes() -> None:
-    """A card's among the results, by its name; a dry run's never."""
-    assert entry._usual_path("NVIDIA H200", False) == ROOT / "benchmarks" / "results" / "cuda_check-nvidia-h200.json"
-    assert "results" not in entry._usual_path("NVIDIA H200", True).parts
+def test_what_is_measured() -> None:
+    """At least 24 cells of 6 models, and each of the choices that change the memory; four budgets."""
+    assert len(CELLS) == len({cell.name for cell in CELLS}) >= 24
+    assert len({cell.model for cell in CELLS}) == 6
+    assert {cell.precision for cell in CELLS} >= {"fp32", "bf16-mixed", "16-mixed"}
+    assert {cell.optimizer for cell in CELLS} >= {"adamw", "adamw-fused", "sgd"}
+    assert {cell.attention for cell in CELLS} == {"eager", "sdpa", None}
+    assert {cell.checkpointing for cell in CELLS} == {False, True}
+    assert [round(budget / GIB, 2) for budget in BUDGETS] == [11.17, 12, 16, 24]
+    assert all(ladder.budgets == BUDGETS for ladder in LADDERS)

@@ -1,24 +1,37 @@
-"""A recorded step beside a history, both small enough to be checked by hand."""
+"""Traces and histories small enough to be checked by hand, and their alignment against brute force."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.replay import replay
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import MIB
-from benchmarks.cuda_parts.history import MARKER_BYTES, read_history, simulated_history
-from benchmarks.cuda_parts.stages import beside, peaks, replay_stages
-from benchmarks.cuda_parts.trace_check import compare
+from benchmarks.cuda.traces import (
+    MARKER_BYTES,
+    align,
+    compare,
+    peaks,
+    predicted_and_measured,
+    read_history,
+    replay_stages,
+    simulated_history,
+)
+
+SIZES = st.lists(st.integers(0, 3), max_size=12)
 
 # Weights; an activation and a gradient of it; nothing at all, which is no request.
 TRACE = Trace(
     batch_size=1,
     seq_len=None,
-    structure=Structure(
+    structure=TraceStructure(
         order=(0, 1, 3, 2, ~1, ~2),
         marks=(
             StageMark(0, -1, "model"),
@@ -145,7 +158,7 @@ def test_stages_have_peaks_of_their_own() -> None:
         "peak_allocated_bytes": whole.max_allocated_bytes,
         "peak_reserved_bytes": whole.max_reserved_bytes,
     }
-    (row,) = beside(stages, [{**stages[2], "peak_allocated_bytes": 5}])
+    (row,) = predicted_and_measured(stages, [{**stages[2], "peak_allocated_bytes": 5}])
     assert (row["step"], row["stage"]) == (0, "backward")
     assert row["predicted_and_measured"]["peak_allocated_bytes"] == [22 * MIB, 5]
 
@@ -155,3 +168,27 @@ def test_a_card_that_is_too_small() -> None:
     stages, message = replay_stages(TRACE, CachingAllocator(22 * MIB))
     assert [stage["stage"] for stage in stages] == ["model", "forward"]
     assert message.startswith("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+@given(one=SIZES, other=SIZES)
+def test_an_alignment_leaves_as_little_over_as_can_be(one: list[int], other: list[int]) -> None:
+    """As many pairs as the longest common subsequence has, equal and in order on both sides."""
+    pairs = align(one, other)
+    assert pairs is not None
+    assert len(pairs) == _common(one, other)
+    assert all(one[a] == other[b] for a, b in pairs)
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
+
+
+def test_too_many_differences_are_given_up() -> None:
+    """Two lists that have nothing in common differ by all they have."""
+    assert align([1] * 5, [2] * 5, limit=9) is None
+    assert align([1] * 5, [2] * 5, limit=10) == []
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    table = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i, a in enumerate(one):
+        for j, b in enumerate(other):
+            table[i + 1][j + 1] = table[i][j] + 1 if a == b else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]

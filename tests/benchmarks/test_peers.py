@@ -1,4 +1,4 @@
-"""The comparison with the peers: its adapters, its counts, its judge, and one row of the committed result again."""
+"""The comparison with the peers: its finders, its card, its counts, its judge, and a case of the committed result."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.units import MIB
-from benchmarks.peer.card import Remembering, SimulatedCard
-from benchmarks.peer.cases import SIMULATED, simulated_works
-from benchmarks.peer.contract import Peer, all_peers
-from benchmarks.peer.isolated import Failed, isolated
-from benchmarks.peer.measure import searched
-from benchmarks.peer.meter import Meter
+from benchmarks.peer.card import Meter, SimulatedCard
+from benchmarks.peer.comparison import SIMULATED, simulated_works
+from benchmarks.peer.finders import PEERS
+from benchmarks.peer.judge import MeasurementFailed, isolated, search
 from benchmarks.peer.report import claims, markdown
 from benchmarks.peer.work import Work
 from tests.builders.retaking import retaking
@@ -34,7 +32,7 @@ from tests.builders.retaking import retaking
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "peers-2-cores.json").read_text())
 (CASE,) = (case for case in SIMULATED if (case.model, case.size) == ("gpt2", 3))
-PEERS = {peer.name: peer for peer in all_peers()}
+PEER = {peer.name: peer for peer in PEERS}
 # One of each package; batch-finder goes by the resident memory of the process, so it tries other sizes each time.
 AGAIN = (
     "Lightning binsearch",
@@ -44,7 +42,7 @@ AGAIN = (
     "batchfinder callback",
     "batchfinder loop",
 )
-INSTALLED = [name for name in AGAIN if PEERS[name].version]
+INSTALLED = [name for name in AGAIN if PEER[name].version]
 COMMITTED = next(case for case in RESULT["cases"] if case["name"] == "gpt2 at 1024, 6.52 GiB")
 
 
@@ -70,23 +68,19 @@ def work() -> Work:
     return work
 
 
-def search(peer: Peer, work: Work) -> dict[str, Any]:
-    """What a peer finds, in this process."""
-    return searched(peer.name, replace(work, meter=Meter()))
-
-
 @pytest.mark.parametrize("name", INSTALLED)
 def test_a_peer_finds_again_what_the_committed_result_says(work: Work, name: str) -> None:
     """Each installed peer tries the sizes that are in the committed file, in that order, and returns the same."""
     (committed,) = (row for row in COMMITTED["rows"] if row["peer"] == name)
-    if RESULT["versions"][PEERS[name].package] != PEERS[name].version:
-        pytest.skip(f"the result is of {PEERS[name].package} {RESULT['versions'][PEERS[name].package]}")
-    found = search(PEERS[name], work)
+    package = PEER[name].package
+    if RESULT["versions"][package] != PEER[name].version:
+        pytest.skip(f"the result is of {package} {RESULT['versions'][package]}")
+    found = search(name, replace(work, meter=Meter()))
     counted = ("returned", "tried", "probes", "steps", "out_of_memory", "sizes_failed")
     assert {key: found[key] for key in counted} == {key: committed[key] for key in counted}
     assert work.card is not None
     assert work.card.trains(found["returned"]) is committed["trains"] is True
-    if PEERS[name].package == "batchfinder":
+    if package == "batchfinder":
         assert found["changed"] == []
 
 
@@ -102,7 +96,7 @@ def test_the_card_fails_as_a_real_one(work: Work) -> None:
 
 def test_the_card_has_the_segments_of_the_step_before() -> None:
     """A further step of a size is the one after it; another size, an error and a new try begin with an empty card."""
-    card = SimulatedCard(Remembering(TraceSource(retaking, [None]), DeviceMemory(20 * MIB, 20 * MIB)), Shape())
+    card = SimulatedCard(SimulatedProbe(TraceSource(retaking, [None]), DeviceMemory(20 * MIB, 20 * MIB)), Shape())
     taken = []
     for size in (12, 12, 14, 14, 14, 12, 14):
         before = card.retries()
@@ -123,7 +117,7 @@ def test_the_card_has_the_segments_of_the_step_before() -> None:
 
 def stepped(meter: Meter, size: int, error: Exception | None = None) -> None:
     """One step, and how it ended."""
-    with meter.watching("cpu"):
+    with meter.counting_errors("cpu"):
         meter.begin(size)
         if error is not None:
             raise error
@@ -160,19 +154,17 @@ def die() -> None:
 def test_a_measurement_that_fails_says_why() -> None:
     """An error, a death and a hang each end one measurement, with a reason."""
     assert isolated(max, 1, 2, seconds=60) == 2
-    with pytest.raises(Failed, match=r"^ValueError: invalid literal"):
+    with pytest.raises(MeasurementFailed, match=r"^ValueError: invalid literal"):
         isolated(int, "x", seconds=60)
-    with pytest.raises(Failed, match=r"^the process died \(7\)$"):
+    with pytest.raises(MeasurementFailed, match=r"^the process died \(7\)$"):
         isolated(die, seconds=60)
-    with pytest.raises(Failed, match=r"^ended after 0.05 s$"):
+    with pytest.raises(MeasurementFailed, match=r"^timed out after 0.05 s$"):
         isolated(time.sleep, 60, seconds=0.05)
 
 
-def test_the_pages_show_the_committed_result() -> None:
-    """The tables in the README of the benchmarks and in the documentation are what the script makes of the file."""
-    table = markdown(RESULT)
-    assert table in (ROOT / "benchmarks" / "README.md").read_text()
-    assert table in (ROOT / "docs" / "peers.md").read_text()
+def test_the_documentation_shows_the_committed_result() -> None:
+    """The tables in docs/peers.md are what the script makes of the file."""
+    assert markdown(RESULT) in (ROOT / "docs" / "peers.md").read_text()
 
 
 def test_what_does_not_hold_is_said() -> None:
@@ -184,6 +176,6 @@ def test_what_does_not_hold_is_said() -> None:
     ]
     said = claims([{"name": "net", "kind": "cpu", "cap": None, "true": {"loop": 100, "trainer": 100}, "rows": rows}])
     assert said[:2] == [
-        "every answer trains: 1 of 2; not in net (largest 100): died",
-        "at least 0.99 of the largest: 0 of 2; not in net (largest 100): 90, died",
+        "every answer trains: 1 of 2; except net (largest 100): died",
+        "at least 0.99 of the largest: 0 of 2; except net (largest 100): 90, died",
     ]

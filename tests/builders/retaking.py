@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import MIB
 
 
@@ -19,7 +19,7 @@ def retaking(batch_size: int, seq_len: int | None) -> Future[Trace]:
         marks += [StageMark(len(order), step, "loss"), StageMark(len(order), step, "optimizer")]
     marks.append(StageMark(len(order), 1, "end"))
     operators = (*["small"] * 8, "large") * 2
-    structure = Structure(tuple(order), tuple(marks), operators, ("",) * 18, ("",) * 18)
+    structure = TraceStructure(tuple(order), tuple(marks), operators, ("",) * 18, ("",) * 18)
     future: Future[Trace] = Future()
     future.set_result(Trace(batch_size, seq_len, structure, (*[MIB] * 8, batch_size * MIB) * 2, ()))
     return future

@@ -139,36 +139,36 @@ class _Colour(enum.Enum):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": 3}, "cache key's model: 3 will not do; expected text."),
-        ({"seq_len": "128"}, "cache key's seq_len: '128' will not do; expected a whole number or None."),
-        ({"total_bytes": 1.5}, "cache key's total_bytes: 1.5 will not do; expected a whole number."),
-        ({"accumulation": True}, "cache key's accumulation: True will not do; expected a whole number."),
+        ({"model": 3}, "cache key's model: invalid value 3; expected text."),
+        ({"seq_len": "128"}, "cache key's seq_len: invalid value '128'; expected a whole number or None."),
+        ({"total_bytes": 1.5}, "cache key's total_bytes: invalid value 1.5; expected a whole number."),
+        ({"accumulation": True}, "cache key's accumulation: invalid value True; expected a whole number."),
         (
             {"gradient_checkpointing": 1},
-            "cache key's gradient_checkpointing: 1 will not do; expected True or False.",
+            "cache key's gradient_checkpointing: invalid value 1; expected True or False.",
         ),
-        ({"tolerance": "1%"}, "cache key's tolerance: '1%' will not do; expected a number."),
+        ({"tolerance": "1%"}, "cache key's tolerance: invalid value '1%'; expected a number."),
         (
             {"tolerance": float("nan")},
-            "cache key's tolerance: nan will not do; "
+            "cache key's tolerance: invalid value nan; "
             "expected a finite number, text, True, False, None, a list or a mapping.",
         ),
         (
             {"extra": [1]},
-            "cache key's extra: [1] will not do; "
+            "cache key's extra: invalid value [1]; "
             "expected a mapping of names to numbers, text, True, False, None, lists or mappings.",
         ),
         (
             {"optimizer_options": {"betas": [0.9, _Opaque()]}},
-            "cache key's optimizer_options.betas[1]: <opaque> will not do; "
+            "cache key's optimizer_options.betas[1]: invalid value <opaque>; "
             "expected a finite number, text, True, False, None, a list or a mapping.",
         ),
         (
             {"extra": {"colour": _Colour.RED}},
-            "cache key's extra.colour: <_Colour.RED: 1> will not do; "
+            "cache key's extra.colour: invalid value <_Colour.RED: 1>; "
             "expected a finite number, text, True, False, None, a list or a mapping.",
         ),
-        ({"extra": {"a": {1: 2}}}, "cache key's extra.a, a name in it: 1 will not do; expected text."),
+        ({"extra": {"a": {1: 2}}}, "cache key's extra.a, a name in it: invalid value 1; expected text."),
     ],
 )
 def test_what_has_no_stable_text_is_refused(changes, message, make_key):

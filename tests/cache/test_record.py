@@ -1,3 +1,5 @@
+"""Records and the file they are exported to."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfinder.cache import DamagedRecord, Record
+from batchfinder.cache import DamagedRecord, Record, read_export, write_export
 from batchfinder.cache.key import canonical_json
 from batchfinder.cache.record import decode, encode
 from batchfinder.errors import InvalidValue
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
 CREATED = datetime(2026, 11, 20, 21, 16, 5, tzinfo=UTC)
 FIT = Measurement(Verdict.FITS, 11_000_000_000, 11_200_000_000, 0.25)
@@ -21,7 +23,7 @@ OUT = Measurement(Verdict.OUT_OF_MEMORY, message='CUDA out of memory. Tried to a
 OUTCOME = SearchResult(
     shape=Shape(128),
     max_batch_size=32,
-    stop=Stop.EXACT,
+    stop=StopReason.EXACT,
     measurement=FIT,
     trials=(Trial(32, Shape(128), FIT), Trial(33, Shape(128), OUT)),
     source="simulated",
@@ -45,7 +47,7 @@ outcomes = st.builds(
     SearchResult,
     shape=shapes,
     max_batch_size=st.integers(0, 1 << 40),
-    stop=st.sampled_from(Stop),
+    stop=st.sampled_from(StopReason),
     measurement=st.none() | measurements,
     trials=st.lists(st.builds(Trial, st.integers(1, 1 << 40), shapes, measurements), max_size=4).map(tuple),
     source=st.sampled_from(["simulated", "measured"]),
@@ -92,7 +94,7 @@ def test_a_record_explains_itself(make_key):
     text = encode(Record(make_key(), OUTCOME, CREATED)).decode()
     body = json.loads(text)
     assert list(body) == ["schema", "created", "label", "key", "outcome", "checksum"]
-    assert body["schema"] == 3
+    assert body["schema"] == 4
     assert body["created"] == "2026-11-20T21:16:05+00:00"
     assert body["key"]["gpu"] == "Titan X"
     assert body["outcome"]["stop"] == "EXACT"
@@ -165,9 +167,9 @@ def test_the_forger_forges_well(make_key):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 1}, "its schema is 1; this version reads 3"),
-        ({"schema": True}, "its schema is True; this version reads 3"),
-        ({"schema": "2"}, "its schema is '2'; this version reads 3"),
+        ({"schema": 1}, "its schema is 1; this version reads 4"),
+        ({"schema": True}, "its schema is True; this version reads 4"),
+        ({"schema": "2"}, "its schema is '2'; this version reads 4"),
         ({"author": "me"}, "it is JSON, but not a cache record"),
         ({"created": 5}, "its created is 5"),
         ({"created": "yesterday"}, "it cannot be read back: Invalid isoformat string: 'yesterday'"),
@@ -176,7 +178,7 @@ def test_the_forger_forges_well(make_key):
         ({"key": {"gpu": "K80"}}, "its key has other fields than this version's: gpu"),
         (
             {"key__accumulation": "1"},
-            "it cannot be read back: cache key's accumulation: '1' will not do; expected a whole number.",
+            "it cannot be read back: cache key's accumulation: invalid value '1'; expected a whole number.",
         ),
         ({"outcome": None}, "its outcome is None"),
         ({"outcome": {"seq_len": 1}}, "its outcome is {'seq_len': 1}"),
@@ -197,7 +199,7 @@ def test_the_forger_forges_well(make_key):
         ({"outcome__source": None}, "its source is None"),
         (
             {"outcome__source": "cache"},
-            "it cannot be read back: source of an outcome to be cached: 'cache' will not do; "
+            "it cannot be read back: source of a result to be cached: invalid value 'cache'; "
             "expected simulated or measured, where it came from.",
         ),
     ],
@@ -235,7 +237,7 @@ def test_the_original_source_survives(make_key):
     """A simulated figure is still known to be simulated, and a measured one measured, when it comes from the cache."""
     for source in ("simulated", "measured"):
         outcome = dataclasses.replace(OUTCOME, source=source)
-        assert decode(encode(Record(make_key(), outcome, CREATED))).outcome.source == source
+        assert decode(encode(Record(make_key(), outcome, CREATED))).result.source == source
 
 
 def test_a_cached_answer_is_not_cached_again(make_key):
@@ -243,15 +245,55 @@ def test_a_cached_answer_is_not_cached_again(make_key):
     with pytest.raises(InvalidValue) as caught:
         encode(Record(make_key(), dataclasses.replace(OUTCOME, source="cache"), CREATED))
     assert str(caught.value) == (
-        "source of an outcome to be cached: 'cache' will not do; expected simulated or measured, where it came from."
+        "source of a result to be cached: invalid value 'cache'; expected simulated or measured, where it came from."
     )
 
 
 def test_what_json_cannot_hold_is_refused(make_key):
     """An outcome with an infinite time is refused when it is written, not when it is read."""
-    outcome = SearchResult(Shape(), 1, Stop.CAP, Measurement(Verdict.FITS, seconds=float("inf")))
+    outcome = SearchResult(Shape(), 1, StopReason.CAP, Measurement(Verdict.FITS, seconds=float("inf")))
     with pytest.raises(InvalidValue) as caught:
         encode(Record(make_key(), outcome, CREATED))
     assert str(caught.value) == (
-        f"outcome to be cached: {outcome!r} will not do; expected text, whole numbers of bytes and finite seconds."
+        f"result to be cached: invalid value {outcome!r}; expected text, whole numbers of bytes and finite seconds."
     )
+
+
+EXPORTED_FIT = Measurement(Verdict.FITS, 11_000, 12_000, 0.25, "étage\n")
+EXPORTED = SearchResult(
+    Shape(128), 32, StopReason.EXACT, EXPORTED_FIT, (Trial(32, Shape(128), EXPORTED_FIT),), "measured", ("NCCL",), 99
+)
+
+
+def _records(make_key):
+    created = datetime(2026, 11, 21, 1, 2, 3, tzinfo=UTC)
+    return [Record(make_key(seq_len=length), EXPORTED, created, "bert") for length in (64, 128)]
+
+
+def test_records_come_back_as_they_were(make_key):
+    """With their keys, outcomes, times and labels; also when the file was formatted anew, and when there are none."""
+    records = _records(make_key)
+    text = write_export(records)
+    assert list(read_export(text)) == records
+    assert list(read_export(json.dumps(json.loads(text), indent=4))) == records
+    assert list(read_export(write_export([]))) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text[:-30], "it is cut short or not JSON"),
+        (lambda text: "[]", "it is JSON, but not an exported cache"),
+        (lambda text: '{"records": 3}', "it is JSON, but not an exported cache"),
+        (lambda text: text.replace('cache": 1', 'cache": 2'), "its format is 2; this version reads 1"),
+        (lambda text: text.replace("Titan X", "Titan Y", 1), "record 1 of 2: its checksum does not match"),
+        (lambda text: text.replace("11000", "11001", 1), "record 1 of 2: its checksum does not match"),
+        (lambda text: '{"batchfinder_cache": 1, "records": [3]}', "record 1 of 1: it is JSON, but not a cache record"),
+    ],
+)  # fmt: skip
+def test_damage_is_named(change, said, make_key):
+    """A file that is not what was written is refused, with the record that is damaged."""
+    changed = change(write_export(_records(make_key)))
+    with pytest.raises(DamagedRecord) as caught:
+        list(read_export(changed))
+    assert str(caught.value) == said

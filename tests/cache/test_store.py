@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from batchfinder.cache import DamagedRecordWarning, Store, default_cache_url
 from batchfinder.errors import CacheFailed
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
 
 def _outcome(size: int) -> SearchResult:
     seen = Measurement(Verdict.FITS, size * 100, size * 120, 0.5)
     out = Measurement(Verdict.OUT_OF_MEMORY, message="CUDA out of memory (simulated)")
     trials = (Trial(size, Shape(128), seen), Trial(size + 1, Shape(128), out))
-    return SearchResult(Shape(128), size, Stop.EXACT, seen, trials, "simulated", ("NCCL",))
+    return SearchResult(Shape(128), size, StopReason.EXACT, seen, trials, "simulated", ("NCCL",))
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -45,7 +45,7 @@ def test_records_are_listed_and_removed(store, make_key):
     for size, key in enumerate(keys):
         store.put(key, _outcome(size + 1))
     assert set(store.keys()) == set(keys)
-    assert {record.key.seq_len: record.outcome.max_batch_size for record in store.records()} == {64: 1, 128: 2, 256: 3}
+    assert {record.key.seq_len: record.result.max_batch_size for record in store.records()} == {64: 1, 128: 2, 256: 3}
     assert all(record.created.tzinfo is not None for record in store.records())
     assert (store.remove(keys[0]), store.remove(keys[0])) == (True, False)
     assert set(store.keys()) == set(keys[1:])
@@ -53,12 +53,12 @@ def test_records_are_listed_and_removed(store, make_key):
 
 
 def test_a_slot_is_one_keys_place(store, make_key):
-    """A slot reads and writes its own key's record and no other."""
-    slot = store.slot(make_key())
-    assert slot.get() is None
-    slot.put(_outcome(32))
-    assert slot.get() == store.get(make_key()) == _outcome(32)
-    assert store.slot(make_key(gpu="K80")).get() is None
+    """An entry reads and writes its own key's record and no other."""
+    entry = store.entry(make_key())
+    assert entry.get() is None
+    entry.put(_outcome(32))
+    assert entry.get() == store.get(make_key()) == _outcome(32)
+    assert store.entry(make_key(gpu="K80")).get() is None
 
 
 def _path(store: Store) -> str:
@@ -72,7 +72,7 @@ def _path(store: Store) -> str:
         (lambda data: data[: len(data) // 2], "it is cut short or not JSON"),
         (lambda data: b"", "it is cut short or not JSON"),
         (lambda data: data.replace(b"Titan X", b"Titan Y"), "its checksum does not match"),
-        (lambda data: data.replace(b'"schema": 3', b'"schema": 1'), "its schema is 1; this version reads 3"),
+        (lambda data: data.replace(b'"schema": 4', b'"schema": 1'), "its schema is 1; this version reads 4"),
     ],
 )
 def test_a_damaged_record_is_ignored_named_and_replaced(damage, reason, tmp_path, make_key):
@@ -131,7 +131,7 @@ def test_other_peoples_files_are_left_alone(tmp_path, make_key):
     (tmp_path / ("b" * 64 + ".json")).mkdir()
     store = Store(tmp_path)
     store.put(make_key(), _outcome(1))
-    assert [record.outcome for record in store.records()] == [_outcome(1)]
+    assert [record.result for record in store.records()] == [_outcome(1)]
     assert store.clear() == 1
     assert sorted(os.listdir(tmp_path)) == sorted([*names, "b" * 64 + ".json"])
 

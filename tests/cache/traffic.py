@@ -7,7 +7,7 @@ import random
 import warnings
 
 from batchfinder.cache import CacheKey, Store
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from tests.cache.conftest import FIELDS
 
 KEYS = [CacheKey(**{**FIELDS, "seq_len": length}) for length in (64, 128, 256, 320, 384, 512)]
@@ -19,7 +19,7 @@ def outcome(seq_len: int, writer: int, turn: int) -> SearchResult:
     seen = Measurement(Verdict.FITS, stamp, stamp, float(stamp))
     out = Measurement(Verdict.OUT_OF_MEMORY, message=f"{stamp} " * (turn % 7 * 40))
     trials = (Trial(stamp, Shape(seq_len), seen), *[Trial(stamp + 1, Shape(seq_len), out)] * (turn % 4))
-    return SearchResult(Shape(seq_len), stamp, Stop.EXACT, seen, trials, "simulated", (str(stamp),))
+    return SearchResult(Shape(seq_len), stamp, StopReason.EXACT, seen, trials, "simulated", (str(stamp),))
 
 
 def write(url: str, writer: int, count: int) -> None:

@@ -20,9 +20,9 @@ def main(requests: int, answers: int) -> None:
     with Path(os.environ["ASKED"]).open("a") as asked:
         for request in requests_from(requests):
             print(json.dumps(request), file=asked, flush=True)
-            if "look" in request:
+            if "query_gpu" in request:
                 card = {"name": "Tesla T4", "total_bytes": 512 * MIB, "compute_capability": [7, 5]}
-                answer(answers, {"card": {**card, "free_bytes": FREE_BYTES, "versions": {"torch": "2.13.0"}}})
+                answer(answers, {"gpu": {**card, "free_bytes": FREE_BYTES, "versions": {"torch": "2.13.0"}}})
             elif "open" in request:
                 capacity = min(FREE_BYTES, request["open"]["limit_bytes"] or FREE_BYTES)
                 answer(answers, {"opened": {}})

@@ -1,4 +1,4 @@
-"""The verb `cache`, on records written by the library."""
+"""The command `cache`, on records written by the library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from batchfinder.cache import Record, Store
 from batchfinder.cli.main import main
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from tests.cache.conftest import FIELDS, CacheKey
 
 DAY = datetime(2026, 11, 20, 21, 16, 5, tzinfo=UTC)
@@ -20,7 +20,7 @@ def _record(seq_len: int, size: int, day: datetime = DAY) -> Record:
     fit = Measurement(Verdict.FITS, 11 << 30, 12 << 30, 0.25)
     full = Measurement(Verdict.OUT_OF_MEMORY, seconds=0.5, message="CUDA out of memory.")
     trials = (Trial(size, Shape(seq_len), fit), Trial(size + 1, Shape(seq_len), full))
-    outcome = SearchResult(Shape(seq_len), size, Stop.EXACT, fit, trials, "simulated", ("NCCL buffers",))
+    outcome = SearchResult(Shape(seq_len), size, StopReason.EXACT, fit, trials, "simulated", ("NCCL buffers",))
     return Record(CacheKey(**{**FIELDS, "seq_len": seq_len}), outcome, day, "bert-base")
 
 
@@ -46,7 +46,7 @@ def test_list(cache: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(capsys, "list") == (
         0,
         f"""\
-What is known at memory://of-test-cache
+Cached results at memory://of-test-cache
 
 record        model      GPU      seq len  precision  mode   max batch  source          found
 ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,7 +64,7 @@ record        model      GPU      seq len  precision  mode   max batch  source  
 def test_an_empty_cache(cache: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """It says so, and how much went."""
     assert _run(capsys, "clear") == (0, "2 records removed from memory://of-test-cache\n", "")
-    assert _run(capsys, "list") == (0, "nothing is known yet: the cache at memory://of-test-cache is empty\n", "")
+    assert _run(capsys, "list") == (0, "the cache at memory://of-test-cache is empty\n", "")
 
 
 def test_show(cache: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ headroom                0 B
 source                  simulated
 versions                batchfinder=0.1.0, torch=2.13.0
 
-left out: NCCL buffers
+not modelled: NCCL buffers
 
 Sizes tried
 
@@ -137,10 +137,10 @@ def test_to_another_machine(cache: Store, tmp_path: Path, capsys: pytest.Capture
     there.put_record(later)
     assert _run(capsys, "import", str(file), "--cache", there.url) == (
         0,
-        "1 record taken into memory://of-test-there; 1 were known as well or better\n",
+        "1 record imported into memory://of-test-there; 1 skipped, as the cache has the same or a newer one\n",
         "",
     )
-    assert sorted(record.outcome.max_batch_size for record in there.records()) == [134, 270]
+    assert sorted(record.result.max_batch_size for record in there.records()) == [134, 270]
     assert later in there.records()
     assert _run(capsys, "export", "-")[1] == file.read_text()
 
@@ -152,15 +152,15 @@ def test_mistakes(cache: Store, tmp_path: Path, capsys: pytest.CaptureFixture[st
     damaged.write_text(damaged.read_text().replace("269", "2690"))
     text.write_bytes(b"\xff\xfe")
     said = {
-        ("show", "xyz"): "unknown cache record 'xyz'. `batchfinder cache list` prints what there is.",
-        ("clear", ""): "RECORD: '' will not do; expected more digits: 2 records begin with these.",
-        ("import", str(tmp_path / "no")): f"FILE: '{tmp_path / 'no'}' will not do; expected a file that can be read "
+        ("show", "xyz"): "unknown cache record 'xyz'. `batchfinder cache list` lists all records.",
+        ("clear", ""): "RECORD: invalid value ''; expected more digits: 2 records begin with these.",
+        ("import", str(tmp_path / "no")): f"FILE: invalid value '{tmp_path / 'no'}'; expected a file that can be read "
         "(No such file or directory).",
-        ("import", str(text)): f"FILE: '{text}' will not do; expected a file that can be read (it is not text).",
-        ("import", str(damaged)): f"FILE: '{damaged}' will not do; expected a file written by `cache export`; record "
+        ("import", str(text)): f"FILE: invalid value '{text}'; expected a file that can be read (it is not text).",
+        ("import", str(damaged)): f"FILE: invalid value '{damaged}'; expected a file written by `cache export`; record "
         f"{1 + sorted(r.key.digest for r in cache.records()).index(_record(64, 269).key.digest)} of 2: its checksum "
         "does not match.",
-        ("export", str(tmp_path)): f"FILE: '{tmp_path}' will not do; expected a file that can be written "
+        ("export", str(tmp_path)): f"FILE: invalid value '{tmp_path}'; expected a file that can be written "
         "(Is a directory).",
     }
     for arguments, message in said.items():

@@ -11,8 +11,6 @@ from batchfinder.devices import find_gpu
 from batchfinder.units import MIB
 from tests.cli.command import Done, Run
 
-pytestmark = pytest.mark.slow
-
 KINDS = (
     *("parameters", "gradients", "optimizer", "activations", "temporary", "inputs", "workspace"),
     *("fragmentation", "context"),
@@ -121,12 +119,12 @@ def test_tables(row: dict[str, Any], beyond: Done) -> None:
         *("parameters", "gradients", "optimizer state", "activations", "temporary buffers", "inputs"),
         *("cuBLAS workspaces", "fragmentation", "CUDA context", "all"),
     ]
-    assert lines[17] == "as it does not fit, all figures are those of a card without end"
+    assert lines[17] == "it does not fit, so all figures are for a GPU with unlimited memory"
     titles = [line for line, before in zip(lines[1:], lines, strict=False) if before == "" and line[:1].isupper()]
     assert titles == [
         "The 10 largest tensors at the peak",
         "By module, at the peak",
-        "What a change would buy on one GPU",
+        "Other options on one GPU",
     ]
     assert [line for line in lines if line != line.rstrip()] == []
     start = lines.index("By module, at the peak") + 4
@@ -136,7 +134,7 @@ def test_tables(row: dict[str, Any], beyond: Done) -> None:
 def test_advice(row: dict[str, Any], beyond: Done) -> None:
     """Each change has what the batch takes with it, whether it fits, and the largest batch: without one the sweep's."""
     lines = beyond.out.splitlines()
-    start = lines.index("What a change would buy on one GPU") + 4
+    start = lines.index("Other options on one GPU") + 4
     table = {line[:50].split("  ")[0]: line.split("  ")[1:] for line in lines[start : lines.index("", start)]}
     cells = {change: [cell.strip() for cell in row if cell.strip()] for change, row in table.items()}
     most = row["max_batch_size"]
@@ -159,7 +157,7 @@ def test_markdown(beyond: Done, folder: Path) -> None:
     """The file has the same tables."""
     text = (folder / "found.md").read_text(encoding="utf-8")
     assert text.count("| --- |") + text.count("| ---: |") > 3
-    for title in ("The 10 largest tensors at the peak", "By module, at the peak", "What a change would buy on one GPU"):
+    for title in ("The 10 largest tensors at the peak", "By module, at the peak", "Other options on one GPU"):
         assert f"**{title}" in text
     assert "| fragmentation |" in text
 
@@ -176,4 +174,6 @@ def test_beyond_the_model(run: Run) -> None:
     """A length that the model does not allow is refused."""
     done = run("estimate", "--model", "mine:tiny", "--seq-len", "97")
     assert (done.code, done.out) == (1, "")
-    assert done.err.endswith("batchfinder: --seq-len: 97 will not do; expected at most 96 tokens.\n")
+    assert done.err.endswith(
+        "batchfinder: --seq-len: invalid value 97; expected at most 96 tokens, the most that mine:tiny allows.\n"
+    )

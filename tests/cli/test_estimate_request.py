@@ -1,4 +1,4 @@
-"""What `estimate`'s options ask for, and what is said of wrong ones before anything is built."""
+"""What `estimate`'s options ask for, what is said of wrong ones, and which other options it tries."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.estimate import EstimateRequest, read_request
-from batchfinder.cli.main import build_parser, main
+from batchfinder.cli.estimate import as_typed, combined, read_request, single_changes
+from batchfinder.cli.main import main
+from batchfinder.cli.parser import build_parser
 from batchfinder.devices import find_gpu
-from batchfinder.recording.simulation import StepConfig
+from batchfinder.report.estimate import Alternative, EstimateRequest
+from batchfinder.training.spec import StepOptions
 from batchfinder.units import GIB
 
 NUMBER = "expected a whole number of at least 1."
@@ -25,9 +27,7 @@ def test_defaults() -> None:
     request = read()
     assert (request.model, request.batch_size, request.seq_len, request.accumulation) == ("bert-base", 8, None, 1)
     assert (request.card.name, request.card.count) == ("Titan X Pascal", 1)
-    assert request.how == StepConfig()
-    assert not request.by_module
-    assert not request.advice
+    assert request.options == StepOptions()
 
 
 def test_an_instance_has_its_gpus() -> None:
@@ -48,41 +48,31 @@ def test_a_budget_needs_no_card() -> None:
     assert (card.device.usable_bytes, card.device.context_bytes, card.count) == (4 * GIB, 0, 3)
 
 
-def test_changed() -> None:
-    """Other options lead to another step and another model; the request they are made of stays as it is."""
-    request = read("--accumulation", "3")
-    other = request.changed(precision="16-mixed", gradient_checkpointing=True)
-    assert other.how == StepConfig(precision="16-mixed", micro_batches=3)
-    assert other.spec.arguments["gradient_checkpointing"] is True
-    assert request.how == StepConfig(micro_batches=3)
-    assert request.spec.arguments["gradient_checkpointing"] is False
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--batch-size 0", f"--batch-size: '0' will not do; {NUMBER}"),
-        ("--accumulation x", f"--accumulation: 'x' will not do; {NUMBER}"),
-        ("--seq-len -1", f"--seq-len: '-1' will not do; {NUMBER}"),
-        ("--num-gpus 0", f"--num-gpus: '0' will not do; {NUMBER}"),
+        ("--batch-size 0", f"--batch-size: invalid value '0'; {NUMBER}"),
+        ("--accumulation x", f"--accumulation: invalid value 'x'; {NUMBER}"),
+        ("--seq-len -1", f"--seq-len: invalid value '-1'; {NUMBER}"),
+        ("--num-gpus 0", f"--num-gpus: invalid value '0'; {NUMBER}"),
         (
             "--instance p3.8xlarge --num-gpus 5",
-            "--num-gpus: 5 will not do; expected at most 4, the GPUs of p3.8xlarge.",
+            "--num-gpus: invalid value 5; expected at most 4, the GPUs of p3.8xlarge.",
         ),
         (
             "--instance p3.8xlarge --gpu t4",
-            "--gpu: 't4' will not do; expected either a --gpu or an --instance, not both.",
+            "--gpu: invalid value 't4'; expected either a --gpu or an --instance, not both.",
         ),
-        ("--by layer", "--by: 'layer' will not do; expected one of module."),
-        ("--precision fp8", "--precision: 'fp8' will not do; expected one of fp32, bf16-mixed, 16-mixed, bf16-true."),
+        ("--by layer", "--by: invalid value 'layer'; expected one of module."),
+        ("--precision fp8", "--precision: invalid value 'fp8'; expected one of fp32, bf16-mixed, 16-mixed, bf16-true."),
         ("--gpu k8", "unknown GPU 'k8'. Did you mean K80?"),
         (
             "--budget none",
-            "--budget: 'none' will not do; expected a positive size such as 12GiB, 900MiB or 24GB.",
+            "--budget: invalid value 'none'; expected a positive size such as 12GiB, 900MiB or 24GB.",
         ),
         (
             "--markdown no/such/folder.md",
-            "--markdown: 'no/such/folder.md' will not do; expected a file in a folder that exists.",
+            "--markdown: invalid value 'no/such/folder.md'; expected a file in a folder that exists.",
         ),
         (
             "--model bert-bse",
@@ -99,3 +89,55 @@ def test_wrong_values_are_told_before_anything_is_built(
     code = main(["estimate", *options.split()])
     out, err = capsys.readouterr()
     assert (code, out, err) == (1, "", f"batchfinder: {said}\n")
+
+
+def tried(options: str, brings_optimizer: bool = False) -> list[str]:
+    """The changes tried for some options, as they would be typed."""
+    request = read(*options.split())
+    return [as_typed(changes) for changes in single_changes(request, brings_optimizer)]
+
+
+CHECKPOINTING = "--gradient-checkpointing"
+LIGHTER = ["--optimizer adamw-fused", "--optimizer adafactor", "--optimizer sgd"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            "--gpu v100",
+            ["--precision 16-mixed", CHECKPOINTING, *LIGHTER],
+        ),
+        (
+            "--gpu a100 --attention eager",
+            ["--precision bf16-mixed", CHECKPOINTING, "--attention sdpa", *LIGHTER],
+        ),
+        (
+            "--gpu a100 --precision bf16-mixed --optimizer adam",
+            ["--precision bf16-true", CHECKPOINTING, "--attention flash", "--optimizer adafactor", "--optimizer sgd"],
+        ),
+        ("--gpu v100 --precision 16-mixed --optimizer sgd --gradient-checkpointing", []),
+        (
+            "--gpu a100 --precision bf16-true --attention flash --optimizer sgd-momentum",
+            [CHECKPOINTING, "--optimizer sgd"],
+        ),
+        ("--gpu t4 --mode inference", ["--precision 16-mixed"]),
+    ],
+)
+def test_what_is_tried(options: str, expected: list[str]) -> None:
+    """Whatever would hold less and is not there already is tried, each alone."""
+    assert tried(options) == expected
+
+
+def test_an_optimizer_of_its_own_stays() -> None:
+    """A workload's own optimizer is not exchanged for another one."""
+    assert not [change for change in tried("--gpu v100", brings_optimizer=True) if "optimizer" in change]
+
+
+def test_all_at_once() -> None:
+    """Changes that could be made are made together, without those that train otherwise."""
+    half, less, light = {"precision": "16-mixed"}, {"gradient_checkpointing": True}, {"optimizer": "sgd"}
+    done, refused = Alternative("", 8, 1, True, 9), Alternative("", 8, error="no option")
+    assert combined([(half, done), (less, done), (light, done)]) == {**half, **less}
+    assert combined([(half, done), (less, refused), (light, done)]) is None
+    assert combined([({"precision": "bf16-true"}, done), (less, done)]) is None

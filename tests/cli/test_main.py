@@ -1,4 +1,4 @@
-"""Verbs, usage and how they end."""
+"""Commands, their usage and how they end."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pathlib import Path
 import pytest
 
 from batchfinder.cli import sweep
-from batchfinder.cli.main import VERBS, main
-from batchfinder.cli.parser import ATTENTIONS, MODES, OPTIMIZERS, PRECISIONS
+from batchfinder.cli.main import main
+from batchfinder.cli.parser import COMMANDS
+from batchfinder.training.spec import ATTENTION_NAMES, OPTIMIZER_NAMES, PRECISION_NAMES
 from tests.cli.command import COMMAND
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "the following arguments are required: VERB"),
-        (["nope"], "argument VERB: invalid choice: 'nope'"),
+        ([], "the following arguments are required: COMMAND"),
+        (["nope"], "argument COMMAND: invalid choice: 'nope'"),
         (["sweep", "--bogus"], "unrecognized arguments: --bogus"),
         (["profile", "--batch-size"], "argument --batch-size: expected one argument"),
+        (["cache"], "the following arguments are required: COMMAND"),
     ],
 )
 def test_wrong_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,9 +38,9 @@ def test_wrong_usage(arguments: list[str], said: str, capsys: pytest.CaptureFixt
     assert said in err
 
 
-@pytest.mark.parametrize("arguments", [[], *([verb] for verb in VERBS)])
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every verb's help is on stdout, fits 80 columns and says `--json`."""
+    """Every command's help is on stdout, fits 80 columns and says `--json`."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as ending:
         main([*arguments, "--help"])
@@ -48,7 +50,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypa
     assert not arguments or arguments == ["cache"] or "--json" in out
 
 
-def test_a_bug_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What nobody foresaw ends with 3 and two lines; the traceback is in a log that is named."""
 
     def broken(arguments: object) -> int:
@@ -61,11 +63,20 @@ def test_a_bug_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: 
     out, err = capsys.readouterr()
     assert out == ""
     assert err == (
-        "batchfinder: a bug of batchfinder's: ZeroDivisionError: by nought\n"
-        f"The whole story is in {log}; please report it with that file.\n"
+        "batchfinder: internal error: ZeroDivisionError: by nought\n"
+        f"The traceback is in {log}; please report it with that file.\n"
     )
     assert log.read_text().startswith("Traceback (most recent call last):\n")
     assert log.read_text().endswith("ZeroDivisionError: by nought\n")
+
+
+def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On Windows every command ends with 1 and one sentence, before anything is imported for it."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sweep, "main", None)
+    assert main(["sweep"]) == 1
+    said = "batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_warnings_are_lines_of_ours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,17 +132,15 @@ def test_a_reader_that_has_gone(tmp_path: Path) -> None:
 def test_the_options_are_those_of_the_step() -> None:
     """Every precision, optimizer, mode and attention on offer is one that a step knows, and none is missing."""
     from batchfinder.models.pretrained import ATTENTION
-    from batchfinder.training.step import OPTIMIZERS as KNOWN_OPTIMIZERS
-    from batchfinder.training.step import PRECISIONS as KNOWN_PRECISIONS
+    from batchfinder.training.step import OPTIMIZERS, PRECISIONS
 
-    assert set(OPTIMIZERS) == set(KNOWN_OPTIMIZERS)
-    assert set(PRECISIONS) == set(KNOWN_PRECISIONS)
-    assert set(ATTENTIONS) == set(ATTENTION)
-    assert MODES == ("train", "forward", "inference")
+    assert set(OPTIMIZER_NAMES) == set(OPTIMIZERS)
+    assert set(PRECISION_NAMES) == set(PRECISIONS)
+    assert set(ATTENTION_NAMES) == set(ATTENTION)
 
 
 def test_the_module_is_the_script() -> None:
-    """`python -m batchfinder` without a verb is wrong usage, by its own name."""
+    """`python -m batchfinder` without a command is wrong usage, by its own name."""
     done = subprocess.run(COMMAND, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: batchfinder ")

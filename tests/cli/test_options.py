@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from batchfinder.cli.options import allocator_notes, allocator_settings, card, headroom_bytes
+from batchfinder.cli.options import card, seq_lens_of, write_file
+from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS
 from batchfinder.errors import InvalidValue
-from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.training.spec import StepConfig, StepOptions, WorkloadFacts
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("headroom", "size"),
-    [("0", 0), ("0.25", 3 * GIB), ("25%", 3 * GIB), ("25 %", 3 * GIB), ("3GiB", 3 * GIB), (" 1GB ", 10**9), ("0%", 0)],
-)
-def test_headroom(headroom: str, size: int) -> None:
-    """Headroom is a share of what is usable, a percentage of it, or a size."""
-    assert headroom_bytes(headroom, 12 * GIB) == size
-
-
-@pytest.mark.parametrize("headroom", ["1", "-0.1", "100%", "12GiB", "inf", "nan", "", "%", "1e999", "a tenth"])
-def test_headroom_that_leaves_nothing(headroom: str) -> None:
-    """Headroom that is no size, or leaves nothing of the device, is refused."""
-    with pytest.raises(InvalidValue, match="--headroom"):
-        headroom_bytes(headroom, 12 * GIB)
+FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 
 
 def test_card() -> None:
@@ -38,12 +27,51 @@ def test_card() -> None:
         card(None, None)
 
 
-def test_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newer of PyTorch's two variables wins, and what is not modelled is put in words."""
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    assert allocator_settings() == AllocatorSettings()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert allocator_settings() == AllocatorSettings(expandable_segments=True)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8")
-    assert allocator_notes(allocator_settings()) == ("the allocator's setting garbage_collection_threshold:0.8",)
+def test_step() -> None:
+    """The step that other processes take has the options, and the flash kernel where it was asked for."""
+    assert StepOptions().step() == StepConfig()
+    asked = StepOptions("forward", "16-mixed", "sgd", "flash", gradient_checkpointing=True)
+    assert asked.step(3) == StepConfig("forward", "16-mixed", "sgd", micro_batches=3, flash=True)
+
+
+@pytest.mark.parametrize(
+    ("most", "unit", "seq_lens"),
+    [
+        (None, "tokens", (64, 128, 256, 320, 384, 512)),
+        (256, "tokens", (64, 128, 256)),
+        (32, "tokens", (32,)),
+        (None, "pixels", (224,)),
+        (None, "none", (None,)),
+    ],
+)
+def test_usual_lengths(most: int | None, unit: str, seq_lens: tuple[int | None, ...]) -> None:
+    """Where no length is asked for, a model gets those that suit it."""
+    facts = replace(FACTS, max_seq_len=most, seq_len_unit=unit)
+    assert seq_lens_of("model", (), facts, DEFAULT_SEQ_LENS) == seq_lens
+
+
+def test_a_length_beyond_the_positions() -> None:
+    """A length asked for that the model does not allow is an error, never silently left out."""
+    expected = "--seq-len: invalid value 513; expected at most 512 tokens, the most that model allows"
+    with pytest.raises(InvalidValue, match=expected):
+        seq_lens_of("model", (64, 513), FACTS)
+
+
+@pytest.mark.parametrize("content", ["zwölf\n", b"\x80\x04."])
+def test_written_as_it_is(content: str | bytes, tmp_path: Path) -> None:
+    """Bytes are written unchanged, text as UTF-8, over what was there."""
+    path = tmp_path / "file"
+    path.write_text("something longer than that")
+    write_file("--snapshot", str(path), content)
+    assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode("utf-8"))
+
+
+def test_no_room(tmp_path: Path) -> None:
+    """What goes wrong in the writing is said with the path and the system's reason."""
+    link = tmp_path / "step.pickle"
+    link.symlink_to("/dev/full")
+    with pytest.raises(InvalidValue) as caught:
+        write_file("--snapshot", str(link), b"\x80\x04.")
+    assert str(caught.value) == (
+        f"--snapshot: invalid value '{link}'; expected a file that can be written (No space left on device)."
+    )

@@ -13,8 +13,6 @@ from batchfinder.units import KIB
 from tests.cli.command import Done, Run
 from tests.cli.mine import WIDTH
 
-pytestmark = pytest.mark.slow
-
 FIGURES = ("allocated_bytes", "max_allocated_bytes", "reserved_bytes", "max_reserved_bytes")
 STAGES = ["zero_grad", "forward", "loss", "backward", "optimizer"]
 CELL = ("--model", "mine:tiny", "--seq-len", "16", "--gpu", "t4", "--budget", "64MiB")
@@ -30,7 +28,7 @@ def test_the_largest_batch(run: Run, swept: Done) -> None:
     """A profile of the size a sweep answers with has every stage of both steps, and ends at the sweep's own peak."""
     row = swept.row
     profile = run("profile", *CELL, "--batch-size", str(row["max_batch_size"]), "--json").json
-    assert profile.keys() == {"stages", "oom", "settled"}
+    assert profile.keys() == {"stages", "oom", "settled", "unmodelled"}
     assert (profile["oom"], profile["settled"]) == (None, True)
     assert [(stage["step"], stage["stage"]) for stage in profile["stages"]] == [
         (step, stage) for step in (0, 1) for stage in STAGES
@@ -60,7 +58,10 @@ def test_one_more_does_not_fit(run: Run, swept: Done) -> None:
 
 def test_table(run: Run) -> None:
     """The table has a line for each stage, of each micro-batch where there are several, and no trailing blanks."""
-    done = run("profile", *CELL, "--batch-size", "2", "--accumulation", "2", "--precision", "bf16-mixed")
+    command = ("profile", *CELL, "--batch-size", "2", "--accumulation", "2", "--precision", "bf16-mixed")
+    done = run(*command)
+    explained = [f"not modelled: {text}" for text in run(*command, "--json").json["unmodelled"]]
+    assert run(*command, "--explain").out.splitlines()[23:] == explained
     assert (done.code, done.err) == (0, "building mine:tiny\nrecording mine:tiny\n")
     lines = done.out.splitlines()
     assert lines[:4] == [
@@ -81,7 +82,8 @@ def test_table(run: Run) -> None:
         )
     ]
     assert lines[22] == ""
-    assert all(line.startswith("left out: ") for line in lines[23:])
+    assert len(explained) == 1
+    assert lines[23:] == ["1 assumption; --explain says which"]
     assert [line for line in lines if line != line.rstrip()] == []
 
 

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from rich.console import Console
 
 import batchfinder.cli.reproduce
 from batchfinder.devices import present_gpus
+from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions import REPRODUCTIONS
-from batchfinder.reproductions.base import Recordings
+from batchfinder.reproductions.base import Context
 from batchfinder.reproductions.published import published_bert_2019, published_titan_x
-from batchfinder.reproductions.titan_x import CARD, notes, sheets
+from batchfinder.reproductions.titan_x import CARD, WORKLOAD, notes, tables
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.training.spec import StepConfig
 from tests.cli.command import Done, Run, run_command
 
 SETUPS = ("fp32_eager", "fp32_sdpa", "bf16_mixed_sdpa", "bf16_mixed_sdpa_checkpointing")
@@ -143,24 +146,8 @@ ladder pretraining large 512                     4     4              4
 """
 
 
-class Kept:
-    """Recordings that outlive a command: the next one finds those that it shares with it."""
-
-    def __init__(self, recordings: Recordings) -> None:
-        self._recordings = recordings
-        self.sources: dict[str, TraceSource] = {}
-
-    def __enter__(self) -> Kept:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Stay."""
-
-    def source(self, *asked: Any) -> TraceSource:
-        """As `Recordings` has it."""
-        if repr(asked) not in self.sources:
-            self.sources[repr(asked)] = self._recordings.source(*asked)
-        return self.sources[repr(asked)]
+Sources = dict[str, TraceSource]
+"""By what was asked for."""
 
 
 @pytest.fixture(scope="module")
@@ -170,16 +157,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kept(forked_recorders: None) -> Iterator[Kept]:
+def kept(forked_recorders: None) -> Iterator[Sources]:
     """What the commands of this module have recorded; what two of them ask for is recorded once."""
-    with Recordings() as recordings, pytest.MonkeyPatch.context() as patch:
-        keeping = Kept(recordings)
-        patch.setattr(batchfinder.cli.reproduce, "Recordings", lambda: keeping)
-        yield keeping
+    sources: Sources = {}
+    source = Context.source
+
+    def source_once(context: Context, *asked: Any) -> TraceSource:
+        if repr(asked) not in sources:
+            sources[repr(asked)] = source(context, *asked)
+        return sources[repr(asked)]
+
+    with Simulation(WORKLOAD, StepConfig()) as simulation, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batchfinder.cli.reproduce, "Simulation", lambda *asked: nullcontext(simulation))
+        patch.setattr(Context, "source", source_once)
+        yield sources
 
 
 @pytest.fixture(scope="module")
-def reproduce(run: Run, kept: Kept) -> Run:
+def reproduce(run: Run, kept: Sources) -> Run:
     """`reproduce(*arguments)` runs the command."""
     return partial(run, "reproduce")
 
@@ -233,9 +228,9 @@ def test_the_page_on_accuracy_is_what_the_command_prints(everything: dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_lengths_between_two_recorded_ones_are_not_recorded(everything: dict[str, Any], kept: Kept) -> None:
+def test_lengths_between_two_recorded_ones_are_not_recorded(everything: dict[str, Any], kept: Sources) -> None:
     """Each way to train a BERT of the zoo is recorded twice, for all lengths that are asked for."""
-    zoo = [source for asked, source in kept.sources.items() if "titan_x:build" in asked or "zoo:build_" in asked]
+    zoo = [source for asked, source in kept.items() if "adamw_8bit" in asked or "models:build_workload" in asked]
     assert len(zoo) == 2 * (4 + 2) + 3
     assert [source.recordings for source in zoo] == [2] * len(zoo)
 
@@ -282,8 +277,8 @@ def plan(micro_batch_size: int) -> dict[str, int]:
 def test_titan_x_table(titan: dict[str, Any]) -> None:
     """On a terminal of 80 columns the three tables are whole."""
     file = io.StringIO()
-    for sheet in sheets(titan["rows"], CARD):
-        Console(file=file, width=80).print(sheet, "")
+    for table in tables(titan["rows"], CARD):
+        Console(file=file, width=80).print(table, "")
     assert stripped(file.getvalue()) == stripped(TITAN_X_TABLE)
 
 
@@ -298,7 +293,7 @@ def test_titan_x_markdown(titan: dict[str, Any], folder: Path) -> None:
     """`--markdown` writes the same tables, with the notes below the last."""
     text = (folder / "all.md").read_text()
     titles = [line.strip("*") for line in text.splitlines() if line.startswith("**")]
-    assert titles[:3] == [sheet.title for sheet in sheets(titan["rows"], CARD)]
+    assert titles[:3] == [table.title for table in tables(titan["rows"], CARD)]
     assert "| bert-base | 64 | 64 | 234 | 266 | 309 | 1669 | 3.66 |\n" in text
     assert "| bert-large | 512 | - | 8 x 32 | 32 x 8 | x 1.33 |\n" in text
     assert "\n".join(f"- {note}" for note in titan["notes"]) in text
@@ -403,14 +398,14 @@ def test_an_unknown_table(run: Run) -> None:
     done = run("reproduce", "titan")
     names = ", ".join([*REPRODUCTIONS, "all"])
     assert (done.code, done.out) == (1, "")
-    assert done.err == f"batchfinder: table: 'titan' will not do; expected one of {names}.\n"
+    assert done.err == f"batchfinder: table: invalid value 'titan'; expected one of {names}.\n"
 
 
 def test_a_file_that_cannot_be_written(run: Run) -> None:
     """It is said before anything is recorded."""
     done = run("reproduce", "titan-x", "--markdown", "/no/such/folder/table.md")
     assert (done.code, done.out) == (1, "")
-    expected = "'/no/such/folder/table.md' will not do; expected a file in a folder that exists."
+    expected = "invalid value '/no/such/folder/table.md'; expected a file in a folder that exists."
     assert done.err == f"batchfinder: --markdown: {expected}\n"
 
 
@@ -446,6 +441,7 @@ for name in {list(REPRODUCTIONS.values())!r}:
     module = importlib.import_module(name)
     assert module.needed_bytes() > 1 << 30
     assert callable(module.reproduce)
+    assert module.WORKLOAD.builder.startswith("batchfinder.")
 print("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

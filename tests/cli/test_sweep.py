@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 
 import pytest
 
+from batchfinder.cli import sweep
+from batchfinder.cli.main import main
+from batchfinder.cli.sweep_request import SweepRequest
+from batchfinder.data.size_table import from_json
+from batchfinder.report.progress import SweepProgress
+from batchfinder.report.sweep import SweepRow
+from batchfinder.results import Measurement, Shape, Trial, Verdict
 from tests.cli.command import Done, Run
-
-pytestmark = pytest.mark.slow
+from tests.report.test_sweep import row as report_row
 
 GIB = 1 << 30
 INSTANCE = "p3.16xlarge: 8 x V100 16GB, 1.00 GiB budget"
@@ -120,8 +127,8 @@ def test_table(small_json: Done, small_table: Done) -> None:
         *("  ".join(row) for row in cells),
         "",
         "where a plan has three factors, the last is the number of GPUs",
-        *(f"left out: {text}" for text in rows[0]["unmodelled"]),
         "from the cache: 4 of 4 rows",
+        "1 assumption; --explain says which",
     ]
 
 
@@ -159,8 +166,8 @@ def test_nothing_fits(run: Run) -> None:
 
 
 def test_nothing_fits_as_a_table(run: Run) -> None:
-    """The table says what one sample needs where nothing fits, and that it was recorded at the size itself."""
-    done = run("sweep", "--model", "mine:own_optimizer", "--seq-len", "16", "--budget", "2MiB")
+    """The table says what one sample needs where nothing fits; --explain, that it was recorded at the size itself."""
+    done = run("sweep", "--model", "mine:own_optimizer", "--seq-len", "16", "--budget", "2MiB", "--explain")
     assert done.code == 0
     lines = done.out.splitlines()
     assert lines[:3] == ["Largest training batch on 2.00 MiB budget, simulated", "fp32, its own", "2.00 MiB usable"]
@@ -206,3 +213,43 @@ def test_published(run: Run) -> None:
     assert (model, seq_len, published, source) == ("bert-base", "512", "6", "simulated")
     assert int(answer) >= 6
     assert lines[8].startswith("published: by google-research/bert ")
+
+
+def test_batch_sizes_for_samplers(run: Run, tmp_path: Path) -> None:
+    """Files for samplers have each length's size, the shortest first, without those at which not one sample fits."""
+    options = ("--model", "mine:tiny", "--seq-len", "96", "--seq-len", "16", "--budget", "1GiB")
+    sizes, lhotse = tmp_path / "sizes.json", tmp_path / "lhotse.json"
+    done = run("sweep", *options, "--batch-sizes", str(sizes), "--lhotse", str(lhotse), "--json")
+    long, short = (row["max_batch_size"] for row in done.json["rows"])
+    assert from_json(sizes.read_text()) == {16: short, 96: long}
+    assert sizes.read_text() == f'{{"16": {short}, "96": {long}}}\n'
+    assert json.loads(lhotse.read_text()) == {"bucket_duration_bins": [16, 96], "bucket_batch_size": [short, long]}
+
+
+def test_batch_sizes_where_nothing_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such lengths are left out, which is said; where none is left the command ends with 1."""
+    sizes = tmp_path / "sizes.json"
+
+    def find(*found: SweepRow) -> tuple[int, str]:
+        def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
+            progress.expect([(row.cell.model, row.cell.card.name, row.cell.seq_len) for row in found])
+            for row in found:
+                progress.found(row)
+            return True
+
+        monkeypatch.setattr(sweep, "run_sweep", run_sweep)
+        code = main(["sweep", "--model", "bert-base", "--no-cache", "--batch-sizes", str(sizes), "--json"])
+        return code, capsys.readouterr().err.splitlines()[-1]
+
+    full = Trial(1, Shape(512), Measurement(Verdict.OUT_OF_MEMORY, message="no"))
+    said = "batchfinder: no batch size for seq_len 512: not one sample fits"
+    assert find(report_row(4), report_row(0, full, seq_len=512)) == (0, said)
+    assert sizes.read_text() == '{"64": 4}\n'
+    code, said = find(report_row(0, full, seq_len=512))
+    assert (code, said) == (
+        1,
+        "batchfinder: batch sizes: invalid value 'not one sample fits at 512'; expected a length at which at least one "
+        "sample fits.",
+    )

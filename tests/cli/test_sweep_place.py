@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 
 from batchfinder.cli import sweep_request
-from batchfinder.cli.main import build_parser
+from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import Place, choose_place
-from batchfinder.devices.detect import PresentGpu
+from batchfinder.devices.detect import PresentGpu, visible_gpus
 from batchfinder.errors import InvalidValue
+from batchfinder.measure import host_limits
 from batchfinder.measure.child_probe import GpuFacts
 
 GIB = 1 << 30
@@ -29,7 +31,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[PresentGpu]:
     """The machine's cards, for the test to fill in; nvidia-smi's driver is told."""
     here: list[PresentGpu] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(sweep_request, "present_gpus", lambda: tuple(here))
+    visible = lambda: visible_gpus(here, os.environ.get("CUDA_VISIBLE_DEVICES"))  # noqa: E731
+    monkeypatch.setattr(sweep_request, "present_gpus", visible)
     monkeypatch.setattr(sweep_request, "driver_version", lambda: "580.95")
     return here
 
@@ -43,7 +46,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         devices.append(device)
         return FACTS
 
-    monkeypatch.setattr(sweep_request, "look_at", look)
+    monkeypatch.setattr(sweep_request, "query_gpu", look)
     return devices
 
 
@@ -58,7 +61,7 @@ def test_a_card_is_here(cards: list[PresentGpu], looked_at: list[str]) -> None:
     """Real steps are taken on the card that is here, with what is free of it, unless another one is named."""
     cards.append(T4)
     place = place_for("")
-    assert (place.device, place.facts, looked_at, place.notes) == ("cuda:0", FACTS, ["cuda:0"], ())
+    assert (place.device, looked_at, place.notes) == ("cuda:0", ["cuda:0"], ())
     (card,) = place.cards
     assert (card.name, card.device.usable_bytes, card.device.total_bytes) == ("T4", 14 * GIB, 15 * GIB)
     assert place.versions == {"torch": "2.13.0", "cuda": "13.0", "driver": "580.95"}
@@ -81,7 +84,7 @@ def test_a_budget_on_the_card_that_is_here(cards: list[PresentGpu], looked_at: l
 def test_several_cards(cards: list[PresentGpu], looked_at: list[str]) -> None:
     """The first is measured on, and it is said how another one is."""
     cards += [T4, replace(T4, index=1)]
-    assert place_for("").notes == ("this machine has 2 cards; --device cuda:1 measures on another one",)
+    assert place_for("").notes == ("this machine has 2 GPUs; --device cuda:1 measures on another one",)
     assert place_for("--device cuda").notes == ()
 
 
@@ -102,18 +105,18 @@ def test_a_card_that_pytorch_cannot_use(cards: list[PresentGpu], monkeypatch: py
     def look(device: str) -> GpuFacts:
         raise InvalidValue("device", device, "cpu, or a card that PyTorch 2.13.0+cpu can use here")
 
-    monkeypatch.setattr(sweep_request, "look_at", look)
+    monkeypatch.setattr(sweep_request, "query_gpu", look)
     place = place_for("")
     assert (place.device, [card.name for card in place.cards]) == ("simulated", ["T4", "NVIDIA Unheard-of 9"])
     assert place.cards[1].device.usable_bytes == (9700 - 600) << 20
     assert place.notes == (
         "this machine has T4, NVIDIA Unheard-of 9; its figures are simulated, not measured. "
-        "--device: 'cuda' will not do; expected cpu, or a card that PyTorch 2.13.0+cpu can use here.",
+        "--device: invalid value 'cuda'; expected cpu, or a card that PyTorch 2.13.0+cpu can use here.",
     )
     with pytest.raises(InvalidValue) as caught:
         place_for("--device cuda")
     assert str(caught.value) == (
-        "--device: 'cuda' will not do; expected cpu, or a card that PyTorch 2.13.0+cpu can use here."
+        "--device: invalid value 'cuda'; expected cpu, or a card that PyTorch 2.13.0+cpu can use here."
     )
 
 
@@ -127,8 +130,8 @@ def test_simulated_cards_that_are_here(cards: list[PresentGpu]) -> None:
 
 def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU needs a budget, which must be there; both messages say how much is."""
-    monkeypatch.setattr(sweep_request, "meminfo", lambda field: 20 * GIB)
-    monkeypatch.setattr(sweep_request, "cgroup", lambda: (None, 0))
+    monkeypatch.setattr(host_limits, "meminfo", lambda field: 20 * GIB)
+    monkeypatch.setattr(host_limits, "cgroup", lambda: (None, 0))
     place = place_for("--device cpu --budget 2GiB")
     (card,) = place.cards
     assert (place.device, card.device.usable_bytes, place.allowance_bytes) == ("cpu", 2 * GIB, 2 * GIB)
@@ -136,15 +139,15 @@ def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidValue) as caught:
         place_for("--device cpu")
     assert str(caught.value) == (
-        "--budget: None will not do; expected a size with --device cpu, such as 9GiB, half of what is free here."
+        "--budget: invalid value None; expected a size with --device cpu, such as 9GiB, half of what is free here."
     )
     with pytest.raises(InvalidValue) as caught:
         place_for("--device cpu --budget 19GiB")
     assert str(caught.value) == (
-        "--budget: '19GiB' will not do; expected at most 18.00 GiB, which is what can be taken here without calling "
-        "the kernel's out-of-memory killer."
+        "--budget: invalid value '19GiB'; expected at most 18.00 GiB, the free memory less a reserve against the "
+        "kernel's out-of-memory killer."
     )
-    monkeypatch.setattr(sweep_request, "cgroup", lambda: (3 * GIB, GIB))
+    monkeypatch.setattr(host_limits, "cgroup", lambda: (3 * GIB, GIB))
     with pytest.raises(InvalidValue, match=r"at most 1\.80 GiB"):
         place_for("--device cpu --budget 2GiB")
 
@@ -155,5 +158,5 @@ def test_a_named_card_cannot_be_measured_on() -> None:
         with pytest.raises(InvalidValue) as caught:
             place_for(f"--device cuda {named}")
         assert str(caught.value) == (
-            "--device: 'cuda' will not do; expected simulated or auto where --gpu or --instance names what to simulate."
+            "--device: invalid value 'cuda'; expected simulated or auto with --gpu or --instance, which are simulated."
         )

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.main import build_parser
-from batchfinder.cli.sweep import _seq_lens
-from batchfinder.cli.sweep_cells import cache_key
-from batchfinder.cli.sweep_request import SweepRequest, read_request
+from batchfinder.cli.options import seq_lens_of
+from batchfinder.cli.parser import build_parser
+from batchfinder.cli.sweep_cells import ModelCells, cache_key
+from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SweepRequest, read_request
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import WorkloadFacts
+from tests.cli.test_sweep_cells import Built
 
 FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 VARIANTS = (
@@ -53,7 +54,9 @@ def request_for(options: str) -> SweepRequest:
 def digest(request: SweepRequest, facts: WorkloadFacts = FACTS) -> str:
     """The record's name of the first cell of a sweep."""
     (card, *_) = request.cards
-    return cache_key(facts, card, _seq_lens("model", facts, request)[-1], request).digest
+    seq_len = seq_lens_of("model", request.seq_lens, facts, DEFAULT_SEQ_LENS)[-1]
+    cells = ModelCells("model", Built(facts), (seq_len,), request)
+    return cache_key(cells.cell(seq_len, card), facts, request).digest
 
 
 def test_different_settings_never_share_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +84,9 @@ def test_what_does_not_change_the_answer_shares_a_record() -> None:
 def test_defaults() -> None:
     """With no options and no GPU here: two BERTs, fp32 and AdamW on a Titan X."""
     request = request_for("")
-    assert [model for model, _ in request.models] == ["bert-base", "bert-large"]
+    assert request.models == ("bert-base", "bert-large")
     assert [card.name for card in request.cards] == ["Titan X Pascal"]
-    assert (request.how.mode, request.how.precision, request.how.optimizer) == ("train", "fp32", "adamw")
+    assert (request.step.mode, request.step.precision, request.step.optimizer) == ("train", "fp32", "adamw")
     assert (request.place.notes, request.conditions, request.measured) == ((), (), False)
 
 
@@ -91,27 +94,6 @@ def test_each_thing_once() -> None:
     """A model, a length or a card that is named twice is swept once."""
     request = request_for("--model gpt2 --model gpt2 --seq-len 64 --seq-len 064 --gpu v100 --gpu tesla-v100")
     assert [len(request.models), len(request.seq_lens), len(request.cards)] == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("most", "unit", "seq_lens"),
-    [
-        (None, "tokens", (64, 128, 256, 320, 384, 512)),
-        (256, "tokens", (64, 128, 256)),
-        (32, "tokens", (32,)),
-        (None, "pixels", (224,)),
-        (None, "none", (None,)),
-    ],
-)
-def test_usual_lengths(most: int | None, unit: str, seq_lens: tuple[int | None, ...]) -> None:
-    """Where no length is asked for, a model gets those that suit it."""
-    assert _seq_lens("model", replace(FACTS, max_seq_len=most, seq_len_unit=unit), request_for("")) == seq_lens
-
-
-def test_a_length_beyond_the_positions() -> None:
-    """A length asked for that the model does not allow is an error, never silently left out."""
-    with pytest.raises(InvalidValue, match="--seq-len: 513 will not do; expected at most 512 tokens"):
-        _seq_lens("model", FACTS, request_for("--seq-len 64 --seq-len 513"))
 
 
 def test_conditions() -> None:
@@ -122,6 +104,8 @@ def test_conditions() -> None:
     cpu = f"{options} --device cpu --budget 64MiB"
     assert request_for(cpu).conditions == ("to within 1 %", *words)
     assert request_for(f"{cpu} --tolerance 0").conditions == words
+    assert request_for("--headroom 0.125").conditions == ("headroom 12.5%",)
+    assert request_for("--headroom 1GB").conditions == ("headroom 953.67 MiB",)
 
 
 @pytest.mark.parametrize(("tolerance", "share"), [("0", 0.0), ("0.02", 0.02), ("2%", 0.02), (" 2 % ", 0.02)])
@@ -141,4 +125,21 @@ def test_a_measured_headroom_is_a_share_of_the_budget() -> None:
 def test_a_path_is_no_misspelt_name(tmp_path: Path) -> None:
     """A path, a config or a factory is not looked up among the names."""
     for model in ("no/such", "no.json", "no:such", str(tmp_path)):
-        assert request_for(f"--model {model}").models[0][0] == model
+        assert request_for(f"--model {model}").models == (model,)
+
+
+@pytest.mark.parametrize(
+    ("headroom", "size"), [("0", 0), ("0.25", 3 << 30), ("25 %", 3 << 30), ("3GiB", 3 << 30), (" 1GB ", 10**9)]
+)
+def test_headroom(headroom: str, size: int) -> None:
+    """Headroom is a share of what is usable, or a size."""
+    arguments = build_parser().parse_args(["sweep", "--no-cache", "--budget", "12GiB", "--headroom", headroom])
+    request = read_request(arguments)
+    assert request.reserve_bytes(request.cards[0]) == size
+
+
+def test_headroom_that_leaves_nothing() -> None:
+    """A size that leaves nothing of one of the devices is refused, with what is usable of it."""
+    expected = "--headroom: invalid value '13.00 GiB'; expected less than the 12.00 GiB usable on 12.00 GiB budget"
+    with pytest.raises(InvalidValue, match=expected):
+        request_for("--budget 12GiB --headroom 13GiB")

@@ -233,28 +233,29 @@ def test_another_samplers_state():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "batch_sizes and max_tokens: 'neither' will not do; expected a table of batch sizes or a token budget."),
+        ({}, "batch_sizes and max_tokens: invalid value 'neither'; expected a table of batch sizes or a token budget."),
         (
             {"batch_sizes": {8: 1}, "max_tokens": 8},
-            "batch_sizes and max_tokens: 'both' will not do; expected a table of batch sizes or a token budget.",
+            "batch_sizes and max_tokens: invalid value 'both'; expected a table of batch sizes or a token budget.",
         ),
-        ({"max_tokens": 0}, "max_tokens: 0 will not do; expected a number of tokens, at least 1."),
-        ({"max_tokens": 8, "overlong": "skip"}, "overlong: 'skip' will not do; expected 'error', 'drop' or 'own'."),
-        ({"max_tokens": 8, "rank": 1}, "num_replicas and rank: (None, 1) will not do; expected both, or neither."),
+        ({"max_tokens": 0}, "max_tokens: invalid value 0; expected a number of tokens, at least 1."),
+        ({"max_tokens": 8, "overlong": "skip"}, "overlong: invalid value 'skip'; expected 'error', 'drop' or 'own'."),
+        ({"max_tokens": 8, "rank": 1}, "num_replicas and rank: invalid value (None, 1); expected both, or neither."),
         (
             {"max_tokens": 8, "num_replicas": 2, "rank": 2},
-            "rank: 2 will not do; expected one from 0 to 1, for 2 replicas.",
+            "rank: invalid value 2; expected one from 0 to 1, for 2 replicas.",
         ),
         (
             {"batch_sizes": {8: 9}, "drop_last": True},
-            "drop_last: True will not do; expected False: no bucket has as many samples as one rank takes in a full"
+            "drop_last: invalid value True; expected False: no bucket has as many samples as one rank takes in a full"
             " step.",
         ),
         (
             {"lengths": [0.5], "max_tokens": 8},
-            "lengths: 'a tensor of shape (1,) and torch.float32' will not do; expected a whole number for each sample.",
+            "lengths: invalid value 'a tensor of shape (1,) and torch.float32'; expected a whole number for each "
+            "sample.",
         ),
-        ({"lengths": [3, 0], "max_tokens": 8}, "lengths: 0 will not do; expected lengths of at least 1."),
+        ({"lengths": [3, 0], "max_tokens": 8}, "lengths: invalid value 0; expected lengths of at least 1."),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -268,5 +269,5 @@ def test_no_samples():
     """No batches."""
     assert list(LengthBucketBatchSampler([], {8: 1}, drop_last=True)) == []
     assert list(LengthBucketBatchSampler([], max_tokens=1)) == []
-    with pytest.raises(InvalidValue, match="epoch: -1 will not do"):
+    with pytest.raises(InvalidValue, match="epoch: invalid value -1"):
         LengthBucketBatchSampler([], {8: 1}).set_epoch(-1)

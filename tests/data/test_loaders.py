@@ -149,7 +149,7 @@ def test_sizes_of_the_callback() -> None:
         LengthBucketBatchSampler(LENGTHS, finder)
     probe = FunctionProbe(lambda batch_size, shape: batch_size * (shape.seq_len or 1), capacity_bytes=256)
     found = {seq_len: find_max_batch_size(probe, Shape(seq_len)) for seq_len in (64, 32)}
-    finder.outcomes = {"fit": dict(found)}
+    finder.results = {"fit": dict(found)}
     assert LengthBucketBatchSampler(LENGTHS, finder).batch_sizes == TABLE
 
 

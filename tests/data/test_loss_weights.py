@@ -85,7 +85,7 @@ def test_counts_that_cannot_be_meant(count):
     with pytest.raises(InvalidValue) as caught:
         weigh(PARTS, lambda part: count)
     assert str(caught.value) == (
-        f"weight: {float(count)!r} will not do; expected a function that returns a finite number, 0 or more, for each"
+        f"weight: invalid value {float(count)!r}; expected a function that returns a finite number, 0 or more, for each"
         " micro-batch."
     )
 
@@ -95,6 +95,6 @@ def test_unknown():
     with pytest.raises(InvalidValue) as caught:
         weigh(PARTS, "words")  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "weight: 'words' will not do; expected one of samples, tokens, next_tokens, sum, or a function of a"
+        "weight: invalid value 'words'; expected one of samples, tokens, next_tokens, sum, or a function of a"
         " micro-batch."
     )

@@ -148,12 +148,12 @@ def test_padding_that_counts():
         "the padding that all samples of a micro-batch share is cut off, and here that makes a loss of"
     )
     assert said.endswith(
-        ": something looks at tokens that attention_mask leaves out. Pass the mask to all that should heed it; or call"
-        " it something else in the batch, and nothing is cut off"
+        ": something looks at tokens that attention_mask leaves out. Pass the mask to every module that needs it; or"
+        " give it another name in the batch, and nothing is cut off"
     )
 
 
-def test_what_nobody_can_tell():
+def test_losses_that_cannot_be_compared():
     """A loss that draws random numbers, one that is not finite, and a single sample are not compared."""
     assert check_separable(lambda batch: total(batch) * torch.rand(()), BATCH, "samples") is None
     assert check_separable(lambda batch: total(batch) * float("nan"), BATCH, "samples") is None
@@ -191,5 +191,5 @@ def test_batches_that_cannot_be_weighed():
     """What `weigh` raises is raised."""
     with pytest.raises(NotSplittable, match="no tensor in it is called labels"):
         check_separable(mean, BATCH, "tokens")
-    with pytest.raises(InvalidValue, match="weight: 'words' will not do"):
+    with pytest.raises(InvalidValue, match="weight: invalid value 'words'"):
         check_separable(mean, BATCH, "words")  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfinder.data.sequence_dim import Sequence, cycle, find_sequence, with_batch_size
+from batchfinder.data.sequence_dim import SequenceDims, cycle, find_sequence
 
 
 def tokens(length: int, batch: int = 3, **more: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def test_what_varies(long, short, seq_len, offset):
         return tokens(length, shifted=torch.ones(3, length + offset, 5), n=lengths, classes=torch.ones(3, 7))
 
     found = find_sequence(batch(long), batch(short))
-    assert isinstance(found, Sequence)
+    assert isinstance(found, SequenceDims)
     assert found.length == long
     stretched = found.stretch(batch(long), seq_len)
     assert shapes(stretched) == {
@@ -60,7 +60,7 @@ def test_by_name():
         6, hidden=torch.ones(3, 6, 6), labels2=torch.ones(3, 6, dtype=torch.long), lens=torch.tensor([6, 2, 1])
     )
     found = find_sequence(batch, batch, guess=False)
-    assert isinstance(found, Sequence)
+    assert isinstance(found, SequenceDims)
     assert found.length == 6
     assert shapes(found.stretch(batch, 9)) == {
         "input_ids": (3, 9),
@@ -78,7 +78,7 @@ def test_by_guess():
     """Integers of any name may be tokens, but only for those who ask for a length."""
     batch = [torch.zeros(3, 6, dtype=torch.long), torch.zeros(3, 6)]
     found = find_sequence(batch, batch)
-    assert isinstance(found, Sequence)
+    assert isinstance(found, SequenceDims)
     assert [tuple(tensor.shape) for tensor in found.stretch(batch, 8)] == [(3, 8), (3, 8)]
     assert find_sequence(batch, batch, guess=False) == (
         "no length varies between samples, and no two-dimensional integer tensor could hold tokens"
@@ -88,7 +88,7 @@ def test_by_guess():
 def test_images():
     """Square images that vary in size follow one length, their side."""
     found = find_sequence(torch.ones(2, 3, 32, 32), torch.ones(2, 3, 16, 16))
-    assert isinstance(found, Sequence)
+    assert isinstance(found, SequenceDims)
     assert found.length == 32
     assert found.stretch(torch.ones(2, 3, 32, 32), 48).shape == (2, 3, 48, 48)
 
@@ -127,32 +127,8 @@ def test_images():
     ],
 )
 def test_doubt(long, short, doubt):
-    """Where nobody can tell what a length would mean, the answer says why."""
+    """Where a length would be ambiguous, the answer says why."""
     assert find_sequence(long, short) == doubt
-
-
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.integers(1, 5), st.integers(1, 12))
-def test_batch_size(have, want):
-    """Tensors, texts and numbers that have one entry per sample are repeated or cut; all else stays."""
-    batch = {
-        "x": torch.arange(have * 2).reshape(have, 2),
-        "text": [str(index) for index in range(have)],
-        "number": list(range(have)),
-        "scalar": torch.tensor(1.0),
-        "other": torch.ones(have + 1),
-    }
-    resized = with_batch_size(batch, want)
-    assert resized["x"].tolist() == [[index % have * 2, index % have * 2 + 1] for index in range(want)]
-    assert resized["text"] == [str(index % have) for index in range(want)]
-    assert resized["number"] == [index % have for index in range(want)]
-    assert resized["scalar"] is batch["scalar"]
-    assert resized["other"] is batch["other"]
-
-
-def test_no_batch_size():
-    """Nothing that tells how many samples there are gives no batch."""
-    assert with_batch_size({"a": torch.tensor(1.0), "b": "text"}, 4) is None
 
 
 def test_cycle_keeps_what_fits():

@@ -19,6 +19,7 @@ from batchfinder import (
 from batchfinder.accumulation import plan_accumulation
 from batchfinder.data.size_table import checked, from_json, to_json, to_lhotse
 from batchfinder.errors import InvalidValue
+from batchfinder.measure.tuner import TuningResult
 
 TABLE = {128: 39, 256: 19, 512: 9}
 
@@ -35,7 +36,8 @@ OUTCOMES = {seq_len: _outcome(seq_len) for seq_len in (512, 128, 256)}
 
 
 def _tuned(outcome: SearchResult) -> TunedBatchSize:
-    return TunedBatchSize(outcome, plan_accumulation(8, outcome.max_batch_size), 25_000_000, 0, 0.0, None, "cpu")
+    plan = plan_accumulation(8, outcome.max_batch_size)
+    return TunedBatchSize(TuningResult(outcome, plan, None, 0.0, 25_000_000, 0), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def _tuned(outcome: SearchResult) -> TunedBatchSize:
         OUTCOMES,
         list(OUTCOMES.values()),
         TunedBatchSizes({seq_len: _tuned(outcome) for seq_len, outcome in OUTCOMES.items()}),
-        SimpleNamespace(outcomes={"fit": OUTCOMES, "validate": {64: _outcome(64)}}),
+        SimpleNamespace(results={"fit": OUTCOMES, "validate": {64: _outcome(64)}}),
     ],
 )
 def test_from_whatever_found_it(found):
@@ -59,14 +61,15 @@ def test_from_whatever_found_it(found):
 
 def test_another_stage():
     """Of a callback, any stage that it has found sizes for; others are refused by name."""
-    finder = SimpleNamespace(outcomes={"fit": OUTCOMES, "validate": {64: _outcome(64)}})
+    finder = SimpleNamespace(results={"fit": OUTCOMES, "validate": {64: _outcome(64)}})
     assert table_of(finder, "validate") == {64: 78}
     with pytest.raises(
-        InvalidValue, match=r"stage: 'test' .* one that BatchFinder has found sizes for \(fit, validate\)"
+        InvalidValue,
+        match=r"stage: invalid value .test.; expected one that BatchFinder has found sizes for \(fit, validate\)",
     ):
         table_of(finder, "test")
     with pytest.raises(InvalidValue, match=r"\(none yet: it finds sizes when training begins\)"):
-        table_of(SimpleNamespace(outcomes={}))
+        table_of(SimpleNamespace(results={}))
 
 
 def test_there_and_back():
@@ -86,22 +89,23 @@ def test_lhotse():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({}, "batch sizes: 'there are none' will not do; expected a length at which at least one sample fits."),
+        ({}, "batch sizes: invalid value 'there are none'; expected a length at which at least one sample fits."),
         (
             {512: 0, 384: 0},
-            "batch sizes: 'not one sample fits at 384, 512' will not do; expected a length at which at least one sample"
+            "batch sizes: invalid value 'not one sample fits at 384, 512'; expected a length at which at least one "
+            "sample"
             " fits.",
         ),
         (
             {None: 8},
-            "batch sizes: 'of one fixed shape' will not do; expected sizes by length, found with seq_lens or"
+            "batch sizes: invalid value 'of one fixed shape'; expected sizes by length, found with seq_lens or"
             " --seq-len.",
         ),
-        ({0: 8}, "length: 0 will not do; expected a whole number of at least 1."),
-        ({"64": 8}, "length: '64' will not do; expected a whole number of at least 1."),
-        ({64: -1}, "batch size at 64: -1 will not do; expected a whole number from 0."),
-        ({64: 1.5}, "batch size at 64: 1.5 will not do; expected a whole number from 0."),
-        ({64: True}, "batch size at 64: True will not do; expected a whole number from 0."),
+        ({0: 8}, "length: invalid value 0; expected a whole number of at least 1."),
+        ({"64": 8}, "length: invalid value '64'; expected a whole number of at least 1."),
+        ({64: -1}, "batch size at 64: invalid value -1; expected a whole number from 0."),
+        ({64: 1.5}, "batch size at 64: invalid value 1.5; expected a whole number from 0."),
+        ({64: True}, "batch size at 64: invalid value True; expected a whole number from 0."),
     ],
 )
 def test_what_is_no_table(sizes, message):

@@ -1,8 +1,9 @@
-"""A batch is taken apart into parts of its own make, in order, without copying; put together they are the batch."""
+"""A batch is split into parts of its own make, in order, without copying; put together they are the batch."""
 
 from __future__ import annotations
 
 import collections
+import doctest
 from types import MappingProxyType
 
 import numpy as np
@@ -16,10 +17,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
+from batchfinder import split_batch
+from batchfinder.data import split as split_module
 from batchfinder.data.batch import children
-from batchfinder.data.split import equal_sizes, reorder, split
+from batchfinder.data.padding import padded_length
+from batchfinder.data.split import equal_sizes, reorder, split, with_batch_size
 from batchfinder.errors import InvalidValue, NotSplittable
 from tests.data.containers import Pair, Record
+from tests.data.nets import Reader, text
 
 
 def batches(samples):
@@ -115,7 +120,7 @@ def test_sizes_that_cannot_be_meant(sizes):
     """No part at all, or one without samples."""
     with pytest.raises(InvalidValue) as caught:
         split(torch.ones(4), sizes)
-    assert str(caught.value) == f"sizes: {sizes} will not do; expected at least one, each 1 or more."
+    assert str(caught.value) == f"sizes: invalid value {sizes}; expected at least one, each 1 or more."
 
 
 @pytest.mark.parametrize("batch", [torch.ones(4), {"a": [torch.ones(3), torch.ones(3)]}, ["a"], torch.tensor(5)])
@@ -124,7 +129,7 @@ def test_sizes_that_are_not_the_batchs(batch):
     with pytest.raises(InvalidValue) as caught:
         split(batch, [2, 3])
     assert str(caught.value) == (
-        "sizes: 5 will not do; expected as many samples as the batch has; nothing in it has so many rows or items."
+        "sizes: invalid value 5; expected as many samples as the batch has; nothing in it has so many rows or items."
     )
 
 
@@ -150,7 +155,72 @@ def test_equal_sizes(samples, largest):
 
 def test_equal_sizes_of_nothing():
     """Neither no samples nor parts without any."""
-    with pytest.raises(InvalidValue, match="samples: 0 will not do; expected 1 or more"):
+    with pytest.raises(InvalidValue, match="samples: invalid value 0; expected 1 or more"):
         equal_sizes(0, 3)
-    with pytest.raises(InvalidValue, match="largest: 0 will not do; expected 1 or more"):
+    with pytest.raises(InvalidValue, match="largest: invalid value 0; expected 1 or more"):
         equal_sizes(3, 0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 12))
+def test_batch_size(have, want):
+    """Tensors, texts and numbers that have one entry per sample are repeated or cut; all else stays."""
+    batch = {
+        "x": torch.arange(have * 2).reshape(have, 2),
+        "text": [str(index) for index in range(have)],
+        "number": list(range(have)),
+        "scalar": torch.tensor(1.0),
+        "other": torch.ones(have + 1),
+    }
+    resized = with_batch_size(batch, want)
+    assert resized["x"].tolist() == [[index % have * 2, index % have * 2 + 1] for index in range(want)]
+    assert resized["text"] == [str(index % have) for index in range(want)]
+    assert resized["number"] == [index % have for index in range(want)]
+    assert resized["scalar"] is batch["scalar"]
+    assert resized["other"] is batch["other"]
+
+
+def test_no_batch_size():
+    """Nothing that tells how many samples there are gives no batch."""
+    assert with_batch_size({"a": torch.tensor(1.0), "b": "text"}, 4) is None
+
+
+def test_batch_size_beside_a_table():
+    """The samples are counted as for a split: a table of weights that comes first is not taken for them."""
+    batch = {"weights": torch.ones(10), "input_ids": torch.ones(2, 5).long(), "images": [torch.ones(3, 4, 4)] * 2}
+    resized = with_batch_size(batch, 3)
+    assert [len(part) for part in resized.values()] == [10, 3, 3]
+
+
+def test_a_loop():
+    """Accumulated as the docstring says, the gradients are the whole batch's."""
+    model, batch = Reader(), text([9, 4, 3, 1, 7, 2, 5], 10, ignored=1)
+    model.token_mean(batch).backward()
+    whole = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    parts = split_batch(batch, 3, "tokens")
+    assert [(len(part["input_ids"]), padded_length(part)) for part, _ in parts] == [(3, 9), (2, 7), (2, 5)]
+    for part, factor in parts:
+        (model.token_mean(part) * factor).backward()
+    for parameter, expected in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_nothing_counts():
+    """A micro-batch of which nothing counts is left out, with its NaN."""
+    batch = text([5, 5, 1, 1], 5, ignored=1)
+    parts = split_batch(batch, 2, "tokens")
+    assert [factor for _, factor in parts] == [1]
+    assert torch.equal(parts[0][0]["input_ids"], batch["input_ids"][:2])
+
+
+def test_docstring():
+    """The example in the docstring is right."""
+    assert doctest.testmod(split_module).attempted > 0
+    assert doctest.testmod(split_module).failed == 0
+
+
+def test_no_room():
+    """Micro-batches of nothing are refused."""
+    with pytest.raises(InvalidValue, match="largest: invalid value 0; expected 1 or more"):
+        split_batch(torch.ones(3), 0)

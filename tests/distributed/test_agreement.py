@@ -1,4 +1,4 @@
-"""Two and four processes that meet, fail, leave and die; the cases are in `meetings.py`."""
+"""Tests of batchfinder/distributed/agreement.py, with two and four ranks; their cases are in `rank_collectives.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,24 +14,22 @@ from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import RankFailed, RankLost
 from tests.forks import Forks, forks
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Forks]:
     """The process that is forked for each case."""
-    with forks("meetings", Path(__file__).parent) as started:
+    with forks("tests.distributed.rank_collectives") as started:
         yield started
 
 
 def test_one_process_alone() -> None:
-    """Each meeting is over at once, and its errors are its own."""
+    """Each collective returns at once, and errors are its own."""
     with closing(Ranks.open()) as alone:
         assert (alone.rank, alone.size) == (0, 1)
-        assert (alone.smallest(3, 4), alone.gathered("x")) == ((3, 4), ["x"])
-        assert (alone.together(lambda: 7, "counted"), alone.each(lambda: 7, "counted")) == (7, [7])
+        assert (alone.all_reduce_min(3, 4), alone.all_gather("x")) == ((3, 4), ["x"])
+        assert (alone.barrier_call(lambda: 7, "counted"), alone.all_gather_call(lambda: 7, "counted")) == (7, [7])
         with pytest.raises(ZeroDivisionError):
-            alone.together(lambda: 1 // 0, "counted")
+            alone.barrier_call(lambda: 1 // 0, "counted")
 
 
 def test_an_error_holds_nothing_once_it_was_handled() -> None:
@@ -47,7 +44,7 @@ def test_an_error_holds_nothing_once_it_was_handled() -> None:
     gc.disable()
     try:
         with suppress(ValueError):
-            Ranks().together(fails, "counted")
+            Ranks().barrier_call(fails, "counted")
         assert held[0]() is None
     finally:
         gc.enable()
@@ -62,8 +59,8 @@ def test_numbers_and_things(ranks: Forks, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_fails_on_one_rank_ends_all_and_none_is_left_behind(ranks: Forks, size: int) -> None:
-    """It is raised unchanged where it failed; the others say where; all can meet again."""
-    for rank, (well, every, *failed, again) in enumerate(ranks.run(size=size, case="together")):
+    """It is raised unchanged where it failed; the others say where; the group is still of use."""
+    for rank, (well, every, *failed, again) in enumerate(ranks.run(size=size, case="calls")):
         assert (well, every) == (10 * rank, [10 * other for other in range(size)])
         assert again == ["still here"] * size
         here = "ValueError: the labels are wrong"
@@ -120,6 +117,6 @@ def test_the_first_ranks_cache(ranks: Forks) -> None:
 
 def test_a_size_fits_where_it_fits_on_all(ranks: Forks) -> None:
     """The verdict is that of the first rank it fails on, the peak the largest, what is free the least."""
-    seen = [[True, True, False], ["", "", "on rank 0"], 91, [999, 106, True]]
+    seen = [[True, True, False], ["", "", "on rank 0"], 91, [999, 106]]
     assert ranks.run(size=2, case="probes") == [seen] * 2
     assert ranks.run(size=2, case="readings") == [[None, 11, 2.0, 5]] * 2

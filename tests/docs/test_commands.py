@@ -24,7 +24,6 @@ _SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # What the commands speak of as if it were the reader's.
 CONFIG = '{"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}'
-SWEEP = '{"schema": 1, "rows": [{"model": "bert-base", "gpu": "Titan X Pascal", "seq_len": 64, "max_batch_size": 266}]}'
 MODULE = """
 import torch
 from batchfinder import Workload
@@ -46,16 +45,15 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     (folder / "path/to").mkdir(parents=True)
     (folder / "path/to/config.json").write_text(CONFIG)
-    (folder / "sweep.json").write_text(SWEEP)
     (folder / "my_package").mkdir()
     (folder / "my_package/my_module.py").write_text(MODULE)
     return folder
 
 
 def test_there_are_commands() -> None:
-    """The pages are found, and each verb stands on one of them."""
+    """The pages are found, and each command stands on one of them."""
     verbs = {command.split()[1] for command in _commands()}
-    assert verbs == {"sweep", "profile", "estimate", "reproduce", "table", "cache"}
+    assert verbs == {"sweep", "profile", "estimate", "reproduce", "cache"}
 
 
 @pytest.mark.parametrize("command", [command for command in _commands() if command not in TESTED_WHOLE])

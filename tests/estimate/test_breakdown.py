@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from batchfinder.estimate.breakdown import ModuleBytes, lists_folded, module_tree
+from batchfinder.estimate.breakdown import ModuleBytes, fold_lists, module_tree
 from batchfinder.estimate.estimate import estimate
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.trace import Structure, Trace
+from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.units import GIB
 
 CARD = DeviceMemory(16 * GIB, 16 * GIB)
@@ -15,7 +15,7 @@ def made(*blocks: tuple[str, str, int]) -> Trace:
     """A trace of (kind, module, bytes)."""
     kinds, modules, sizes = zip(*blocks, strict=True)
     numbers = tuple(range(len(blocks)))
-    return Trace(1, None, Structure(numbers, (), ("x",) * len(blocks), modules, kinds), sizes)
+    return Trace(1, None, TraceStructure(numbers, (), ("x",) * len(blocks), modules, kinds), sizes)
 
 
 TRACE = made(
@@ -98,7 +98,7 @@ def test_only_the_blocks_asked_for() -> None:
 
 def test_lists_are_folded() -> None:
     """The layers of a list become one, which says how many, and their namesakes become one, too."""
-    (encoder, head) = lists_folded(module_tree(TRACE, range(8))).children
+    (encoder, head) = fold_lists(module_tree(TRACE, range(8))).children
     (layers,) = encoder.children[0].children
     assert (layers.name, layers.count, layers.own, layers.total) == ("*", 2, {"activations": 8}, 15)
     (first,) = layers.children
@@ -109,7 +109,7 @@ def test_lists_are_folded() -> None:
 def test_lists_in_lists() -> None:
     """Lists of lists are folded on each level."""
     blocks = [("parameter", f"stages.{stage}.layers.{layer}.norm", 1) for stage in range(3) for layer in range(4)]
-    (stages,) = lists_folded(module_tree(made(*blocks), range(12))).children
+    (stages,) = fold_lists(module_tree(made(*blocks), range(12))).children
     (stage,) = stages.children
     (layers,) = stage.children
     (layer,) = layers.children
@@ -121,6 +121,6 @@ def test_nothing_is_lost(bert: Trace) -> None:
     """The tree's total is that of the tensors alive, folded or not."""
     found = estimate(bert, CARD)
     tree = module_tree(bert, found.alive)
-    assert tree.total == lists_folded(tree).total == sum(bert.sizes[block] for block in found.alive)
+    assert tree.total == fold_lists(tree).total == sum(bert.sizes[block] for block in found.alive)
     assert [child.name for child in tree.children] == ["bert", "classifier"]
     assert tree.children[0].by_kind()["parameters"] > 0.99 * tree.by_kind()["parameters"]

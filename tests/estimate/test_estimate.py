@@ -1,18 +1,18 @@
-"""Tests of batchfinder/estimate/estimate.py."""
+"""The memory of one size, by kind."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from batchfinder.estimate.estimate import estimate
+from batchfinder.estimate.estimate import NAMES, Kinds, bytes_by_kind, estimate, kind_of
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import alive_at, replay
-from batchfinder.simulator.steady_state import outlook
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.steady_state import simulate_steady_state
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 from tests.builders import few_layers, small
 from tests.builders.small import HIDDEN, IN, OUT
@@ -104,7 +104,7 @@ def test_the_smallest_card_is_the_smallest(frugal: Trace) -> None:
 
     def fits(required: int) -> bool:
         memory = DeviceMemory(required, required - CONTEXT)
-        return outlook(frugal.structure, frugal.sizes, lambda: CachingAllocator(memory)).fits
+        return simulate_steady_state(frugal.structure, frugal.sizes, lambda: CachingAllocator(memory)).fits
 
     assert fits(found.required_bytes)
     assert not fits(found.required_bytes - 2 * MIB)
@@ -134,7 +134,7 @@ def test_fits_by_how_much(frugal: Trace) -> None:
 
 
 def test_does_not_fit(frugal: Trace) -> None:
-    """On a card that is too small all figures are as on one without end, and the failure is kept."""
+    """On a card that is too small all figures are as on an unlimited one, and the failure is kept."""
     whole = estimate(frugal, CARD, CONTEXT)
     small = DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT - 2 * MIB)
     found = estimate(frugal, small, CONTEXT)
@@ -169,7 +169,7 @@ def test_the_largest(bert: Trace) -> None:
 
 def test_nothing_at_all() -> None:
     """A step that allocates nothing has no peak, and a card of no more than the context will do."""
-    trace = Trace(1, None, Structure((), (StageMark(0, 0, "forward"),), (), (), ()), ())
+    trace = Trace(1, None, TraceStructure((), (StageMark(0, 0, "forward"),), (), (), ()), ())
     found = estimate(trace, CARD, CONTEXT)
     assert (found.peak, found.last_segment, found.largest()) == (None, None, ())
     assert found.peak_bytes == found.required_bytes == found.kinds.total == CONTEXT
@@ -190,3 +190,43 @@ def test_to_json(bert: Trace) -> None:
     assert total == figures["peak_bytes"]
     assert figures["capacity_bytes"] == 16 * GIB
     assert figures["fits"] is True
+
+
+def test_every_kind_has_a_name() -> None:
+    """The names are those of all fields, in their order."""
+    assert list(NAMES) == list(asdict(Kinds()))
+
+
+def test_total() -> None:
+    """The kinds sum to the total, whichever are shown."""
+    kinds = Kinds(parameters=1, activations=20, fragmentation=300, context=4000)
+    assert kinds.total == sum(kinds.shown().values()) == 4321
+
+
+def test_communication_is_shown_where_there_is_some() -> None:
+    """One GPU has no communication to speak of; every other kind is always shown."""
+    assert list(Kinds().shown()) == [name for name in NAMES if name != "communication"]
+    assert list(Kinds(communication=1).shown()) == list(NAMES)
+
+
+def test_every_kind_of_a_recording_is_known(mlp: Trace, bert: Trace) -> None:
+    """Whatever kind a recording gives a block, it has a place."""
+    for trace in (mlp, bert):
+        assert {kind_of(trace, block) for block in range(len(trace.sizes))} <= set(NAMES)
+
+
+def test_bytes_are_those_asked_for(mlp: Trace) -> None:
+    """Bytes by kind are the tensors' own, not the blocks'."""
+    held = bytes_by_kind(mlp, range(len(mlp.sizes)))
+    assert held["parameters"] == PARAMETERS
+    assert held["gradients"] == 2 * PARAMETERS  # one set in each step
+    assert held["optimizer"] == 2 * PARAMETERS
+    assert sum(held.values()) == sum(mlp.sizes)
+    assert bytes_by_kind(mlp, []) == {}
+
+
+def test_an_unknown_kind_is_a_bug(mlp: Trace) -> None:
+    """A kind without a place is not passed over."""
+    structure = mlp.structure.__class__((0,), (), ("a",), ("",), ("new",))
+    with pytest.raises(KeyError):
+        kind_of(Trace(1, None, structure, (1,)), 0)

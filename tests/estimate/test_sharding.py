@@ -1,4 +1,4 @@
-"""Tests of batchfinder/estimate/sharding.py."""
+"""The step of one of several GPUs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, bucket_sizes, layers_of, side_by_side
+from batchfinder.estimate.sharding import STRATEGIES, Layers, bucket_sizes, layers_of, sharded_step
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import alive_at
-from batchfinder.simulator.trace import Trace
+from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 from tests.builders import few_layers
 from tests.conftest import Record
@@ -34,7 +34,6 @@ def of_kind(trace: Trace, kind: str) -> int:
     return sum(size for size, one in zip(trace.sizes, trace.structure.kinds, strict=True) if one == kind)
 
 
-@pytest.mark.slow
 def test_buckets_are_those_of_pytorch() -> None:
     """The buckets have the very sizes of those that DistributedDataParallel makes of the same gradients."""
     script = Path(__file__).with_name("ddp_buckets.py")
@@ -54,9 +53,9 @@ def test_no_gradients_no_buckets() -> None:
 def test_distributed(bert: Trace) -> None:
     """Under DDP each GPU has a copy of all gradients more, all the time, in buckets, however many GPUs there are."""
     gradients = of_kind(bert, "gradient") // 2
-    trace = side_by_side(bert, DDP, 4)
+    trace = sharded_step(bert, DDP, 4)
     assert of_kind(trace, "communication") == gradients
-    assert trace == side_by_side(bert, DDP, 8)
+    assert trace == sharded_step(bert, DDP, 8)
     alone, together = found(bert), found(trace)
     assert together.kinds.communication == gradients
     for kind in ("parameters", "gradients", "optimizer", "activations", "temporary", "inputs", "workspace"):
@@ -70,7 +69,7 @@ def test_distributed(bert: Trace) -> None:
 
 def test_zero_1(bert: Trace) -> None:
     """ZeRO-1 leaves each GPU an Nth of the optimizer's state, and of what the optimizer allocates for a moment."""
-    trace, whole = side_by_side(bert, ZERO_1, 4), side_by_side(bert, DDP, 4)
+    trace, whole = sharded_step(bert, ZERO_1, 4), sharded_step(bert, DDP, 4)
     assert of_kind(trace, "optimizer") == pytest.approx(of_kind(bert, "optimizer") / 4, abs=200)
     for kind in ("parameter", "gradient", "activation", "communication"):
         assert of_kind(trace, kind) == of_kind(whole, kind)
@@ -79,14 +78,14 @@ def test_zero_1(bert: Trace) -> None:
 
 def test_zero_2(bert: Trace) -> None:
     """ZeRO-2 leaves each GPU an Nth of the gradients, and twice the largest unit's in each backward."""
-    trace = side_by_side(bert, ZERO_2, 4)
+    trace = sharded_step(bert, ZERO_2, 4)
     layers = layers_of(bert)
     assert layers.rest > layers.largest
     assert of_kind(trace, "gradient") == pytest.approx(of_kind(bert, "gradient") / 4, abs=200)
     assert of_kind(trace, "parameter") == of_kind(bert, "parameter")
     assert of_kind(trace, "communication") == 2 * 2 * layers.rest  # two blocks in each of two steps
     assert communication_by_stage(trace) == {"backward": 2 * layers.rest}
-    assert communication_by_stage(side_by_side(bert, ZERO_2, 4, 0.5)) == {"backward": layers.rest}
+    assert communication_by_stage(sharded_step(bert, ZERO_2, 4, 0.5)) == {"backward": layers.rest}
 
 
 def test_the_largest_unit_may_be_a_layer(bert: Trace) -> None:
@@ -95,7 +94,7 @@ def test_the_largest_unit_may_be_a_layer(bert: Trace) -> None:
     heavy = replace(bert, sizes=tuple(100 * size if ".layer.0." in module else size for module, size in blocks))
     layers = layers_of(heavy)
     assert layers.largest > layers.rest
-    assert of_kind(side_by_side(heavy, ZERO_2, 4), "communication") == 2 * 2 * layers.largest
+    assert of_kind(sharded_step(heavy, ZERO_2, 4), "communication") == 2 * 2 * layers.largest
 
 
 def test_zero_3(bert: Trace) -> None:
@@ -103,7 +102,7 @@ def test_zero_3(bert: Trace) -> None:
 
     They stay until the end of the backward. Gathered in 16 bits it is half as much.
     """
-    trace = side_by_side(bert, ZERO_3, 4)
+    trace = sharded_step(bert, ZERO_3, 4)
     layers = layers_of(bert)
     assert of_kind(trace, "parameter") == pytest.approx(of_kind(bert, "parameter") / 4, abs=200)
     gathered = layers.rest + 2 * layers.largest
@@ -112,7 +111,7 @@ def test_zero_3(bert: Trace) -> None:
         "loss": gathered,
         "backward": gathered + 2 * layers.rest,
     }
-    assert communication_by_stage(side_by_side(bert, ZERO_3, 4, 0.5))["forward"] == gathered // 2
+    assert communication_by_stage(sharded_step(bert, ZERO_3, 4, 0.5))["forward"] == gathered // 2
 
 
 def communication_by_stage(trace: Trace) -> dict[str, int]:
@@ -129,7 +128,7 @@ def communication_by_stage(trace: Trace) -> dict[str, int]:
 
 def test_each_stage_takes_less_of_the_states(bert: Trace) -> None:
     """From DDP to ZeRO-3 the model's states get smaller, activations stay as they are, and kinds sum to the peak."""
-    traces = [side_by_side(bert, stage, 8) for stage in STRATEGIES.values()]
+    traces = [sharded_step(bert, stage, 8) for stage in STRATEGIES.values()]
     states = [sum(of_kind(trace, kind) for kind in ("parameter", "gradient", "optimizer")) for trace in traces]
     assert states == sorted(set(states), reverse=True)
     assert {of_kind(trace, "activation") for trace in traces} == {of_kind(bert, "activation")}
@@ -141,7 +140,7 @@ def test_each_stage_takes_less_of_the_states(bert: Trace) -> None:
 def test_one_gpu_has_all_of_it(bert: Trace) -> None:
     """An Nth of one GPU's is all: only what is gathered and sent is added."""
     for stage in (ZERO_1, ZERO_2, ZERO_3):
-        trace = side_by_side(bert, stage, 1)
+        trace = sharded_step(bert, stage, 1)
         for kind in ("parameter", "gradient", "optimizer", "activation", "temporary"):
             assert of_kind(trace, kind) == of_kind(bert, kind)
 
@@ -150,8 +149,34 @@ def test_accumulation_and_inference(record: Record) -> None:
     """Each micro-batch gathers and sends again; a forward alone has no gradients to send, but layers to gather."""
     two = record(lambda: few_layers.build("distilbert"), 2, 16, micro_batches=2)
     layers = layers_of(two)
-    assert of_kind(side_by_side(two, ZERO_2, 4), "communication") == 4 * 2 * layers.rest
-    assert of_kind(side_by_side(two, DDP, 4), "communication") == of_kind(two, "gradient") // 2
+    assert of_kind(sharded_step(two, ZERO_2, 4), "communication") == 4 * 2 * layers.rest
+    assert of_kind(sharded_step(two, DDP, 4), "communication") == of_kind(two, "gradient") // 2
     forward = record(lambda: few_layers.build("distilbert"), 2, 16, mode="inference")
-    assert [side_by_side(forward, stage, 4) for stage in (DDP, ZERO_1, ZERO_2)] == [forward] * 3
-    assert of_kind(side_by_side(forward, ZERO_3, 4), "communication") == layers.rest + 2 * layers.largest
+    assert [sharded_step(forward, stage, 4) for stage in (DDP, ZERO_1, ZERO_2)] == [forward] * 3
+    assert of_kind(sharded_step(forward, ZERO_3, 4), "communication") == layers.rest + 2 * layers.largest
+
+
+H = 768
+
+
+def test_bert(bert: Trace) -> None:
+    """A layer of BERT-base has the parameters that can be counted by hand; embeddings, pooler and head are the rest."""
+    attention = 4 * (H * H + H) + 2 * H
+    feed_forward = 2 * 4 * H * H + 4 * H + H + 2 * H
+    embeddings = (30522 + 512 + 2) * H + 2 * H
+    rest = embeddings + H * H + H + 2 * H + 2
+    assert layers_of(bert) == Layers(4 * (attention + feed_forward), 4 * rest)
+
+
+def test_without_lists(mlp: Trace) -> None:
+    """A model without lists of modules is one unit, the root's."""
+    held = sum(size for size, kind in zip(mlp.sizes, mlp.structure.kinds, strict=True) if kind == "parameter")
+    assert layers_of(mlp) == Layers(0, held)
+
+
+def test_the_outermost_list_counts() -> None:
+    """A list within a layer is part of that layer; what is no parameter does not count."""
+    modules = ("stages.0.layers.0", "stages.0.layers.1", "stages.1", "stages.1", "head")
+    kinds = ("parameter", "parameter", "parameter", "gradient", "parameter")
+    structure = TraceStructure(tuple(range(5)), (), ("x",) * 5, modules, kinds)
+    assert layers_of(Trace(1, None, structure, (10, 20, 25, 1000, 7))) == Layers(30, 7)

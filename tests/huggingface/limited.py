@@ -50,11 +50,11 @@ def train(limit_mib: int, folder: str, beyond: bool = False) -> dict[str, Any]:
     trainer = _make(folder, per_device_train_batch_size=TARGET, gradient_accumulation_steps=1)
     found = tune_trainer(trainer, tolerance=0.05, cache=folder)
     trainer.train()
-    largest = found.outcome.max_batch_size
+    largest = found.result.max_batch_size
     answer: dict[str, Any] = {
         "largest": largest,
-        "source": found.outcome.source,
-        "trials": [[trial.batch_size, trial.fits] for trial in found.outcome.trials],
+        "source": found.result.source,
+        "trials": [[trial.batch_size, trial.fits] for trial in found.result.trials],
         "sizes": [trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps],
         "steps": trainer.state.global_step,
         "limit_unchanged": resource.getrlimit(resource.RLIMIT_AS)[0] == limit,

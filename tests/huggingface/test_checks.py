@@ -34,7 +34,7 @@ def test_a_trainer_of_others_is_refused() -> None:
     """Its class is named."""
     refuses(
         SimpleNamespace(args=None),
-        "trainer: 'SimpleNamespace' will not do; expected a transformers.Trainer, or a class derived from it.",
+        "trainer: invalid value 'SimpleNamespace'; expected a transformers.Trainer, or a class derived from it.",
     )
 
 
@@ -73,13 +73,14 @@ def test_data_are_needed(tmp_path: Path) -> None:
 
     refuses(
         make_trainer(tmp_path, train_dataset=None),
-        "train_dataset: None will not do; expected the data that trainer.train() will read, to make batches of.",
+        "train_dataset: invalid value None; expected the data that trainer.train() will read, to make batches of.",
     )
     for dataset, left in ((Once(iter(fixed()["train_dataset"])), 50), (Itself(Path(__file__)), 1), (Stream([]), 0)):
         trainer = make_trainer(tmp_path, fixed, train_dataset=dataset)
         refuses(
             trainer,
-            f"train_dataset: {type(dataset).__name__!r} will not do; expected at least one sample, in data that can be "
+            f"train_dataset: invalid value {type(dataset).__name__!r}; expected at least one sample, in data that can "
+            "be "
             "read more than once, since what is read to try sizes with would be missing from the training; "
             f"{MAKE_BATCH}.",
         )
@@ -92,7 +93,7 @@ def test_a_length_cannot_be_asked_of_data_without_one(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, fixed, train_dataset=pictures, remove_unused_columns=False)
     refuses(
         trainer,
-        "seq_len: 8 will not do; expected None, since nobody can tell which dimension is the sequence: no length "
+        "seq_len: invalid value 8; expected None, since it cannot be seen which dimension is the sequence: no length "
         "varies between samples, and no two-dimensional integer tensor could hold tokens; "
         f"{MAKE_BATCH}.",
         seq_len=8,
@@ -108,7 +109,7 @@ def test_a_loader_with_a_size_of_its_own_is_refused(tmp_path: Path) -> None:
 
     refuses(
         make_trainer(tmp_path, kind=Own),
-        "get_train_dataloader: 'batches of 2 where trainer._train_batch_size is 7' will not do; expected a loader "
+        "get_train_dataloader: invalid value 'batches of 2 where trainer._train_batch_size is 7'; expected a loader "
         "whose batch size is trainer._train_batch_size, which tune_trainer sets.",
     )
 
@@ -118,12 +119,12 @@ def test_a_loader_with_a_size_of_its_own_is_refused(tmp_path: Path) -> None:
     [
         (
             {"auto_find_batch_size": True},
-            "auto_find_batch_size: True will not do; expected False, since it would change the size again, and the "
+            "auto_find_batch_size: invalid value True; expected False, since it would change the size again, and the "
             "effective batch with it.",
         ),
         (
             {"train_sampling_strategy": "batch_rebalance"},
-            "train_sampling_strategy: 'batch_rebalance' will not do; expected 'random', 'sequential' or "
+            "train_sampling_strategy: invalid value 'batch_rebalance'; expected 'random', 'sequential' or "
             "'group_by_length', whose micro-batches have the same number of samples each.",
         ),
     ],
@@ -139,36 +140,38 @@ def test_arguments_that_set_sizes_themselves_are_refused(tmp_path: Path, argumen
         (
             {"world_size": 2},
             {},
-            "processes that train together: 2 will not do; expected one, since the others wait for ever when it runs "
+            "processes that train together: invalid value 2; expected one, since the others would hang when it runs "
             f"out of memory; {BY_HAND}.",
         ),
         (
             {"n_gpu": 2},
             {},
-            "GPUs of one process: 2 will not do; expected one, such as CUDA_VISIBLE_DEVICES=0 leaves; DataParallel is "
-            "not served.",
+            "GPUs of one process: invalid value 2; expected one, such as CUDA_VISIBLE_DEVICES=0 leaves; DataParallel "
+            "is "
+            "not supported.",
         ),
         (
             {},
             {"is_deepspeed_enabled": True},
-            "the trainer's parallelism: 'DeepSpeed' will not do; expected a model that is whole on one device; "
+            "the trainer's parallelism: invalid value 'DeepSpeed'; expected a model that is whole on one device; "
             f"{BY_HAND}.",
         ),
         (
             {},
             {"is_fsdp_enabled": True},
-            f"the trainer's parallelism: 'FSDP' will not do; expected a model that is whole on one device; {BY_HAND}.",
+            "the trainer's parallelism: invalid value 'FSDP'; expected a model that is whole on one device; "
+            f"{BY_HAND}.",
         ),
         (
             {},
             {"is_model_parallel": True},
-            "the trainer's parallelism: 'a model on several devices' will not do; expected a model that is whole on "
+            "the trainer's parallelism: invalid value 'a model on several devices'; expected a model that is whole on "
             f"one device; {BY_HAND}.",
         ),
         (
             {"device": torch.device("mps")},
             {},
-            "device: 'mps' will not do; expected cpu, cuda or cuda:N, whose memory can be limited and measured.",
+            "device: invalid value 'mps'; expected cpu, cuda or cuda:N, whose memory can be limited and measured.",
         ),
     ],
 )

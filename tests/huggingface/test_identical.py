@@ -65,7 +65,7 @@ def test_training_is_that_of_a_trainer_with_these_sizes(tmp_path: Path, case: st
     assert expected["steps"] == 3
     tuned = trainers.make_trainer(tmp_path, CASES[case])
     found = tune_trainer(tuned, tolerance=0)
-    assert (found.outcome.max_batch_size, found.batch_size, found.accumulation) == (5, 4, 6)
+    assert (found.result.max_batch_size, found.batch_size, found.accumulation) == (5, 4, 6)
     assert train(tuned) == expected
 
 

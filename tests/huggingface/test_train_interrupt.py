@@ -88,7 +88,7 @@ def test_a_training_that_asks_for_no_batch_is_refused_before_it_changes_anything
     for kind, does in ((Alone, "SGD steps"), (Idle, "Idle ends")):
         trainer = make_trainer(tmp_path, kind=kind, model=language_model())
         before = [value.clone() for value in trainer.model.parameters()]
-        said = f"trainer: '{does} without a batch' will not do; expected {expected}."
+        said = f"trainer: invalid value '{does} without a batch'; expected {expected}."
         with pytest.raises(InvalidValue, match=f"^{re.escape(said)}$"):
             tune_trainer(trainer)
         assert all(map(torch.equal, trainer.model.parameters(), before))

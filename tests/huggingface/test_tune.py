@@ -51,7 +51,7 @@ def test_what_fits_in_one_piece_is_not_divided(tmp_path: Path) -> None:
     MOST[0] = 1000
     trainer = make_trainer(tmp_path)
     found = tune_trainer(trainer, cache=False)
-    assert (found.outcome.max_batch_size, sizes(trainer)) == (24, (24, 1, 24))
+    assert (found.result.max_batch_size, sizes(trainer)) == (24, (24, 1, 24))
     assert max(size for size, _ in SEEN) == 24
 
 
@@ -64,7 +64,7 @@ def test_batches_are_of_the_longest_samples_or_of_a_length(tmp_path: Path) -> No
     SEEN.clear()
     found = tune_trainer(trainer, seq_len=20)
     assert {length for _, length in SEEN} == {20}
-    assert found.outcome.shape.seq_len == 20
+    assert found.result.shape.seq_len == 20
 
 
 def test_batches_may_be_made_by_a_function(tmp_path: Path) -> None:
@@ -83,15 +83,18 @@ def test_batches_may_be_made_by_a_function(tmp_path: Path) -> None:
 
 
 def test_as_text_it_is_one_line(tmp_path: Path) -> None:
-    """Size, peak, headroom, accumulation, tries, and where the answer comes from; a second start tries nothing."""
+    """Size, peak, headroom, accumulation, tries, and where the answer comes from; a second start certifies it."""
     line = rf"batch size 5; peak {SIZE} of {SIZE}; headroom {SIZE}; accumulation 4 x 6 = 24; "
     first = tune_trainer(make_trainer(tmp_path), headroom="5%", tolerance=0)
     assert re.fullmatch(line + r"\d+ probes in \d+\.\d\d s\.", str(first))
     SEEN.clear()
     trainer = make_trainer(tmp_path, output_dir=str(tmp_path / "elsewhere"), learning_rate=0.5, seed=7, max_steps=9)
     again = tune_trainer(trainer, headroom="5%", tolerance=0)
-    assert re.fullmatch(line + r"from the cache in \d+\.\d\d s\.", str(again))
-    assert (sizes(trainer), SEEN) == ((4, 6, 4), [])
+    assert re.fullmatch(line + r"from the cache, certified with 1 probe in \d+\.\d\d s\.", str(again))
+    assert (sizes(trainer), {size for size, _ in SEEN}) == ((4, 6, 4), {5})
+    SEEN.clear()
+    tune_trainer(make_trainer(tmp_path), headroom="5%", tolerance=0, certify=False)
+    assert SEEN == []
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_what_changes_a_step_is_another_question(tmp_path: Path, changed: dict[s
     tune_trainer(make_trainer(tmp_path))
     SEEN.clear()
     found = tune_trainer(make_trainer(tmp_path, **changed))
-    assert found.outcome.source == "measured"
+    assert found.result.source == "measured"
     assert SEEN
 
 
@@ -166,7 +169,7 @@ def test_an_out_of_memory_in_training_lowers_the_record(tmp_path: Path) -> None:
     SEEN.clear()
     again = make_trainer(tmp_path)
     found = tune_trainer(again, tolerance=0)
-    assert [trial.batch_size for trial in found.outcome.trials] == [3]
+    assert [trial.batch_size for trial in found.result.trials] == [3]
     assert sizes(again) == (3, 8, 3)
 
 
@@ -176,7 +179,7 @@ def test_without_a_cache_the_advice_names_the_function(tmp_path: Path) -> None:
     found = tune_trainer(trainer, tolerance=0, cache=False)
     MOST[0] = 3
     said = (
-        "training ran out of memory at batch size 4, which ran when it was tried. Leave more free with "
+        "training ran out of memory at batch size 4, which ran when it was tried. Leave more memory free with "
         "tune_trainer(headroom=0.05)."
     )
     with (
@@ -190,22 +193,21 @@ def test_without_a_cache_the_advice_names_the_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"target_batch_size": 0}, "target_batch_size: 0 will not do; expected a size of at least 1."),
+        ({"target_batch_size": 0}, "target_batch_size: invalid value 0; expected a size of at least 1."),
         (
             {"seq_len": 0},
-            "seq_len: 0 will not do; expected a length of at least 1, or None for the longest in the data.",
+            "seq_len: invalid value 0; expected a length of at least 1, or None for the longest in the data.",
         ),
         (
             {"multiple_of": 16},
-            "target_batch_size: 24 will not do; expected a multiple of 16, as multiple_of asks of each size.",
+            "target_batch_size: invalid value 24; expected a multiple of 16, as multiple_of asks of each size.",
         ),
-        ({"tolerance": 1.0}, "tolerance: 1.0 will not do; expected a share from 0 (exact) to below 1, such as 0.01."),
+        ({"tolerance": 1.0}, "tolerance: invalid value 1.0; expected a share from 0 (exact) to below 1, such as 0.01."),
         (
             {"headroom": "much%"},
-            "headroom: 'much%' will not do; expected a share from 0.0 to below 1.0 or such as '5%', or a number of "
-            "bytes or such as '1GiB'.",
+            "headroom: invalid value 'much%'; expected a share such as 0.1 or 10%, or a size such as 1GiB.",
         ),
-        ({"budget": "much"}, "budget: 'much' will not do; expected a positive size such as 12GiB, 900MiB or 24GB."),
+        ({"budget": "much"}, "budget: invalid value 'much'; expected a positive size such as 12GiB, 900MiB or 24GB."),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:

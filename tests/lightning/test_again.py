@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from batchfinder.errors import OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
 from tests.lightning import nets
-from tests.lightning.bounded import MESSAGE
+from tests.lightning.oom_net import MESSAGE
 
 
 class Sees(pl.Callback):
@@ -90,12 +91,12 @@ def test_a_second_fit_starts_from_the_users_own_accumulation_and_size(sees: Sees
     module = Net(batch_size=4)
     trainer.fit(module)
     assert trainer.accumulate_grad_batches == 3
-    assert [trial.batch_size for trial in finder.outcomes["fit"][None].trials] == [1, 8]
+    assert [trial.batch_size for trial in finder.results["fit"][None].trials] == [1, 8]
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module)
     assert sees.accumulated == [2] * 6
     assert trainer.accumulate_grad_batches == 3
-    assert [(o.source, o.trials) for o in finder.outcomes["fit"].values()] == [("cache", ())]
+    assert [(found.source, len(found.trials)) for found in finder.results["fit"].values()] == [("cache", 1)]
     assert sees.sizes == [8] * 6
     assert module.batch_size == 8
 
@@ -173,9 +174,9 @@ def test_an_evaluation_twice(stage: str, sees: Sees) -> None:
     for source in ("measured", "cache"):
         sees.sizes.clear()
         getattr(trainer, stage)(module)
-        assert finder.outcomes[stage][None].source == source
+        assert finder.results[stage][None].source == source
         assert sees.sizes == [8, 8, 8]
-    finder.also = ()
+    finder.options = replace(finder.options, also=())
     sees.sizes.clear()
     getattr(trainer, stage)(module)
     assert sees.sizes == [2] * 12
@@ -187,7 +188,7 @@ def test_a_fit_then_an_evaluation_of_the_same_stage(sees: Sees) -> None:
     trainer, module = nets.trainer(callbacks=[finder, sees], num_sanity_val_steps=0), Evaluated()
     trainer.fit(module)
     assert sees.sizes == [4] * 12
-    finder.max_batch_size = 8
+    finder.options = replace(finder.options, max_batch_size=8)
     sees.sizes.clear()
     trainer.validate(module)
     assert sees.sizes == [8, 8, 8]
@@ -242,7 +243,7 @@ def test_a_search_for_validation_that_fails_does_not_lower_the_record_of_trainin
             trainer.fit(NeverValidates())
     finder = BatchFinder(max_batch_size=8)
     nets.trainer(callbacks=[finder], limit_val_batches=0).fit(NeverValidates())
-    assert [(o.source, o.max_batch_size) for o in finder.outcomes["fit"].values()] == [("cache", 8)]
+    assert [(o.source, o.max_batch_size) for o in finder.results["fit"].values()] == [("cache", 8)]
 
 
 def test_validation_that_runs_out_of_memory_does_not_lower_the_record_of_training() -> None:

@@ -259,7 +259,7 @@ def test_wrong_arguments():
     """A stage that does not exist and a size of 0 are refused."""
     with pytest.raises(InvalidValue) as caught:
         apply_batch_size(trainer(), Tiny(), "tune", 4)
-    assert str(caught.value) == "stage: 'tune' will not do; expected one of fit, validate, test, predict."
+    assert str(caught.value) == "stage: invalid value 'tune'; expected one of fit, validate, test, predict."
     with pytest.raises(InvalidValue) as caught:
         apply_batch_size(trainer(), Tiny(), "fit", 0)
-    assert str(caught.value) == "batch_size: 0 will not do; expected a size of at least 1."
+    assert str(caught.value) == "batch_size: invalid value 0; expected a size of at least 1."

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.measure.device_memory import HostMemory
-from batchfinder.measure.tuner import holds
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Verdict
-from batchfinder.units import MIB
 from tests.lightning import nets
-from tests.lightning.bounded import MESSAGE, Bounded
+from tests.lightning.oom_net import MESSAGE, Bounded
 
 SIZE = r"\d+(\.\d+)? [KMG]?i?B"
 
@@ -42,18 +36,23 @@ def test_one_line_for_each_length(caplog: pytest.LogCaptureFixture) -> None:
     for length, line, again in zip((16, 8), found, known, strict=True):
         start = f"BatchFinder: fit batch size 8 at seq_len {length}; {figures}; "
         assert re.fullmatch(start + r"2 probes in \d+\.\d\d s\.", line), line
-        assert re.fullmatch(start + r"from the cache in \d+\.\d\d s\.", again), again
-    assert list(finder.outcomes["fit"]) == [16, 8]
+        assert re.fullmatch(start + r"from the cache, certified with 1 probe in \d+\.\d\d s\.", again), again
+    assert list(finder.results["fit"]) == [16, 8]
 
 
-def test_a_known_answer_holds_while_as_much_is_free() -> None:
-    """Or far more than it takes; one that was lowered is always tried again."""
-    seen = Measurement(Verdict.FITS, peak_reserved_bytes=900)
-    found = SearchResult(Shape(), 8, Stop.EXACT, seen, free_bytes=1000)
-    assert [holds(found, free) for free in (2000, 1000, 990, 989, 950)] == [True, True, True, False, False]
-    assert not holds(replace(found, measurement=None), 2000)
-    nothing = SearchResult(Shape(), 0, Stop.EXACT, None, free_bytes=1000)
-    assert [holds(nothing, free) for free in (1000, 900)] == [True, False]
+def test_a_cached_answer_is_tried_once_or_not_at_all() -> None:
+    """As `certify` says; either way nothing is searched."""
+    finders = [
+        BatchFinder(max_batch_size=8),
+        BatchFinder(max_batch_size=8),
+        BatchFinder(max_batch_size=8, certify=False),
+    ]
+    for finder in finders:
+        nets.trainer(callbacks=[finder], max_steps=1).fit(nets.ConvNet())
+    first, certified, trusted = (finder.results["fit"][None] for finder in finders)
+    assert len(first.trials) > 1
+    assert (certified.source, [trial.batch_size for trial in certified.trials]) == ("cache", [8])
+    assert (trusted.source, trusted.trials) == ("cache", ())
 
 
 def test_running_out_of_memory_in_training_lowers_the_record(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +73,7 @@ def test_running_out_of_memory_in_training_lowers_the_record(caplog: pytest.LogC
     ]
     Later.wrong = False
     nets.trainer(callbacks=[again := BatchFinder(max_batch_size=20)]).fit(Later())
-    assert (again.batch_size, [trial.batch_size for trial in again.outcomes["fit"][None].trials]) == (19, [19])
+    assert (again.batch_size, [trial.batch_size for trial in again.results["fit"][None].trials]) == (19, [19])
 
 
 def test_validation_gets_a_size_of_its_own() -> None:
@@ -106,7 +105,7 @@ def test_validation_gets_a_size_of_its_own() -> None:
     for stage, run in (("validate", trainer.validate), ("test", trainer.test), ("predict", trainer.predict)):
         module.steps_taken = 0
         run(module)
-        assert finder.outcomes[stage][None].max_batch_size == 12
+        assert finder.results[stage][None].max_batch_size == 12
         assert (sizes[-2:], module.steps_taken) == ([12, 12], 2)
 
 
@@ -130,18 +129,3 @@ def test_a_callback_that_was_left_out_is_named_in_a_note() -> None:
     finder = BatchFinder(max_batch_size=8, cache=False, probe_callbacks=[Sets])
     nets.trainer(callbacks=[finder, Sets()]).fit(Needs())
     assert finder.batch_size == 8
-
-
-def test_headroom_and_limit_are_put_back() -> None:
-    """The soft limit stands only while a size is tried, that much lower, and is then exactly what it was."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    memory = HostMemory(None)
-    with memory.limited(0, 0):
-        whole = resource.getrlimit(resource.RLIMIT_AS)[0]
-    reserve = memory.max_peak_bytes(0) - 64 * MIB  # not of what is free now, which other processes change
-    with memory.limited(reserve, 0):
-        lower = resource.getrlimit(resource.RLIMIT_AS)[0]
-        with pytest.raises(RuntimeError, match="can't allocate memory"):
-            torch.empty(128 * MIB, dtype=torch.uint8)
-    assert abs(whole - lower - reserve) < 2 * MIB
-    assert resource.getrlimit(resource.RLIMIT_AS) == before

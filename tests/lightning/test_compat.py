@@ -1,7 +1,12 @@
-"""A trainer of `lightning.pytorch` is served like one of `pytorch_lightning`."""
+"""Every private attribute that is used is there, in both packages, and trainers of either are served alike."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +17,86 @@ import torch
 from pytorch_lightning.profilers import PassThroughProfiler
 from torch.utils.data import DataLoader, TensorDataset
 
+from batchfinder.lightning import compat
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.compat import is_a, is_lightnings_own, package_of, twin
+from batchfinder.lightning.compat import class_for, is_a, is_lightnings_own, package_of
+
+PACKAGES = [name for name in ("pytorch_lightning", "lightning.pytorch") if find_spec(name.partition(".")[0])]
+
+LIGHTNING = {
+    "callbacks.progress.rich_progress.RichProgressBar": ["_console_kwargs"],
+    "core.module.LightningModule": ["_compiler_ctx", "_on_before_batch_transfer"],
+    "loops.evaluation_loop._EvaluationLoop": ["_combined_loader", "_data_source", "_stage", "_trainer_fn"],
+    "loops.fit_loop._FitLoop": ["_combined_loader", "_data_source"],
+    "loops.optimization.automatic.Closure": ["_backward_fn", "_step_fn", "_zero_grad_fn"],
+    "loops.optimization.automatic._AutomaticOptimization": ["_make_closure", "_make_step_fn", "output_result_cls"],
+    "loops.prediction_loop._PredictionLoop": ["_combined_loader", "_data_source"],
+    "loops.training_epoch_loop._TrainingEpochLoop": ["_build_kwargs"],
+    "overrides.distributed._IndexBatchSamplerWrapper": ["_batch_sampler"],
+    "strategies.ddp.DDPStrategy": ["_ddp_kwargs", "_timeout", "configure_ddp"],
+    "trainer.connectors.data_connector._DataConnector": ["_requires_distributed_sampler"],
+    "trainer.connectors.logger_connector.logger_connector._LoggerConnector": ["reset_metrics", "reset_results"],
+    "trainer.connectors.logger_connector.result._ResultCollection": ["batch", "batch_size", "update_metrics"],
+    "trainer.trainer.Trainer": [
+        "_data_connector",
+        "_detect_anomaly",
+        "_logger_connector",
+        "_results",
+        "_signal_connector",
+    ],
+    "utilities.combined_loader.CombinedLoader": ["_mode", "_spec"],
+}
+TORCH = {
+    "torch.amp.GradScaler": ["_init_scale", "_scale"],
+    "torch.distributed.Reducer": ["_rebuild_buckets"],
+    "torch.nn.parallel.DistributedDataParallel": ["_check_sync_bufs_pre_fwd", "_has_rebuilt_buckets", "_sync_buffers"],
+}
+
+
+def has(path: str, name: str) -> bool:
+    """Whether a class has an attribute, or sets it on its objects."""
+    module, _, class_name = path.rpartition(".")
+    cls = getattr(importlib.import_module(module), class_name)
+    if hasattr(cls, name):
+        return True
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == path.partition(".")[0]]
+    return any(re.search(rf"\bself\.{name}\b", inspect.getsource(base)) for base in bases)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_private_attribute_of_lightning_is_there(package: str) -> None:
+    """The class and the name of one that is gone are named."""
+    gone = [(path, name) for path, names in LIGHTNING.items() for name in names if not has(f"{package}.{path}", name)]
+    assert gone == []
+
+
+def test_every_private_attribute_of_ddp_is_there() -> None:
+    """The class and the name of one that is gone are named."""
+    assert [(path, name) for path, names in TORCH.items() for name in names if not has(path, name)] == []
+
+
+def private_attributes(path: Path) -> set[str]:
+    """Those that a module touches on objects other than its own."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr)
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "torch"))
+    }
+
+
+def test_private_attributes_are_touched_in_one_module() -> None:
+    """No other module of this folder knows one, and those that it knows are looked for above."""
+    folder = Path(compat.__file__).parent
+    others = {
+        str(path.relative_to(folder)): found
+        for path in sorted(folder.rglob("*.py"))
+        if path.name != "compat.py" and (found := private_attributes(path))
+    }
+    assert others == {}
+    known = {name for table in (LIGHTNING, TORCH) for names in table.values() for name in names}
+    assert private_attributes(folder / "compat.py") - known == set()
 
 
 def test_the_package_of_a_trainer() -> None:
@@ -28,7 +111,7 @@ def test_the_package_of_a_trainer() -> None:
         "pytorch_lightning",
         "lightning.pytorch",
     ]
-    assert twin(Mine(logger=False), "profilers", "PassThroughProfiler") is PassThroughProfiler
+    assert class_for(Mine(logger=False), "profilers", "PassThroughProfiler") is PassThroughProfiler
 
 
 def test_classes_are_recognised_by_their_names_and_packages() -> None:
@@ -43,13 +126,13 @@ def test_classes_are_recognised_by_their_names_and_packages() -> None:
 
 @pytest.fixture(scope="module")
 def pl() -> ModuleType:
-    """The twin, where it is installed."""
+    """The other package, where it is installed."""
     module: ModuleType = pytest.importorskip("lightning.pytorch")
     return module
 
 
 def make(pl: ModuleType, batch_size: int) -> Any:
-    """A module of the twin, with dropout, that validates."""
+    """A module of the other package, with dropout, that validates."""
 
     class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -101,7 +184,7 @@ def fit(pl: ModuleType, batch_size: int, callbacks: list[Any], folder: Path, fee
 
 
 @pytest.mark.parametrize("how", ["hook", "loader", "combined", "list"])
-def test_a_fit_of_the_twin_is_bit_identical(how: str, pl: ModuleType, tmp_path: Path) -> None:
+def test_a_fit_of_the_other_package_is_bit_identical(how: str, pl: ModuleType, tmp_path: Path) -> None:
     """Found, set, accumulated, and not a trace left; a second start looks it up."""
 
     def feed(batch_size: int) -> Any:
@@ -117,6 +200,6 @@ def test_a_fit_of_the_twin_is_bit_identical(how: str, pl: ModuleType, tmp_path: 
     fit(pl, 2, [again], tmp_path, feed(2))
     direct, _ = fit(pl, 8, [], tmp_path, feed(8), accumulate_grad_batches=2)
     assert (finder.batch_size, trainer.global_step) == (8, 4)
-    assert [outcome.source for stage in again.outcomes.values() for outcome in stage.values()] == ["cache", "cache"]
+    assert [outcome.source for stage in again.results.values() for outcome in stage.values()] == ["cache", "cache"]
     for one, other in zip(found.parameters(), direct.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -12,8 +12,8 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from batchfinder.lightning.callback import BatchFinder
+from tests.lightning.identical_runs import Run, two_runs
 from tests.lightning.tiny import Rows, Stream, Tiny, trainer
-from tests.lightning.two_runs import Run, two_runs
 
 ProbeLoader = Callable[[int], dict[str, Any]]
 
@@ -157,7 +157,7 @@ def test_a_loader_that_cannot_have_another_size_is_refused_before_anything_is_tr
         " holds."
     )
     assert module.seen == []
-    assert finder.outcomes == {}
+    assert finder.results == {}
 
 
 def test_a_loader_of_validation_is_refused_before_anything_is_tried() -> None:
@@ -171,5 +171,5 @@ def test_a_loader_of_validation_is_refused_before_anything_is_tried() -> None:
     finder = BatchFinder(cache=False, max_batch_size=4, also=["validate"])
     with pytest.raises(Exception, match=r"that Evaluated\.val_dataloader\(\) returned"):
         trainer(callbacks=[finder]).fit(module, shuffled(2))
-    assert finder.outcomes == {}
+    assert finder.results == {}
     assert module.seen == []

@@ -1,6 +1,6 @@
 """Several ranks under DDP: the search in lock step, failures on one of them, and none of it leaves a trace.
 
-The cases are in `rank_cases.py`; each has a time limit of its own, after which a rank that still waits is "hung".
+The cases are in `ddp_cases.py`; each has a time limit of its own, after which a rank that still waits is "hung".
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.lightning.bounded import MESSAGE
-from tests.lightning.several_ranks import Run, several_ranks
+from tests.lightning.ddp_processes import Run, several_ranks
+from tests.lightning.oom_net import MESSAGE
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ MORE_TIME = (
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Runs a case on a number of ranks."""
-    with several_ranks("rank_cases") as started:
+    with several_ranks("ddp_cases") as started:
         yield started
 
 
@@ -124,27 +124,27 @@ def test_one_of_four_is_killed(run: Run) -> None:
 
 
 def test_the_second_start_of_several_ranks(run: Run) -> None:
-    """It tries nothing, and the first rank alone reads and writes the cache.
+    """It tries the answer once, and the first rank alone reads and writes the cache.
 
     The key says how many ranks there were, and those that differ from the first.
     """
     first, second = run(2, "cached")
-    assert first == [5, True, [], ["measured", "cache"], 2, 1, [2], 2]
-    assert second == [5, True, [], ["measured", "cache"], 0, 0, None, 0]
+    assert first == [5, True, [5], ["measured", "cache"], 2, 2, [2], 2]
+    assert second == [5, True, [5], ["measured", "cache"], 0, 0, None, 0]
 
 
 def test_a_cache_that_cannot_be_used(run: Run) -> None:
     """The search goes on without it, and one rank says so."""
     told = (
-        "BatchFinder goes on without its cache: FOLDER/a file cannot be used: it is a file, not a directory. Pass "
-        "BatchFinder(cache=...) a place that can be written, or cache=False."
+        "BatchFinder cannot use the cache at FOLDER/a file: it is a file, not a directory. Results of this run are not "
+        "cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
     )
     assert run(2, "no cache") == [[5, "", told], [5, ""]]
 
 
-def test_a_hint(run: Run) -> None:
-    """The first rank asks for one, for half as long as the others would wait, and all begin with 0.85 of it."""
-    assert run(2, "hinted") == [[23, 17, "", [["fp32", "torch.float32", 100.0]]], [23, 17, "", []]]
+def test_a_prediction(run: Run) -> None:
+    """The first rank records its step, for half as long as the others would wait, and all begin with 0.85 of it."""
+    assert run(2, "predicted") == [[23, 17, "", [[True, 55.0]]], [23, 17, "", []]]
 
 
 def test_a_process_group_of_the_users(run: Run) -> None:

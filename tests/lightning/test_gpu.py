@@ -16,7 +16,7 @@ from batchfinder.lightning.callback import BatchFinder
 from batchfinder.results import Trial
 from batchfinder.units import GIB
 from tests.lightning import nets
-from tests.lightning.two_runs import SIZE, assert_identical, two_runs
+from tests.lightning.identical_runs import SIZE, assert_identical, two_runs
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def fit(module: Any, callbacks: list[Any], **options: Any) -> pl.Trainer:
 
 def trials(finder: BatchFinder) -> tuple[Trial, ...]:
     """What was tried."""
-    (outcome,) = finder.outcomes["fit"].values()
+    (outcome,) = finder.results["fit"].values()
     return outcome.trials
 
 

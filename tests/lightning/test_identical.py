@@ -78,8 +78,8 @@ def test_a_start_from_the_cache_is_identical_too() -> None:
     pl.seed_everything(1)
     found = NoisyNet()
     fit(found, callbacks=[again := BatchFinder(max_batch_size=8)])
-    assert [outcome.source for outcome in again.outcomes["fit"].values()] == ["cache"]
-    assert [outcome.trials for outcome in again.outcomes["fit"].values()] == [()]
+    assert [outcome.source for outcome in again.results["fit"].values()] == ["cache"]
+    assert [len(outcome.trials) for outcome in again.results["fit"].values()] == [1]
     pl.seed_everything(1)
     direct = NoisyNet(batch_size=8)
     fit(direct)

@@ -13,16 +13,16 @@ import pytorch_lightning as pl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfinder.lightning import stage_tuner
+from batchfinder.distributed.agreement import Ranks
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.dry_run import DryRun, Setting
+from batchfinder.lightning.compat import loader_source
+from batchfinder.lightning.dry_run import DryRun, TrialConfig
 from batchfinder.lightning.probe_batches import ProbeBatches
-from batchfinder.lightning.stage_tuner import Found, StageTuner
-from batchfinder.measure.device_memory import HostMemory
-from batchfinder.measure.tuner import SearchLimits
-from batchfinder.results import Shape
+from batchfinder.lightning.stage_tuner import StageTuner
+from batchfinder.measure import session
+from batchfinder.measure.tuner import TuningResult
 from tests.lightning import nets
-from tests.lightning.bounded import MESSAGE, Bounded, state_of
+from tests.lightning.oom_net import MESSAGE, Bounded, state_of
 
 pytestmark = pytest.mark.slow
 
@@ -49,21 +49,18 @@ class FailingOperator(TorchDispatchMode):
 class Searches(pl.Callback):
     """Runs `check` where the finder would search, with a function that searches under a mode."""
 
-    def __init__(self, check: Callable[[pl.Trainer, Callable[[FailingOperator], Found]], None]) -> None:
+    def __init__(self, check: Callable[[pl.Trainer, Callable[[FailingOperator], TuningResult]], None]) -> None:
         self.check = check
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        def search(mode: FailingOperator) -> Found:
-            batches = ProbeBatches(trainer, pl_module, trainer.fit_loop._data_source)
-            limits = SearchLimits(3, 0.0, 0, 0.0)
-            search = StageTuner(
-                trainer, self, Setting("fit", None, 2), batches, ([], []), HostMemory(None), limits, None, str
-            )
+        def search(mode: FailingOperator) -> TuningResult:
+            batches = ProbeBatches(trainer, pl_module, loader_source(trainer.fit_loop))
+            options = BatchFinder(max_batch_size=3, tolerance=0.0, cache=False).options
+            tuner = StageTuner(trainer, self, options, TrialConfig("fit", accumulation=2), batches, Ranks())
             ACTIVE.append(mode)
             try:
-                return search.find(Shape(), None)
+                return tuner.tune([None])[0]
             finally:
-                search.close()
                 ACTIVE.clear()
 
         self.check(trainer, search)
@@ -85,17 +82,17 @@ class Staged(Bounded):
 @pytest.fixture(autouse=True)
 def under_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries run under the mode; a full garbage collection for each of 200 searches would take minutes."""
-    train = DryRun.train
+    fit = DryRun.fit
 
     def under(self: DryRun, *args: Any) -> None:
         with ACTIVE[0] if ACTIVE else contextlib.nullcontext():
-            train(self, *args)
+            fit(self, *args)
 
-    monkeypatch.setattr(DryRun, "train", under)
-    monkeypatch.setattr(stage_tuner, "clear", lambda device: None)
+    monkeypatch.setattr(DryRun, "fit", under)
+    monkeypatch.setattr(session, "clear", lambda device: None)
 
 
-def run(check: Callable[[pl.Trainer, Callable[[FailingOperator], Found]], None]) -> None:
+def run(check: Callable[[pl.Trainer, Callable[[FailingOperator], TuningResult]], None]) -> None:
     """Call `check` at the start of a fit whose net fits two samples."""
     pl.seed_everything(1)
     nets.trainer(callbacks=[Searches(check)], limit_train_batches=0).fit(Staged(most=2))
@@ -105,7 +102,7 @@ def test_200_injections_leave_the_state_and_the_answer() -> None:
     """Out of memory in the Nth operator of a search, in any stage: the answer is right, the state bit-identical."""
     stages: Counter[str] = Counter()
 
-    def check(trainer: pl.Trainer, search: Callable[[FailingOperator], Found]) -> None:
+    def check(trainer: pl.Trainer, search: Callable[[FailingOperator], TuningResult]) -> None:
         before = state_of(trainer)
         whole = FailingOperator(None)
         assert search(whole).batch_size == 2
@@ -126,7 +123,7 @@ def test_200_injections_leave_the_state_and_the_answer() -> None:
 def test_an_interrupt_and_a_bug_propagate_unchanged_after_restoring(error: BaseException) -> None:
     """The very exception arrives, with the user's own frames in its traceback, and everything is back."""
 
-    def check(trainer: pl.Trainer, search: Callable[[FailingOperator], Found]) -> None:
+    def check(trainer: pl.Trainer, search: Callable[[FailingOperator], TuningResult]) -> None:
         before = state_of(trainer)
         whole = FailingOperator(None)
         search(whole)

@@ -14,7 +14,7 @@ from batchfinder.lightning.callback import BatchFinder
 from batchfinder.measure import device_memory
 from batchfinder.results import Verdict
 from tests.lightning import nets
-from tests.lightning.bounded import MESSAGE, Bounded
+from tests.lightning.oom_net import MESSAGE, Bounded
 
 
 def warned(caught: pytest.WarningsRecorder) -> list[str]:
@@ -39,8 +39,8 @@ def test_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
         nets.trainer(callbacks=[finder]).fit(Bounded())
     assert finder.batch_size == 8
     assert warned(caught) == [
-        f"BatchFinder goes on without its cache: {place} cannot be used: it is a file, not a directory. Pass "
-        "BatchFinder(cache=...) a place that can be written, or cache=False."
+        f"BatchFinder cannot use the cache at {place}: it is a file, not a directory. Results of this run are not "
+        "cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
     ]
 
 
@@ -54,8 +54,8 @@ def test_an_answer_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.warns(UserWarning, match="BatchFinder") as caught:
         nets.trainer(callbacks=[BatchFinder(max_batch_size=8, cache=tmp_path / "full")]).fit(Bounded())
     assert warned(caught) == [
-        f"BatchFinder goes on without its cache: {tmp_path / 'full'} cannot be used: No space left on device. Pass "
-        "BatchFinder(cache=...) a place that can be written, or cache=False."
+        f"BatchFinder cannot use the cache at {tmp_path / 'full'}: No space left on device. Results of this run are "
+        "not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
     ]
 
 
@@ -130,7 +130,7 @@ def test_thrashing_counts_as_not_fitting() -> None:
     """The largest size that runs without is the answer, and each size above says why it is not."""
     nets.trainer(callbacks=[finder := BatchFinder(max_batch_size=8, tolerance=0, cache=False)]).fit(Thrashing())
     assert finder.batch_size == 5
-    failed = {t.measurement.verdict: t.measurement.message for t in finder.outcomes["fit"][None].trials if not t.fits}
+    failed = {t.measurement.verdict: t.measurement.message for t in finder.results["fit"][None].trials if not t.fits}
     assert failed == {Verdict.THRASHING: "it ran, but only by giving back all cached memory 10 times"}
 
 
@@ -165,11 +165,9 @@ def test_one_sample_that_did_not_fit_before() -> None:
 
 def test_a_system_that_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget is asked for."""
-    monkeypatch.setattr(device_memory, "meminfo", lambda field: None)
-    monkeypatch.setattr(device_memory, "soft_limit", lambda name: None)
-    monkeypatch.setattr(device_memory, "cgroup", lambda: (None, 0))
+    monkeypatch.setattr(device_memory, "available_bytes", lambda: None)
     with pytest.raises(InvalidValue) as caught:
         nets.trainer(callbacks=[BatchFinder(cache=False)]).fit(Bounded())
     assert str(caught.value) == (
-        "budget: None will not do; expected a number of bytes, since this system does not say what is free."
+        "budget: invalid value None; expected a number of bytes, since this system does not say what is free."
     )

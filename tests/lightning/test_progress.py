@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from batchfinder.lightning.callback import BatchFinder
 from tests.lightning import nets
-from tests.lightning.bounded import Bounded
+from tests.lightning.oom_net import Bounded
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # what hides the terminal's cursor, and what brings it back
 

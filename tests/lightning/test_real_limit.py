@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.fixture(scope="module")
 def fits() -> Iterator[Forks]:
     """Fits in forks of one process."""
-    with forks("fits", Path(__file__).parent) as started:
+    with forks("tests.lightning.limited_fits") as started:
         yield started
 
 
@@ -32,9 +32,9 @@ def fits() -> Iterator[Forks]:
 def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_path: Path) -> None:
     """50 steps run at the answer, and in the same process, after them, a tenth more fails.
 
-    A second start looks the answer up and trains; it tries it again only where the process happens to have taken more
-    than 1 % of the limit more. In a process that has not searched a third more fails: what the search
-    itself left in the process is a part of the limit, and no large one.
+    A second start looks the answer up, certifies it with one try and trains; where the process happens to hold more or
+    less by then, it searches again and finds one within 5 %. In a process that has not searched a third more fails:
+    what a search leaves in the process is a part of the limit, and no large one.
     """
     options, limit_mib = CASES[net]
     request: dict[str, Any] = {"net": net, "options": options, "limit_mib": limit_mib}
@@ -46,10 +46,12 @@ def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_pa
     assert first["limit_unchanged"]
 
     second = fits.run(**request, finder={"cache": str(tmp_path)}, steps=5)
-    assert (second["error"], second["steps"], second["batch_size"]) == (None, 5, first["batch_size"]), (first, second)
+    assert (second["error"], second["steps"]) == (None, 5), (first, second)
     tried = [(size, fits) for size, fits, _ in second["trials"]]
-    assert second["sources"] == ["cache"], (first, second)
-    assert tried in ([], [(first["batch_size"], True)]), (first, second)
+    if second["sources"] == ["cache"]:
+        assert tried == [(first["batch_size"], True)], (first, second)
+    else:
+        assert 0.95 * first["batch_size"] <= second["batch_size"] <= 1.05 * first["batch_size"], (first, second)
 
     without = fits.run(**request, batch_size=third, steps=2)
     assert (without["verdict"], without["steps"]) == ("OUT_OF_MEMORY", 0), (first, without)

@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from tests.lightning import nets
-from tests.lightning.two_runs import assert_identical, two_runs
+from tests.lightning.identical_runs import assert_identical, two_runs
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["constant", "scheduled"])

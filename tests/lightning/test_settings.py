@@ -12,7 +12,7 @@ from pytorch_lightning import callbacks
 from torch.utils.data import DataLoader
 
 from tests.lightning import nets
-from tests.lightning.two_runs import assert_identical, same, two_runs
+from tests.lightning.identical_runs import assert_identical, same, two_runs
 
 
 class Net(nets.ConvNet):

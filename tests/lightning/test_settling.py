@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from batchfinder import BatchFinder
-from batchfinder.lightning.dry_run import MOST_BATCHES, ProbeLoader
+from batchfinder.lightning.dry_run import ProbeLoader
+from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP
 from tests.lightning.tiny import Rows
 from tests.settling_card import ANSWER, SettlingCard, step
 
@@ -76,4 +77,4 @@ def test_a_feed_gives_whole_steps() -> None:
 def test_a_feed_waits_for_the_optimizer_first() -> None:
     """Whether another step is needed is not asked before one was taken; without any it ends."""
     assert fed([False], 2, stepped=[False, False, True]) == 4
-    assert fed([], 2, stepped=[False] * 100) == MOST_BATCHES
+    assert fed([], 2, stepped=[False] * 100) == MAX_BATCHES_WITHOUT_STEP

@@ -13,9 +13,7 @@ from pytorch_lightning.callbacks import BatchSizeFinder
 from batchfinder.errors import OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
 from tests.lightning import nets
-from tests.lightning.bounded import MESSAGE, Bounded
-
-pytestmark = pytest.mark.slow
+from tests.lightning.oom_net import MESSAGE, Bounded
 
 
 class TriesForEver(Exception):
@@ -44,7 +42,7 @@ def ours(module: Bounded, **options: Any) -> tuple[int | None, set[int]]:
     """The answer, and the sizes that were tried and ran."""
     finder = BatchFinder(tolerance=0, cache=False, **options)
     nets.trainer(callbacks=[finder, Snapshot()]).fit(module)
-    return finder.batch_size, {t.batch_size for o in finder.outcomes["fit"].values() for t in o.trials if t.fits}
+    return finder.batch_size, {t.batch_size for o in finder.results["fit"].values() for t in o.trials if t.fits}
 
 
 def test_1_a_cap_of_100(tmp_path: Any) -> None:

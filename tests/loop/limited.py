@@ -68,11 +68,11 @@ def train(limit_mib: int, tune: dict[str, Any], more: float | None = None) -> di
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
     limit = limit_growth(limit_mib)
     found = tune_batch_size(train_step, make_batch, [model, optimizer], **tune).smallest
-    size = found.outcome.max_batch_size
+    size = found.result.max_batch_size
     answer = {
         "largest": size,
-        "source": found.outcome.source,
-        "trials": [[trial.batch_size, trial.fits] for trial in found.outcome.trials],
+        "source": found.result.source,
+        "trials": [[trial.batch_size, trial.fits] for trial in found.result.trials],
         "limit_unchanged": resource.getrlimit(resource.RLIMIT_AS)[0] == limit,
         "at": trained(size),
         "beyond": None if more is None else trained(int((1 + more) * size) + 1),

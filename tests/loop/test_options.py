@@ -1,4 +1,4 @@
-"""What cannot be meant is refused before anything is tried, with what would do."""
+"""Invalid arguments are refused before anything is tried, with what would do."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from batchfinder import tune_batch_size
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.options import budget_of, check_sizes, device_of, headroom_of
+from batchfinder.loop.options import check_single_process, device_of
 
-SIZES = {
-    "seq_lens": None,
-    "target_batch_size": None,
-    "min_batch_size": 1,
-    "max_batch_size": None,
-    "multiple_of": 1,
-    "tolerance": 0.0,
-}
-HEADROOM = "a share from 0.0 to below 1.0 or such as '5%', or a number of bytes or such as '1GiB'"
 DEVICE = "cpu, cuda or cuda:N, whose memory can be limited and measured"
 
 
@@ -32,66 +24,26 @@ def refused(function: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "text"),
+    ("wrong", "option"),
     [
-        ({"target_batch_size": 0}, "target_batch_size: 0 will not do; expected a size of at least 1."),
-        ({"min_batch_size": 0}, "min_batch_size: 0 will not do; expected a size of at least 1."),
-        ({"max_batch_size": -1}, "max_batch_size: -1 will not do; expected a size of at least 1."),
-        ({"multiple_of": 0}, "multiple_of: 0 will not do; expected a size of at least 1."),
-        (
-            {"seq_lens": []},
-            "seq_lens: [] will not do; expected lengths of at least 1, or None for data of one fixed shape.",
-        ),
-        (
-            {"seq_lens": [128, 0]},
-            "seq_lens: [128, 0] will not do; expected lengths of at least 1, or None for data of one fixed shape.",
-        ),
-        (
-            {"target_batch_size": 100, "multiple_of": 8},
-            "target_batch_size: 100 will not do; expected a multiple of 8, as multiple_of asks of each size.",
-        ),
-        (
-            {"target_batch_size": 4, "min_batch_size": 5},
-            "target_batch_size: 4 will not do; expected at least the min_batch_size of 5.",
-        ),
-        (
-            {"tolerance": 1.0},
-            "tolerance: 1.0 will not do; expected a share from 0 (exact) to below 1, such as 0.01.",
-        ),
+        ({"seq_lens": []}, "seq_lens"),
+        ({"seq_lens": [128, 0]}, "seq_lens"),
+        ({"headroom": "much%"}, "headroom"),
+        ({"headroom": 1.0}, "headroom"),
+        ({"headroom": "5"}, "headroom"),
+        ({"budget": "much"}, "budget"),
+        ({"multiple_of": 0}, "multiple_of"),
     ],
 )
-def test_sizes(wrong: dict[str, Any], text: str) -> None:
-    """Each names the option, the value, and what would do; what is right passes."""
-    check_sizes(**SIZES)
-    assert refused(lambda: check_sizes(**{**SIZES, **wrong})) == text
+def test_arguments(wrong: dict[str, Any], option: str) -> None:
+    """Each refusal names the option and the value; the step is not called."""
 
+    def never(*given: Any) -> None:
+        raise AssertionError("called")
 
-@pytest.mark.parametrize(
-    ("given", "value"), [("5%", 0.05), (" 12.5 % ", 0.125), (0.05, 0.05), (0, 0), (1 << 20, 1 << 20), ("1GiB", 1 << 30)]
-)
-def test_headroom(given: Any, value: float | int) -> None:
-    """A float and a percentage are shares, a whole number and a size are bytes."""
-    assert headroom_of(given) == value
-    assert type(headroom_of(given)) is type(value)
-
-
-@pytest.mark.parametrize("given", [1.0, -0.1, -1, "100%", "-5%", "x%", None, float("nan")])
-def test_headroom_that_cannot_be_meant(given: Any) -> None:
-    """All of the memory, or less than none of it."""
-    assert refused(lambda: headroom_of(given)) == f"headroom: {given!r} will not do; expected {HEADROOM}."
-
-
-def test_headroom_that_is_no_size() -> None:
-    """A text without a per cent sign is a size."""
-    text = refused(lambda: headroom_of("much"))
-    assert text == "headroom: 'much' will not do; expected a positive size such as 12GiB, 900MiB or 24GB."
-
-
-def test_budget() -> None:
-    """A size, a number of bytes, or as much as there is."""
-    assert [budget_of(given) for given in ("12GiB", 5 << 20, None)] == [12 << 30, 5 << 20, None]
-    text = refused(lambda: budget_of("much"))
-    assert text == "budget: 'much' will not do; expected a positive size such as 12GiB, 900MiB or 24GB."
+    text = refused(lambda: tune_batch_size(never, never, [nn.Linear(1, 1)], **wrong))
+    assert text.startswith(f"{option}: ") or f" {option}" in text
+    assert repr(wrong[option]) in text
 
 
 def test_device() -> None:
@@ -101,17 +53,24 @@ def test_device() -> None:
     assert device_of("cpu:0", []) == cpu
     assert device_of(None, [{}, model]) == cpu
     assert device_of(None, [torch.optim.SGD(model.parameters())]) == cpu
-    assert refused(lambda: device_of(None, [{}])) == (
-        f"device: None will not do; expected {DEVICE}, since state= holds no model to see it from."
+    assert f"{DEVICE}, since state= holds no model to take it from." in refused(lambda: device_of(None, [{}]))
+    assert f"invalid value 'gpu'; expected {DEVICE}." in refused(lambda: device_of("gpu", []))
+    assert f"invalid value 'meta'; expected {DEVICE}." in refused(
+        lambda: device_of(None, [nn.Linear(1, 1, device="meta")])
     )
-    assert refused(lambda: device_of("gpu", [])) == f"device: 'gpu' will not do; expected {DEVICE}."
-    assert refused(lambda: device_of(None, [nn.Linear(1, 1, device="meta")])) == (
-        f"device: 'meta' will not do; expected {DEVICE}."
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    assert refused(lambda: device_of("cuda:99", [])).endswith(
+        f"a device that PyTorch {torch.__version__} can use; it sees {gpus} CUDA devices here."
     )
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    assert refused(lambda: device_of("cuda:99", [])) == (
-        f"device: 'cuda:99' will not do; expected a device that PyTorch {torch.__version__} can use here; it sees "
-        f"{cards} of CUDA's."
+
+
+def test_only_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several that train together are refused, with what to do instead."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert refused(check_single_process).endswith(
+        "expected one, since the others would hang when it runs out of memory; find the size on one device, and give "
+        "it to plan_accumulation(target_batch_size, size, num_devices)."
     )
 
 

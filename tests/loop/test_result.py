@@ -65,6 +65,6 @@ def test_a_second_pass_is_refused() -> None:
     with pytest.raises(InvalidValue) as caught:
         list(window)
     assert str(caught.value) == (
-        "micro_batches: 'a second pass' will not do; expected one pass, or a list made of them where a step needs "
+        "micro_batches: invalid value 'a second pass'; expected one pass, or a list made of them where a step needs "
         "several."
     )

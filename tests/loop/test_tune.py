@@ -18,7 +18,6 @@ import batchfinder
 from batchfinder import AccumulationPlan, tune_batch_size
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, OutOfMemory
-from batchfinder.loop import options
 from tests.loop.loops import MESSAGE
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
@@ -100,7 +99,7 @@ def test_each_size_takes_two_optimizer_steps() -> None:
     loop = Loop()
     found = tune(loop, cache=False)
     assert (found.batch_size, found.accumulation, found.plan) == (20, 1, None)
-    for trial in found[None].outcome.trials:
+    for trial in found[None].result.trials:
         if trial.fits:
             assert [fresh for size, fresh in calls if size == trial.batch_size][-2:] == [True, False]
     assert (loop.steps, loop.optimizer.state) == (0, {})
@@ -118,7 +117,10 @@ def test_as_text_it_is_one_line_for_each_length() -> None:
     assert re.fullmatch(rf"batch size 12 at seq_len 5; {tail} 12 x 4 = 48; \d+ probes in \d+\.\d\d s\.", lines[0])
     assert re.fullmatch(rf"batch size 30 at seq_len 2; {tail} 24 x 2 = 48; \d+ probes in \d+\.\d\d s\.", lines[1])
     again = str(tune(loop, seq_lens=[5, 2], target_batch_size=48, headroom="5%")).splitlines()
-    assert re.fullmatch(rf"batch size 12 at seq_len 5; {tail} 12 x 4 = 48; from the cache in \d+\.\d\d s\.", again[0])
+    assert re.fullmatch(
+        rf"batch size 12 at seq_len 5; {tail} 12 x 4 = 48; from the cache, certified with 1 probe in \d+\.\d\d s\.",
+        again[0],
+    )
     with pytest.raises(KeyError):
         found[3]
 
@@ -132,39 +134,42 @@ def test_with_a_target_steps_get_two_micro_batches_below_it_and_one_at_it() -> N
     assert any(size < 18 for size, _, _ in calls)
 
 
-def test_the_second_call_tries_nothing_and_another_question_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found is used at once; another optimizer, size of data or granularity is another question."""
+def test_the_second_call_certifies_and_another_question_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is tried once; another optimizer, size of data or granularity is another question."""
     loop = Loop()
     first = tune(loop)
-    assert (first.smallest.outcome.source, first.batch_size) == ("measured", 20)
+    assert (first.smallest.result.source, first.batch_size) == ("measured", 20)
     second = tune(loop)
-    assert (second.smallest.outcome.source, second.batch_size, calls) == ("cache", 20, [])
-    assert second.smallest.outcome.trials == ()
+    assert (second.smallest.result.source, second.batch_size) == ("cache", 20)
+    assert [trial.batch_size for trial in second.smallest.result.trials] == [20]
+    assert {size for size, _ in calls} == {20}
     assert tune(loop, multiple_of=8).batch_size == 16
     other = Loop()
     other.optimizer = torch.optim.SGD(other.model.parameters())
-    assert tune(other).smallest.outcome.source == "measured"
+    assert tune(other).smallest.result.source == "measured"
     monkeypatch.setenv("LENGTH", "3")  # the same code makes other data
-    assert tune(Loop()).smallest.outcome.source == "measured"
+    assert tune(Loop()).smallest.result.source == "measured"
 
 
-def test_a_known_size_is_certified_when_less_memory_is_free(own_cache: Path) -> None:
-    """One try where the record's memory was more; where it fails, a search below it."""
+def test_without_certifying_the_second_call_tries_nothing() -> None:
+    """Not even a copy of the training state is made."""
+    tune(Loop())
+    second = tune(Loop(), certify=False)
+    assert (second.smallest.result.source, second.batch_size, calls) == ("cache", 20, [])
+    assert second.smallest.result.trials == ()
+
+
+def test_a_cached_size_that_fails_is_searched_below(own_cache: Path) -> None:
+    """The text says that it was lowered."""
     loop = Loop()
     tune(loop)
     store = Store(own_cache)
     (record,) = store.records()
-    measured = record.outcome.measurement
-    full = {"free_bytes": 1 << 60, "measurement": replace(measured, peak_reserved_bytes=1 << 59)}
-    store.put(record.key, replace(record.outcome, **full))
-    certified = tune(loop)
-    assert [trial.batch_size for trial in certified.smallest.outcome.trials] == [20]
-    assert re.search(r"; from the cache, certified with 1 probe in \d+\.\d\d s\.$", str(certified))
-
-    store.put(record.key, replace(record.outcome, max_batch_size=33, **full))
+    store.put(record.key, replace(record.result, max_batch_size=33))
     lower = tune(loop)
-    assert lower.smallest.outcome.trials[0].batch_size == 33
-    assert (lower.smallest.outcome.source, lower.batch_size) == ("measured", 20)
+    assert lower.smallest.result.trials[0].batch_size == 33
+    assert (lower.smallest.result.source, lower.batch_size) == ("measured", 20)
+    assert "; lowered from 33, which ran before; " in str(lower)
 
 
 def test_a_budget_is_what_training_may_use(own_cache: Path) -> None:
@@ -192,7 +197,7 @@ def test_an_out_of_memory_in_training_lowers_the_record(own_cache: Path) -> None
     assert caught.value is error
     assert [warning.filename for warning in warned] == [__file__]
     again = tune(loop)
-    assert [trial.batch_size for trial in again.smallest.outcome.trials] == [19]
+    assert [trial.batch_size for trial in again.smallest.result.trials] == [19]
     assert again.batch_size == 19
 
 
@@ -200,7 +205,7 @@ def test_without_a_cache_an_out_of_memory_in_training_is_answered_with_advice() 
     """And what is no out-of-memory is nobody's business."""
     found = tune(Loop(), cache=False)
     said = (
-        "training ran out of memory at batch size 20, which ran when it was tried. Leave more free with "
+        "training ran out of memory at batch size 20, which ran when it was tried. Leave more memory free with "
         "tune_batch_size(headroom=0.05)."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(said)}$"), pytest.raises(torch.OutOfMemoryError), found.watch():
@@ -210,11 +215,12 @@ def test_without_a_cache_an_out_of_memory_in_training_is_answered_with_advice() 
 
 
 def test_not_even_the_smallest_size() -> None:
-    """OutOfMemory says which size, the device's words, and what to try; the second time from the cache."""
+    """OutOfMemory says which size, the device's words, and what to try; a cached 0 is tried again."""
     advice = "Try a smaller model, a lower precision, activation checkpointing or an optimizer with less state."
     for _ in range(2):
         with pytest.raises(OutOfMemory) as caught:
             tune(Loop(lambda seq_len: 0))
+        assert len(calls) == 2
         assert str(caught.value) == f"batch size 1 does not fit: {MESSAGE} {advice}"
     with pytest.raises(OutOfMemory) as caught:
         tune(Loop(lambda seq_len: 15), multiple_of=8, min_batch_size=9, seq_lens=[3])
@@ -291,7 +297,8 @@ def test_what_a_step_changes_beyond_reach_is_refused(unnamed: str) -> None:
         tune_batch_size(train_step, Loop().make_batch, state, cache=False)
     kind = {"runs": "Net", "steps": "SGD"}[unnamed]
     assert str(caught.value) == (
-        f"state: ['Net'] will not do; expected the {kind} that train_step {unnamed} among them, so that it can be put "
+        f"state: invalid value ['Net']; expected the {kind} that train_step {unnamed} among them, so that it can be "
+        "put "
         "back."
     )
     after = [*outside.parameters(), *outside.buffers()]
@@ -327,7 +334,8 @@ def test_micro_batches_left_out_are_refused() -> None:
         tune_batch_size(train_step, loop.make_batch, loop.state, target_batch_size=8, cache=False)
     name = "test_micro_batches_left_out_are_refused.<locals>.train_step"
     assert str(caught.value) == (
-        f"train_step: '{name}' will not do; expected a function that goes through all 2 micro-batches it is given, not "
+        f"train_step: invalid value '{name}'; expected a function that goes through all 2 micro-batches it is given, "
+        "not "
         "1."
     )
 
@@ -351,29 +359,16 @@ def test_a_target_that_no_size_divides_is_refused() -> None:
         tune(Loop(), target_batch_size=23, min_batch_size=2, cache=False)
     assert (
         str(caught.value)
-        == "target_batch_size: 23 will not do; expected a multiple of any size from 2 to 20, which fit."
+        == "target_batch_size: invalid value 23; expected a multiple of any size from 2 to 20, which fit."
     )
 
 
-def test_a_cache_that_cannot_be_read_is_gone_without(tmp_path: Path) -> None:
-    """With a warning that names the place."""
+def test_a_cache_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    """It names the place, and the search is made."""
     place = tmp_path / "file"
     place.write_text("")
-    with pytest.warns(UserWarning, match=f"^batchfinder goes on without its cache: .*{re.escape(str(place))}"):
+    with pytest.warns(UserWarning, match=f"^the cache at {re.escape(str(place))} cannot be used: .* are not cached"):
         assert tune(Loop(), cache=str(place)).batch_size == 20
-
-
-def test_only_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several that train together are refused, with what to do instead."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    with pytest.raises(InvalidValue) as caught:
-        options.check_alone()
-    assert str(caught.value) == (
-        "processes that train together: 4 will not do; expected one, since the others wait for ever when it runs out "
-        "of memory; find the size on one device, and give it to plan_accumulation(target_batch_size, size, "
-        "num_devices)."
-    )
 
 
 @pytest.mark.gpu

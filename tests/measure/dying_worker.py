@@ -13,9 +13,9 @@ from batchfinder.training.child_process import answer, describe, requests_from
 def main(requests: int, answers: int) -> None:
     """Serve until the context is dead. With `ONCE`, the name of a file, it dies once."""
     for request in requests_from(requests):
-        if "look" in request:
+        if "query_gpu" in request:
             card = {"name": "a card", "total_bytes": 2000, "free_bytes": 1500, "compute_capability": [9, 0]}
-            answer(answers, {"card": card})
+            answer(answers, {"gpu": card})
         elif "open" in request:
             limit_bytes = request["open"]["limit_bytes"]
             answer(answers, {"opened": {}})

@@ -9,163 +9,141 @@ import torch
 from batchfinder.errors import ContextDied, InvalidValue, UserCodeFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.measure.child_probe import ChildProcessProbe
-from batchfinder.measure.cuda_probe import CudaProbe
+from batchfinder.measure.cuda_probe import CudaProbe, gpu_facts
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.search import Secant
-from batchfinder.training.spec import WorkloadSpec
-from batchfinder.training.step import Step, StepSettings
+from batchfinder.training.spec import StepConfig, WorkloadSpec
+from batchfinder.training.step import Step
+from tests.measure.made_up_cuda import TOTAL
+from tests.measure.made_up_cuda import cuda as cuda
 from tests.measure.workloads import encoder
 
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB."
 CARD = torch.device("cuda")
+CLEAR = ["synchronize", "clear"]
 needs_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-class MadeUpCard:
-    """Memory that is told how it fares, and writes down what it is asked for."""
-
-    def __init__(self, retries=(), kernel_fails=False, dead=False):
-        self.asked = []
-        self.fraction = 0.9
-        self.on_clear = lambda: None
-        self._retries = [0, *retries]
-        self._kernel_fails = kernel_fails
-        self._dead = dead
-
-    def limit(self, limit_bytes):
-        before, self.fraction = self.fraction, limit_bytes / 1000
-        self.asked.append(f"limit {self.fraction}")
-        return before
-
-    def restore(self, fraction):
-        if self._dead:
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-        self.fraction = fraction
-        self.asked.append(f"restore {fraction}")
-
-    def synchronize(self):
-        self.asked.append("synchronize")
-        if self._kernel_fails:
-            raise torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous.")
-
-    def clear(self):
-        self.asked.append("clear")
-        self.on_clear()
-
-    def retries(self):
-        return self._retries.pop(0) if len(self._retries) > 1 else self._retries[0]
-
-    def peaks(self):
-        return 300, 400
-
-    def held(self):
-        return 120
 
 
 def _raise(error):
     raise error
 
 
-def test_a_size_that_runs():
-    """Peaks, the limit set before and taken back after, the device waited for."""
-    card, sizes = MadeUpCard(), []
-    seen = CudaProbe(lambda *size: sizes.append(size), CARD, 500, card)(8, Shape(128))
+def test_a_size_that_runs(cuda):
+    """Peaks, the limit set before and taken back after, the device waited for, the cache emptied before and after."""
+    sizes = []
+    seen = CudaProbe(lambda *size: sizes.append(size[:2]), CARD, 500)(8, Shape(128))
     assert (seen.verdict, seen.peak_allocated_bytes, seen.peak_reserved_bytes) == (Verdict.FITS, 300, 400)
     assert seen.seconds > 0
     assert sizes == [(8, 128)]
-    assert card.asked == ["clear", "limit 0.5", "synchronize", "clear", "restore 0.9"]
+    assert cuda.asked == [*CLEAR, "limit 500", "synchronize", "limit None", *CLEAR]
 
 
-def test_without_a_limit_the_share_is_left_alone():
-    """No limit, no change of the process's share."""
-    card = MadeUpCard()
-    CudaProbe(lambda *size: None, CARD, None, card)(8, Shape())
-    assert card.asked == ["clear", "synchronize", "clear"]
-
-
-def test_memory_is_cleared_after_the_failed_step_is_dead():
-    """When the card is cleared, every tensor of the failed step is dead already."""
+def test_memory_is_cleared_after_the_failed_step_is_dead(cuda):
+    """When the device is cleared, every tensor of the failed step is dead already."""
     references, alive = [], []
 
-    def steps(batch_size, seq_len):
+    def steps(batch_size, seq_len, on_stage, more):
         tensor = torch.ones(batch_size)
         references.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError(OOM)
 
-    card = MadeUpCard()
-    card.on_clear = lambda: alive.append([reference() is not None for reference in references])
-    seen = CudaProbe(steps, CARD, None, card)(8, Shape())
+    cuda.on_clear = lambda: alive.append([reference() is not None for reference in references])
+    seen = CudaProbe(steps, CARD)(8, Shape())
     assert (seen.verdict, seen.message) == (Verdict.OUT_OF_MEMORY, OOM)
     assert alive == [[], [False]]
 
 
-def test_what_a_kernel_fails_with_is_the_steps_failure():
+def test_what_a_kernel_fails_with_is_the_steps_failure(cuda):
     """An error that only the wait for the device brings is still classified."""
-    seen = CudaProbe(lambda *size: None, CARD, None, MadeUpCard(kernel_fails=True))(8, Shape())
+
+    def steps(*arguments):
+        cuda.kernel_error = "CUDA error: out of memory\nCUDA kernel errors might be asynchronous."
+
+    seen = CudaProbe(steps, CARD)(8, Shape())
     assert seen.verdict is Verdict.OUT_OF_MEMORY
     assert seen.message.startswith("CUDA error: out of memory")
 
 
-@pytest.mark.parametrize(("retries", "times"), [((0, 1), "once"), ((2, 5), "3 times")])
-def test_thrashing_counts_as_not_fitting_and_says_so(retries, times):
+@pytest.mark.parametrize(("retries", "times"), [([0, 1], "once"), ([2, 5], "3 times")])
+def test_thrashing_counts_as_not_fitting_and_says_so(retries, times, cuda):
     """A size that ran only because the allocator gave back its cache does not fit, as far as its steps can tell."""
-    seen = CudaProbe(lambda *size: None, CARD, None, MadeUpCard(retries=retries))(8, Shape())
-    message = f"it ran, but only by giving back all cached memory {times}, at 400 B reserved"
+
+    def steps(*arguments):
+        cuda.retries = [retries[1]]
+
+    cuda.retries = [retries[0]]
+    seen = CudaProbe(steps, CARD)(8, Shape())
+    message = f"it ran, but only by giving back all cached memory {times}"
     assert seen == Measurement(Verdict.THRASHING, 300, 400, seen.seconds, message)
 
 
-def test_steps_that_go_on_until_the_cache_is_kept_fit():
+def test_steps_that_go_on_until_the_cache_is_kept_fit(cuda):
     """Steps that take another as long as they are told to are judged by the last of them."""
-    card, steps = MadeUpCard(retries=(0, 1, 2, 2)), []
+    steps = []
 
-    def take(batch_size, seq_len):
+    def take(batch_size, seq_len, on_stage, more):
         steps.append("two")
-        while probe.settling.goes_on():
+        cuda.retries = [1, 2, 2]
+        while more():
             steps.append("more")
 
-    probe = CudaProbe(take, CARD, card=card)
-    assert probe(8, Shape()).fits
+    assert CudaProbe(take, CARD)(8, Shape()).fits
     assert steps == ["two", "more", "more"]
 
 
-def test_a_bug_passes_and_the_share_is_restored():
+def test_a_bug_passes_and_the_limit_is_taken_back(cuda):
     """The user's error is raised unchanged, with the process's share as it was."""
-    bug, card = KeyError("memory"), MadeUpCard()
+    bug = KeyError("memory")
+    cuda.allowed = 9 << 30
     with pytest.raises(KeyError) as caught:
-        CudaProbe(lambda *size: _raise(bug), CARD, 500, card)(8, Shape())
+        CudaProbe(lambda *size: _raise(bug), CARD, 500)(8, Shape())
     assert caught.value is bug
-    assert card.fraction == 0.9
+    assert cuda.allowed == 9 << 30
 
 
-def test_what_a_context_dies_of_is_what_is_raised():
-    """On a dead context the share cannot be restored; the error of the step is raised, not that one."""
+def test_what_a_context_dies_of_is_what_is_raised(cuda):
+    """On a dead context the limit cannot be taken back; the error of the step is raised, not that one."""
     bug = torch.AcceleratorError("CUDA error: device-side assert triggered, in the step")
+
+    def steps(*arguments):
+        cuda.is_dead = True
+        raise bug
+
     with pytest.raises(torch.AcceleratorError) as caught:
-        CudaProbe(lambda *size: _raise(bug), CARD, 500, MadeUpCard(dead=True))(8, Shape())
+        CudaProbe(steps, CARD, 500)(8, Shape())
     assert caught.value is bug
 
 
-def test_a_dead_context_is_recognised():
+def test_a_dead_context_is_recognised(cuda):
     """Every later call on a dead context fails, the wait for it too."""
-    assert CudaProbe(lambda *size: None, CARD, None, MadeUpCard(kernel_fails=True)).is_dead()
-    assert not CudaProbe(lambda *size: None, CARD, None, MadeUpCard()).is_dead()
+    probe = CudaProbe(lambda *size: None, CARD)
+    assert not probe.is_dead()
+    cuda.is_dead = True
+    assert probe.is_dead()
 
 
-def test_a_limit_must_be_positive():
+def test_a_limit_must_be_positive(cuda):
     """A limit of nothing is refused with the number."""
     with pytest.raises(InvalidValue) as caught:
-        CudaProbe(lambda *size: None, CARD, -1, MadeUpCard())
-    assert str(caught.value) == "limit_bytes: -1 will not do; expected a positive number of bytes."
+        CudaProbe(lambda *size: None, CARD, -1)
+    assert str(caught.value) == "limit_bytes: invalid value -1; expected a positive number of bytes."
 
 
-def test_what_stages_say_is_in_the_measurement():
-    """Steps that tell the probe's readings of their stages get what stays and what the forward took measured."""
+def test_what_stages_say_is_in_the_measurement(cuda):
+    """Steps that tell of their stages get what stays and what the forward took measured."""
     stages = ((0, "batch", 0), (0, "backward", 0), (1, "batch", 0))
-    probe = CudaProbe(lambda batch_size, seq_len: [probe.readings(*stage) for stage in stages], CARD, card=MadeUpCard())
-    seen = probe(8, Shape())
+    seen = CudaProbe(lambda size, seq_len, on_stage, more: [on_stage(*stage) for stage in stages], CARD)(8, Shape())
     assert (seen.resting_bytes, seen.forward_bytes) == (120, 180)
-    silent = CudaProbe(lambda batch_size, seq_len: None, CARD, card=MadeUpCard())(8, Shape())
+    silent = CudaProbe(lambda *arguments: None, CARD)(8, Shape())
     assert (silent.resting_bytes, silent.forward_bytes) == (None, None)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_card_is_looked_at_by_any_name(device, cuda):
+    """`cuda` is what a sweep asks for where no GPU is named."""
+    facts = gpu_facts(torch.device(device))
+    assert (facts["name"], facts["total_bytes"], facts["compute_capability"]) == ("made up", TOTAL, [9, 0])
+    assert cuda.current == 0
 
 
 @pytest.mark.gpu
@@ -175,9 +153,9 @@ def test_a_budget_is_kept_and_taken_back():
     device, limit = torch.device("cuda:0"), 1 << 30
     workload = encoder()
     workload.model.to(device)
-    step = Step(workload, StepSettings(), device)
+    step = Step(workload, StepConfig(), device)
     before = torch.cuda.memory_allocated(device)
-    probe = CudaProbe(lambda *size: step.run(*size, probe.readings, probe.settling.goes_on), device, limit)
+    probe = CudaProbe(step.run, device, limit)
     outcome = find_max_batch_size(probe, Shape(64), search=Secant(limit, 0.0))
     answer = outcome.max_batch_size
     assert outcome.measurement.peak_reserved_bytes <= limit
@@ -219,7 +197,7 @@ def test_a_card_is_looked_at(monkeypatch):
     """What a child says of the card is what this process sees of it, less the child's own context."""
     properties = torch.cuda.get_device_properties(0)
     with _child(monkeypatch, "encoder") as probe:
-        card = probe.look()
+        card = probe.query_gpu()
     assert (card.name, card.total_bytes) == (properties.name, properties.total_memory)
     assert card.compute_capability == (properties.major, properties.minor)
     assert 0 < card.free_bytes < card.total_bytes

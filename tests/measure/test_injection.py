@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.measure.cleanup import Failure, attempt
 from batchfinder.results import Verdict
-from batchfinder.training.step import Step, StepSettings
+from batchfinder.training.spec import StepConfig
+from batchfinder.training.step import Step
 from tests.measure.workloads import convolutions, encoder
 
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB."
@@ -74,7 +75,7 @@ def _optimizer(workload, step):
 def test_in_each_stage(build, inject):
     """In the forward, the loss, the backward and the optimizer: recognised, with the device's own words."""
     workload = build()
-    step = Step(workload, StepSettings(micro_batches=2), torch.device("cpu"))
+    step = Step(workload, StepConfig(micro_batches=2), torch.device("cpu"))
     inject(workload, step)
     assert attempt(lambda: step.run(2, 8)) == Failure(Verdict.OUT_OF_MEMORY, MESSAGE)
 
@@ -90,7 +91,7 @@ def test_in_the_nth_operator():
     """In 12 operators spread over the step, backward and optimizer included: nothing but the model stays alive."""
     workload = convolutions()
     workload.model.requires_grad_()
-    step = Step(workload, StepSettings(), torch.device("cpu"))
+    step = Step(workload, StepConfig(), torch.device("cpu"))
     total = _operators(step)
     for at in range(1, total + 1, total // 11):
         workload.model.zero_grad(set_to_none=True)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from batchfinder.measure.child_probe import MALLOC
+from batchfinder.measure.worker import minimal_steps
+from batchfinder.training.spec import StepConfig
 from tests.forks import forks
-
-pytestmark = pytest.mark.slow
 
 Run = Callable[[str], Any]
 
@@ -65,14 +65,13 @@ def test_a_crash_that_more_memory_cures_is_an_out_of_memory(run: Run) -> None:
     """The message says what happened and what was found."""
     result = run("""
         import os, resource, signal
-        from batchfinder.measure import address_space
+        from batchfinder.measure import host_limits
         from batchfinder.measure.worker import open_workload
-        served = open_workload("tests.measure.workloads:encoder", {}, {}, "cpu", 80_000_000, 1)
+        served = open_workload("tests.measure.workloads:encoder", {}, {}, "cpu", 160_000_000, 1)
         forward = served.workload.model.forward
-        limit = address_space.size_bytes() - served.held_bytes + 80_000_000
 
         def crash_at_the_limit(ids):
-            if resource.getrlimit(resource.RLIMIT_AS)[0] <= limit:
+            if resource.getrlimit(resource.RLIMIT_AS)[0] - host_limits.size_bytes() <= 160_000_000:
                 os.kill(os.getpid(), signal.SIGSEGV)
             return forward(ids)
 
@@ -126,7 +125,17 @@ def test_flash_attention_is_flash_or_an_error(run: Run) -> None:
     """)
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in fits
     assert refused == (
-        "attention: 'flash' will not do; expected sdpa or eager: PyTorch has no flash kernel for this step here; on a "
-        "card it needs compute capability 8.0, half precision, heads of at most 256 and no mask, on a CPU no dropout "
+        "attention: invalid value 'flash'; expected sdpa or eager: PyTorch has no flash kernel for this step here; on "
+        "a "
+        "GPU it needs compute capability 8.0, half precision, heads of at most 256 and no mask, on a CPU no dropout "
         "in the attention."
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"), [((1, 1), (2, 1)), ((2, 2), (2, 2)), ((1, 64), (2, 2)), ((5, 1), (5, 1)), ((3, 3), (3, 2))]
+)
+def test_as_many_steps_as_show_the_peak(asked, taken):
+    """At least two optimizer steps; two micro-batches where there are more than one, and never more."""
+    settings = minimal_steps(StepConfig(steps=asked[0], micro_batches=asked[1], optimizer="sgd"))
+    assert (settings.steps, settings.micro_batches, settings.optimizer) == (*taken, "sgd")

@@ -1,4 +1,4 @@
-"""Tests of batchfinder/models/build.py."""
+"""Tests of batchfinder/models/build.py: names, paths and factories."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from batchfinder.errors import InvalidValue, UnknownName
+from batchfinder.errors import InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models import build_workload
+from batchfinder.models.build import allow_fake_init, is_factory, workload_from_factory
 
+WriteModule = Callable[[str, str], None]
 TINY = {
     "model_type": "bert",
     "hidden_size": 8,
@@ -64,7 +69,7 @@ def test_a_path_without_a_separator(folder: Path) -> None:
 
 def test_a_path_that_does_not_exist() -> None:
     """What looks like a path but is none is not called an unknown model."""
-    with pytest.raises(InvalidValue, match=r"'nowhere/config.json' will not do; .* that exists"):
+    with pytest.raises(InvalidValue, match=r"invalid value 'nowhere/config.json'; .* that exists"):
         build_workload("nowhere/config.json")
 
 
@@ -76,11 +81,11 @@ def test_an_unknown_name() -> None:
 
 def test_an_unknown_attention() -> None:
     """Attention has three names."""
-    with pytest.raises(InvalidValue, match="attention: 'fast' will not do; expected one of eager, sdpa, flash"):
+    with pytest.raises(InvalidValue, match="attention: invalid value 'fast'; expected one of eager, sdpa, flash"):
         build_workload("gpt2", attention="fast")
 
 
-def test_options_of_a_module_of_ones_own(write_module: Callable[[str, str], None]) -> None:
+def test_options_of_a_module_of_ones_own(write_module: WriteModule) -> None:
     """Options that only the user's code can set are refused for it, by name."""
     write_module("mine", USER_MODEL)
     with pytest.raises(InvalidValue, match="mine:Net chooses the attention of its model itself"):
@@ -89,7 +94,7 @@ def test_options_of_a_module_of_ones_own(write_module: Callable[[str, str], None
         build_workload("mine:Net", gradient_checkpointing=True)
 
 
-def test_options_of_a_transformers_model_of_ones_own(write_module: Callable[[str, str], None]) -> None:
+def test_options_of_a_transformers_model_of_ones_own(write_module: WriteModule) -> None:
     """A transformers model that a factory returns takes every option, and gets its head's batches."""
     write_module("mine", USER_MODEL)
     workload = build_workload("mine:tiny_bert", attention="eager", gradient_checkpointing=True)
@@ -97,3 +102,213 @@ def test_options_of_a_transformers_model_of_ones_own(write_module: Callable[[str
     assert all(layer.gradient_checkpointing for layer in workload.model.bert.encoder.layer)
     assert workload.max_seq_len == 512
     workload.model.train()(**workload.make_batch(2, 6)).loss.backward()
+
+
+MODULES = """
+import torch
+from torch import nn
+from batchfinder.training.workload import Workload
+
+def workload():
+    return Workload(nn.Linear(3, 2), lambda batch_size, seq_len: torch.ones(batch_size, 3))
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        nn.init.trunc_normal_(self.embedding.weight)
+
+    def forward(self, input_ids):
+        return self.embedding(input_ids)
+
+class Positional(Tokens):
+    def forward(self, x):
+        return self.embedding(x)
+
+class Config:
+    vocab_size = 5
+
+class Configured(Tokens):
+    config = Config()
+
+class Batched(Tokens):
+    def make_batch(self, batch_size, seq_len):
+        return {"input_ids": torch.zeros(batch_size, seq_len, dtype=torch.int64)}
+
+class Pixels(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+class Space:
+    nested = Tokens
+
+number = 3
+
+def forgot():
+    Tokens()
+
+def wrong():
+    return {"model": Tokens()}
+
+def a_class():
+    return Tokens
+
+def raises():
+    return inner()
+
+def inner():
+    raise RuntimeError("no data found")
+
+def leaves():
+    raise SystemExit("usage: train.py")
+"""
+
+
+@pytest.mark.parametrize("spec", ["a:b", "package.module:factory", "m:Class.method"])
+def test_factories_are_recognised(spec: str) -> None:
+    """A dotted module, a colon and a dotted name make a factory."""
+    assert is_factory(spec)
+
+
+@pytest.mark.parametrize("spec", ["gpt2", "a:", ":b", "a b:c", "./a:b", "C:\\models", "s3://x/y", "1a:b"])
+def test_other_text_is_no_factory(spec: str) -> None:
+    """Names, paths and addresses are not mistaken for factories."""
+    assert not is_factory(spec)
+
+
+def test_a_workload_is_taken_as_it_is(write_module: WriteModule) -> None:
+    """A factory may return a Workload, from a module in the current directory."""
+    write_module("user_models", MODULES)
+    workload = workload_from_factory("user_models:workload")
+    assert workload.model(workload.make_batch(4, None)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("Tokens", 7), ("Configured", 5), ("Space.nested", 7)])
+def test_a_module_that_takes_input_ids(write_module: WriteModule, name: str, bound: int) -> None:
+    """It is fed token ids below its vocabulary: its config's, or its first embedding's."""
+    write_module("user_models", MODULES)
+    workload = workload_from_factory(f"user_models:{name}")
+    batch = workload.make_batch(20, 20)
+    assert batch["input_ids"].max() == bound - 1
+    assert workload.model(**batch).shape == (20, 20, 4)
+
+
+def test_a_module_that_calls_them_something_else(write_module: WriteModule) -> None:
+    """Where no argument is called input_ids, they are the first one."""
+    write_module("user_models", MODULES)
+    workload = workload_from_factory("user_models:Positional")
+    assert workload.model(workload.make_batch(2, 3)).shape == (2, 3, 4)
+
+
+def test_a_module_with_batches_of_its_own(write_module: WriteModule) -> None:
+    """A make_batch method is used where there is one."""
+    write_module("user_models", MODULES)
+    workload = workload_from_factory("user_models:Batched")
+    assert not workload.make_batch(2, 3)["input_ids"].any()
+
+
+def test_factories_run_on_fake_tensors(write_module: WriteModule) -> None:
+    """Inside a FakeTensorMode the user's model takes no memory, though it initialises its weights."""
+    write_module("user_models", MODULES)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = workload_from_factory("user_models:Tokens")
+    assert isinstance(workload.model.embedding.weight, FakeTensor)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("no_such_module:f", r"there is no no_such_module in .* or on the Python path"),
+        ("user_models.inside:f", r"there is no user_models.inside"),
+        ("user_models:missing", "user_models has no missing"),
+        ("user_models:number", "it is of type int"),
+        ("user_models:forgot", r"it returned None \(is its return statement missing\?\)"),
+        ("user_models:wrong", "it returned something of type dict"),
+        ("user_models:a_class", "it returned the class Tokens itself"),
+        ("user_models:Pixels", r"config.vocab_size or an nn.Embedding.*; Pixels has neither"),
+    ],
+)
+def test_what_cannot_be_used_is_explained(write_module: WriteModule, spec: str, said: str) -> None:
+    """A missing module or name, or a result that cannot be trained, is an error that names it."""
+    write_module("user_models", MODULES)
+    with pytest.raises(InvalidValue, match=said):
+        workload_from_factory(spec)
+
+
+def test_a_factory_that_raises_shows_its_own_traceback(write_module: WriteModule) -> None:
+    """The traceback starts in the user's code, and none of ours is in it."""
+    write_module("user_models", MODULES)
+    with pytest.raises(UserCodeFailed) as caught:
+        workload_from_factory("user_models:raises")
+    lines = caught.value.traceback.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "user_models.py" in lines[1]
+    assert lines[1].endswith("in raises")
+    assert lines[-1] == "RuntimeError: no data found"
+    assert "batchfinder" not in caught.value.traceback
+    assert caught.value.__cause__ is None
+    assert caught.value.what == "user_models:raises"
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("import not_installed_anywhere", "ModuleNotFoundError: No module named 'not_installed_anywhere'"),
+        ("raise ValueError('at import')", "ValueError: at import"),
+        ("def f(:\n  pass", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_shows_why(write_module: WriteModule, text: str, last: str) -> None:
+    """An error while importing the user's module is shown without Python's import machinery."""
+    write_module("broken_models", text)
+    with pytest.raises(UserCodeFailed, match="importing broken_models raised") as caught:
+        workload_from_factory("broken_models:f")
+    assert "broken_models.py" in caught.value.traceback.splitlines()[1 if "Syntax" not in last else 0]
+    assert caught.value.traceback.splitlines()[-1] == last
+    assert "importlib" not in caught.value.traceback
+
+
+def test_a_factory_that_exits_is_an_error(write_module: WriteModule) -> None:
+    """sys.exit in a factory does not end the command without a word."""
+    write_module("user_models", MODULES)
+    with pytest.raises(UserCodeFailed, match=r"SystemExit: usage: train.py"):
+        workload_from_factory("user_models:leaves")
+
+
+def test_an_interrupt_is_not_swallowed(write_module: WriteModule) -> None:
+    """Ctrl-C inside the user's code stays what it is."""
+    write_module("slow_models", "def f():\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        workload_from_factory("slow_models:f")
+
+
+def test_generators_do_not_move(write_module: WriteModule) -> None:
+    """Batches made for the user's module leave their random numbers as they were."""
+    write_module("user_models", MODULES)
+    workload = workload_from_factory("user_models:Tokens")
+    before = torch.get_rng_state()
+    workload.make_batch(2, 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_truncated_normal_needs_it() -> None:
+    """torch's truncated normal looks at its values: the day it does not, this module can go."""
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        nn.init.trunc_normal_(torch.empty(3, 3))
+
+
+def test_fake_weights_are_initialised_without_values() -> None:
+    """Inside a FakeTensorMode truncated normal initialisation passes, also where it was imported by name."""
+    from torch.nn.init import trunc_normal_
+
+    with FakeTensorMode(), allow_fake_init():
+        assert trunc_normal_(torch.empty(3, 3)).shape == (3, 3)
+
+
+def test_real_weights_are_initialised_as_ever() -> None:
+    """Outside a FakeTensorMode nothing changes, and nothing is left changed afterwards."""
+    with allow_fake_init():
+        assert nn.init.trunc_normal_(torch.zeros(8, 8)).any()
+    with FakeTensorMode(), allow_fake_init():
+        pass
+    assert nn.init.trunc_normal_(torch.zeros(8, 8)).any()

@@ -10,9 +10,11 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import DataLoader
 
 from batchfinder.errors import InvalidValue, UserCodeFailed
-from batchfinder.models.build import understand
+from batchfinder.models.build import workload_from_object
+from batchfinder.models.lightning_module import call_step
 from batchfinder.training.workload import Workload
 
 
@@ -47,7 +49,7 @@ def loss_of(workload: Workload, batch_size: int = 3) -> torch.Tensor:
 def test_it_trains_without_a_trainer() -> None:
     """training_step gives the loss, configure_optimizers the optimizer, and self.log neither warns nor is left off."""
     module = Lit()
-    workload = understand(module, "user:Lit")
+    workload = workload_from_object(module, "user:Lit")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss_of(workload).backward()
@@ -62,25 +64,76 @@ def test_it_trains_without_a_trainer() -> None:
 
 def test_hooks_see_the_names_inside() -> None:
     """Modules are called as the user named them, one level down."""
-    names = [name for name, _ in understand(Lit(), "user:Lit").model.named_modules()]
+    names = [name for name, _ in workload_from_object(Lit(), "user:Lit").model.named_modules()]
     assert names == ["", "module", "module.body", "module.head"]
 
 
 def test_it_runs_on_fake_tensors() -> None:
     """The training step of a model made of fake tensors runs, and logs nothing."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        workload = understand(Lit(), "user:Lit")
+        workload = workload_from_object(Lit(), "user:Lit")
         loss_of(workload, 1 << 40).backward()
 
 
-def test_a_dict_with_loss_and_a_step_without_an_index() -> None:
-    """training_step may return a dict and take the batch alone."""
+def test_a_dict_with_loss() -> None:
+    """training_step may return a dict."""
 
     class Other(Lit):
-        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
             return {"loss": self.head(batch["x"]).sum(), "more": 1}
 
-    assert loss_of(understand(Other(), "user:Other")).dim() == 0
+    assert loss_of(workload_from_object(Other(), "user:Other")).dim() == 0
+
+
+class BatchAlone(Lit):
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+class Underscore(Lit):
+    def training_step(self, samples: Any, _: int) -> Any:
+        return super().training_step(samples, _)
+
+
+class PositionalOnly(Lit):
+    def training_step(self, x: Any, i: int, /) -> Any:
+        return super().training_step(x, i)
+
+
+class AnyNumber(Lit):
+    def training_step(self, *args: Any) -> Any:
+        return super().training_step(*args)
+
+
+class WithDefault(Lit):
+    def training_step(self, one: Any, two: int = 7) -> Any:
+        assert two == 0
+        return super().training_step(one, two)
+
+
+class Prints(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.print("here")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [BatchAlone, Underscore, PositionalOnly, AnyNumber, WithDefault, Prints])
+def test_a_step_is_called_as_lightning_calls_it(kind: type[Lit]) -> None:
+    """By position, with the index wherever there is room for it, whatever the arguments are called; as a fit does."""
+    assert loss_of(workload_from_object(kind(), "user:Lit")).dim() == 0
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, barebones=False,
+    )  # fmt: skip
+    trainer.fit(kind(), DataLoader([{"x": torch.ones(4)}] * 2, batch_size=2))
+    assert trainer.global_step == 1
+
+
+def test_a_validation_step_of_several_dataloaders() -> None:
+    """dataloader_idx is passed where the third argument is called so, and nowhere else."""
+    assert call_step(lambda batch, batch_idx, dataloader_idx: (batch, batch_idx, dataloader_idx), "b") == ("b", 0, 0)
+    assert call_step(lambda batch, i, dataloader_idx=5: (batch, i, dataloader_idx), "b") == ("b", 0, 0)
+    assert call_step(lambda batch, i, other=5: (batch, i, other), "b") == ("b", 0, 5)
 
 
 def test_a_step_without_a_loss() -> None:
@@ -91,7 +144,7 @@ def test_a_step_without_a_loss() -> None:
             return None
 
     with pytest.raises(InvalidValue, match='returns a tensor or a dict with "loss"'):
-        loss_of(understand(Other(), "user:Other"))
+        loss_of(workload_from_object(Other(), "user:Other"))
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -124,7 +177,7 @@ def test_every_form_of_one_optimizer(configure: Any) -> None:
         def configure_optimizers(self) -> Any:
             return configure(self)
 
-    workload = understand(Other(), "user:Other")
+    workload = workload_from_object(Other(), "user:Other")
     assert workload.optimizer is not None
     assert isinstance(workload.optimizer(workload.model.parameters()), torch.optim.SGD)
 
@@ -132,8 +185,8 @@ def test_every_form_of_one_optimizer(configure: Any) -> None:
 @pytest.mark.parametrize(
     ("configure", "said"),
     [
-        (lambda module: [sgd(module), sgd(module)], "Other has 2, which is not supported by the simulator yet"),
-        (lambda module: ([sgd(module), sgd(module)], []), "Other has 2, which is not supported"),
+        (lambda module: [sgd(module), sgd(module)], "Other has 2, which the simulator does not support yet"),
+        (lambda module: ([sgd(module), sgd(module)], []), "Other has 2, which the simulator does not support"),
         (lambda module: None, "an optimizer from Other.configure_optimizers, not None"),
         (lambda module: [], "an optimizer from Other.configure_optimizers"),
         (lambda module: {"lr": 1}, "an optimizer from Other.configure_optimizers"),
@@ -147,15 +200,15 @@ def test_anything_but_one_optimizer_is_refused(configure: Any, said: str) -> Non
             return configure(self)
 
     with pytest.raises(InvalidValue, match=said):
-        understand(Other(), "user:Other")
+        workload_from_object(Other(), "user:Other")
 
 
 def test_manual_optimization_is_refused() -> None:
     """A module that steps its optimizers itself is refused by name."""
     module = Lit()
     module.automatic_optimization = False
-    with pytest.raises(InvalidValue, match="Lit optimizes by hand, which is not supported by the simulator yet"):
-        understand(module, "user:Lit")
+    with pytest.raises(InvalidValue, match="Lit uses manual optimization, which the simulator does not support yet"):
+        workload_from_object(module, "user:Lit")
 
 
 def test_make_batch_is_asked_for() -> None:
@@ -165,7 +218,7 @@ def test_make_batch_is_asked_for() -> None:
         pass
 
     with pytest.raises(InvalidValue, match=r"a LightningModule with make_batch.*its Other has no make_batch"):
-        understand(Other(), "user:Other")
+        workload_from_object(Other(), "user:Other")
 
 
 def test_configure_optimizers_that_raises() -> None:
@@ -176,7 +229,7 @@ def test_configure_optimizers_that_raises() -> None:
             raise KeyError("lr")
 
     with pytest.raises(UserCodeFailed, match="KeyError: 'lr'") as caught:
-        understand(Other(), "user:Other")
+        workload_from_object(Other(), "user:Other")
     assert caught.value.what == "user:Other (Other.configure_optimizers)"
 
 
@@ -187,4 +240,4 @@ def test_configure_model_runs_first() -> None:
         def configure_model(self) -> None:
             self.late = nn.Linear(4, 2)
 
-    assert "module.late" in dict(understand(Other(), "user:Other").model.named_modules())
+    assert "module.late" in dict(workload_from_object(Other(), "user:Other").model.named_modules())

@@ -10,13 +10,14 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchfinder.errors import BatchFinderError, InvalidValue, RecordingDied, RecordingFailed, UserCodeFailed
 from batchfinder.recording.client import RecordingClient
-from batchfinder.recording.server import describe
-from batchfinder.training.spec import RecordingJob, WorkloadSpec
+from batchfinder.training import child_process
+from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")
 
@@ -69,11 +70,9 @@ def too_large():
 """
 
 
-def job(
-    batch_size: int, seq_len: int | None = None, capability: tuple[int, int] = (7, 0), **more: bool
-) -> RecordingJob:
+def job(batch_size: int) -> RecordingJob:
     """One recording with the default settings."""
-    return RecordingJob({}, capability, batch_size, seq_len, **more)
+    return RecordingJob(StepConfig(), (7, 0), batch_size, None)
 
 
 def spec(function: str, **arguments: object) -> WorkloadSpec:
@@ -163,7 +162,7 @@ def test_close_leaves_nothing_behind() -> None:
     recorder = RecordingClient(spec("slow"))
     recorder.facts()
     running = [recorder.submit(job(size)) for size in (2, 3, 4)]
-    group, folder = recorder._process.pid, recorder._folder
+    group, folder = recorder._child.pid, recorder._child.folder
     deadline = time.monotonic() + SECONDS
     while len(processes_of_group(group)) < 2:
         assert time.monotonic() < deadline
@@ -187,7 +186,7 @@ def mlp() -> Iterator[RecordingClient]:
 def test_interrupt_passes_it_by(mlp: RecordingClient) -> None:
     """Ctrl-C is for the foreground: the recording process goes on until it is closed."""
     mlp.facts()
-    os.kill(mlp._process.pid, signal.SIGINT)
+    os.kill(mlp._child.pid, signal.SIGINT)
     assert mlp.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
 
 
@@ -211,9 +210,9 @@ def test_many_at_once_keep_apart(mlp: RecordingClient) -> None:
 
 @pytest.mark.parametrize(("capability", "precision"), [((8, 0), "fp32"), ((7, 0), "16-mixed"), ((6, 1), "fp32")])
 def test_flash_where_there_is_none(capability: tuple[int, int], precision: str) -> None:
-    """Flash attention in fp32, or on a card before Ampere, is a value that will not do."""
+    """Flash attention in fp32, or on a card before Ampere, is refused."""
     with RecordingClient(spec("attention")) as recorder:
-        asked = RecordingJob({"precision": precision}, capability, GOOD, 24, flash=True)
+        asked = RecordingJob(StepConfig(precision=precision, flash=True), capability, GOOD, 24)
         error = error_of(recorder, asked)
         assert isinstance(error, InvalidValue), error
         assert "flash" in str(error)
@@ -275,7 +274,8 @@ def test_trace_that_cannot_be_read(mlp: RecordingClient, monkeypatch: pytest.Mon
         patched.setattr("batchfinder.recording.client.Trace.from_json", from_json)
         error = error_of(mlp, job(GOOD))
         assert isinstance(error, RecordingDied)
-        assert "batch size 7 gave an answer that cannot be read (KeyError: 'stages')" in str(error)
+        assert "batch size 7" in str(error)
+        assert error.last_words == "an answer that cannot be read (KeyError: 'stages')"
     assert mlp.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
 
 
@@ -289,27 +289,17 @@ def test_no_frames_of_cpp(theirs: str) -> None:
             assert "c10::" not in text
 
 
-def test_describe_cuts_frames_of_cpp(tmp_path: Path) -> None:
-    """In errors of ours, in those of others, and only from the line that begins so."""
-    text = "no, Exception raised from here\nException raised from f at f.h:79 (most recent call first):\nframe #0: f"
-    for error in (RuntimeError(text), RecordingFailed(text), UserCodeFailed("it", text)):
-        told = describe(error, tmp_path)
-        assert "no, Exception raised from here" in told["message"]
-        assert "f.h" not in str(told)
-
-
 @pytest.mark.parametrize(("builder", "number"), [("slow", signal.SIGKILL), ("mlp", signal.SIGTERM)])
 def test_ends_with_a_killed_parent(builder: str, number: signal.Signals) -> None:
     """However the near process ends, busy or not: server, forks and folder are gone in a moment."""
     code = f"""
         import time
-        from batchfinder.training.spec import WorkloadSpec
-        from batchfinder.training.spec import RecordingJob
-        from batchfinder.recording.client import Recorder
-        recorder = Recorder(WorkloadSpec("tests.builders.small:{builder}"))
+        from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
+        from batchfinder.recording.client import RecordingClient
+        recorder = RecordingClient(WorkloadSpec("tests.builders.small:{builder}"))
         recorder.facts()
-        futures = [recorder.submit(RecordingJob({{}}, (7, 0), size, None)) for size in (2, 3)]
-        print(recorder._process.pid, recorder._folder, flush=True)
+        futures = [recorder.submit(RecordingJob(StepConfig(), (7, 0), size, None)) for size in (2, 3)]
+        print(recorder._child.pid, recorder._child.folder, flush=True)
         time.sleep(600)
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
@@ -332,11 +322,29 @@ def test_server_that_is_killed_alone() -> None:
         recorder.facts()
         running = recorder.submit(job(GOOD))
         deadline = time.monotonic() + SECONDS
-        while len(processes_of_group(recorder._process.pid)) < 2:
+        while len(processes_of_group(recorder._child.pid)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         time.sleep(0.5)
-        os.kill(recorder._process.pid, signal.SIGKILL)
+        os.kill(recorder._child.pid, signal.SIGKILL)
         error = running.exception(SECONDS)
         assert isinstance(error, RecordingDied)
         assert error.exit_code == -signal.SIGKILL
+
+
+def test_the_recording_process_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the user's environment shows; all else in it is passed on."""
+    environments: list[dict[str, str]] = []
+
+    def start(module: str, descriptors: Any, arguments: Any, log: Any, environment: Any) -> Any:
+        environments.append(dict(environment))
+        return subprocess.Popen(["true"], start_new_session=True)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("MINE", "kept")
+    monkeypatch.setattr(child_process, "start", start)
+    with RecordingClient(WorkloadSpec("no_such_module:build")) as opened, pytest.raises(RecordingDied):
+        opened.facts()
+    (environment,) = environments
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["HIP_VISIBLE_DEVICES"]) == ("", "")
+    assert environment["MINE"] == "kept"

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.step import Step, StepSettings
+from batchfinder.training.spec import StepConfig
+from batchfinder.training.step import Step
 from batchfinder.training.workload import Workload
 
 Record = Callable[..., Trace]
@@ -118,7 +119,7 @@ def really(build: Callable[[], Workload], batch_size: int, seq_len: int | None) 
         watch.stage = (step, stage)
 
     with torch.autograd.set_multithreading_enabled(False), watch:
-        Step(workload, StepSettings(), torch.device("cpu")).run(batch_size, seq_len, on_stage)
+        Step(workload, StepConfig(), torch.device("cpu")).run(batch_size, seq_len, on_stage)
     return watch.sizes
 
 

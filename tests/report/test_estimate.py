@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from batchfinder.devices import Card, Device
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, side_by_side
-from batchfinder.report.estimate import Changed, EstimateFindings, estimate_sheets
+from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
+from batchfinder.training.spec import StepOptions
 from batchfinder.units import GIB, MIB
 
 CONTEXT = 300 * MIB
@@ -39,7 +42,7 @@ KINDS, MODULES, OPERATORS, SIZES, SHAPES = zip(*BLOCKS, strict=True)
 TRACE = Trace(
     batch_size=4,
     seq_len=128,
-    structure=Structure(ORDER, MARKS, OPERATORS, MODULES, KINDS),
+    structure=TraceStructure(ORDER, MARKS, OPERATORS, MODULES, KINDS),
     sizes=tuple(size * MIB - 100 for size in SIZES),
     shapes=SHAPES,
 )
@@ -52,24 +55,15 @@ def on(usable: int, trace: Trace = TRACE) -> Estimate:
 
 def findings(found: Estimate) -> EstimateFindings:
     """All that there is about one GPU."""
-    return EstimateFindings(
-        model="mine:net",
-        gpu="A100 40GB",
-        num_gpus=1,
-        mode="train",
-        precision="bf16-mixed",
-        optimizer="adamw",
-        attention="default",
-        gradient_checkpointing=False,
-        accumulation=1,
-        estimate=found,
-        unmodelled=("kernels' small scratch tensors",),
-    )
+    device = Device("A100", 64 * GIB, found.capacity_bytes - CONTEXT, (8, 0), context_bytes=CONTEXT)
+    options = StepOptions(precision="bf16-mixed")
+    request = EstimateRequest("mine:net", 4, 128, Card(device, "A100 40GB"), options, 1, AllocatorSettings())
+    return EstimateFindings(request, found, unmodelled=("kernels' small scratch tensors",))
 
 
-def printed(found: EstimateFindings, capsys: pytest.CaptureFixture[str], number: int) -> str:
+def printed(found: EstimateFindings, capsys: pytest.CaptureFixture[str], number: int, by_module: bool = False) -> str:
     """One of the tables, as it is printed."""
-    estimate_sheets(found)[number].show()
+    estimate_tables(found, by_module)[number].show()
     return capsys.readouterr().out
 
 
@@ -80,7 +74,7 @@ def test_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
         == """\
 mine:net at batch size 4, sequence length 128 on A100 40GB, simulated
 bf16-mixed, adamw
-fits: takes 2.40 GiB of 20.29 GiB, 17.89 GiB to spare
+fits: takes 2.40 GiB of 20.29 GiB, 17.89 GiB free
 
 kind                     bytes   share
 ──────────────────────────────────────
@@ -95,10 +89,10 @@ fragmentation       713.00 MiB   29.0%
 CUDA context        300.00 MiB   12.2%
 all                   2.40 GiB  100.0%
 
-at the peak: step 0, loss, no module, where _log_softmax asks for 60.00 MiB; 1.42 GiB are in live blocks
-the most is reserved from step 0, optimizer on, and kept; fragmentation is what no tensor holds of it at the peak
-the smallest card that would do has 1.92 GiB: a full one makes the allocator give back its cache
-left out: kernels' small scratch tensors
+peak: step 0, loss, no module, where _log_softmax allocates 60.00 MiB; 1.42 GiB allocated
+the most is reserved from step 0, optimizer on; fragmentation: reserved, but in no tensor at the peak
+the smallest GPU that runs it has 1.92 GiB, where the allocator has to free its cache
+1 assumption; --explain says which
 """
     )
 
@@ -128,7 +122,7 @@ The 9 largest tensors at the peak
 def test_by_module(capsys: pytest.CaptureFixture[str]) -> None:
     """Modules as a tree, the layers of a list in one line, and what belongs to none at the end."""
     assert (
-        printed(replace(findings(on(20 * GIB)), by_module=True), capsys, 2)
+        printed(findings(on(20 * GIB)), capsys, 2, by_module=True)
         == """\
 By module, at the peak
 
@@ -148,7 +142,7 @@ def test_small_modules_are_left_out() -> None:
     """A module with less than a thousandth of it is no line; it is said how many are not."""
     order = [event + (event >= 4) if event >= 0 else event - (~event >= 4) for event in ORDER]
     order.insert(4, 4)
-    tiny = Structure(
+    tiny = TraceStructure(
         order=tuple(order),
         marks=tuple(StageMark(mark.position + (mark.position >= 4), mark.step, mark.stage) for mark in MARKS),
         operators=(*OPERATORS[:4], "x", *OPERATORS[4:]),
@@ -156,81 +150,86 @@ def test_small_modules_are_left_out() -> None:
         kinds=(*KINDS[:4], "parameter", *KINDS[4:]),
     )
     trace = replace(TRACE, structure=tiny, sizes=(*TRACE.sizes[:4], 4096, *TRACE.sizes[4:]), shapes=())
-    sheet = estimate_sheets(replace(findings(on(20 * GIB, trace)), by_module=True))[2]
-    assert sheet.columns["module"] == ["all", "embed", "layers.* (2)", "in no module"]
-    assert sheet.notes[1] == "left out: modules with less than 0.1 % (lines: 1)"
+    table = estimate_tables(findings(on(20 * GIB, trace)), by_module=True)[2]
+    assert table.columns["module"] == ["all", "embed", "layers.* (2)", "in no module"]
+    assert table.notes[1] == "modules with less than 0.1 % are not shown: 1"
 
 
 def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """What is short, that the figures are of a larger card, and every option that was given."""
-    found = replace(findings(on(GIB)), attention="eager", gradient_checkpointing=True, accumulation=2, mode="forward")
+    found = findings(on(GIB))
+    options = replace(found.request.options, attention="eager", gradient_checkpointing=True, mode="forward")
+    found = replace(found, request=replace(found.request, options=options, accumulation=2))
     lines = printed(found, capsys, 0).splitlines()
     assert lines[1] == "bf16-mixed, forward, eager attention, gradient checkpointing, 2 micro-batches"
-    assert lines[2] == "does not fit: 638.00 MiB short; it would take 2.40 GiB, and there are 1.29 GiB"
-    assert lines[17] == "as it does not fit, all figures are those of a card without end"
+    assert lines[2] == "does not fit: 638.00 MiB short; it would take 2.40 GiB of 1.29 GiB"
+    assert lines[17] == "it does not fit, so all figures are for a GPU with unlimited memory"
 
 
 def test_the_smallest_card_itself() -> None:
     """On the smallest card nothing is to spare, and the cache is given back on the way."""
     required = on(20 * GIB).required_bytes
-    sheet = estimate_sheets(findings(on(required - CONTEXT)))[0]
-    assert sheet.details[1] == "fits: takes 1.92 GiB of 1.92 GiB, 0 B to spare"
-    assert sheet.notes[2:4] == (
-        "the smallest card that would do has 1.92 GiB",
-        "the cache has to be given back to go on (times: 1), which takes time in training",
+    table = estimate_tables(findings(on(required - CONTEXT)))[0]
+    assert table.details[1] == "fits: takes 1.92 GiB of 1.92 GiB, 0 B free"
+    assert table.notes[2:4] == (
+        "the smallest GPU that runs it has 1.92 GiB",
+        "allocation retries: 1; each frees the allocator's cache, which takes time",
     )
 
 
 def test_a_larger_card_may_fail() -> None:
     """Where the smallest card that would do is smaller than one that does not, nothing is said to be short."""
     found = replace(on(GIB), required_bytes=GIB)
-    assert estimate_sheets(findings(found))[0].details[1] == (
-        "does not fit; it would take 2.40 GiB, and there are 1.29 GiB"
-    )
+    assert estimate_tables(findings(found))[0].details[1] == "does not fit; it would take 2.40 GiB of 1.29 GiB"
 
 
 def test_no_card_was_named() -> None:
-    """A budget alone has no context, which is said."""
+    """A budget alone has no context, which is one of the assumptions."""
     found = findings(estimate(TRACE, DeviceMemory(8 * GIB, 8 * GIB)))
-    assert "left out: the CUDA context, as no card was named" in estimate_sheets(found)[0].notes
+    assert estimate_tables(found)[0].notes[-1] == "2 assumptions; --explain lists them"
+    assert estimate_tables(found, explain=True)[0].notes[-2:] == (
+        "not modelled: the CUDA context, as no GPU was named",
+        "not modelled: kernels' small scratch tensors",
+    )
 
 
 def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """What each of several GPUs takes, by strategy, and what is approximated."""
-    each = {name: on(1900 * MIB, side_by_side(TRACE, stage, 8, 0.5)) for name, stage in STRATEGIES.items()}
-    found = replace(findings(on(20 * GIB)), num_gpus=8, strategies=each)
+    each = {name: on(1900 * MIB, sharded_step(TRACE, stage, 8, 0.5)) for name, stage in STRATEGIES.items()}
+    found = findings(on(20 * GIB))
+    request = replace(found.request, card=replace(found.request.card, count=8))
+    found = replace(found, request=request, strategies=each)
     assert (
         printed(found, capsys, 2)
         == """\
 On 8 GPUs, each with a batch of 4 of its own
 
-strategy      each takes  model states  communication  smallest card  fits
-──────────────────────────────────────────────────────────────────────────
-DDP             2.09 GiB    380.00 MiB     180.00 MiB       2.09 GiB  yes
-ZeRO-1          1.90 GiB    380.00 MiB     180.00 MiB       1.90 GiB  yes
-ZeRO-2          1.82 GiB    380.00 MiB     100.00 MiB       1.82 GiB  yes
-ZeRO-3, FSDP    1.74 GiB    222.50 MiB     190.00 MiB       1.74 GiB  yes
+strategy      each takes  model states  communication  smallest GPU  fits
+─────────────────────────────────────────────────────────────────────────
+DDP             2.09 GiB    380.00 MiB     180.00 MiB      2.09 GiB  yes
+ZeRO-1          1.90 GiB    380.00 MiB     180.00 MiB      1.90 GiB  yes
+ZeRO-2          1.82 GiB    380.00 MiB     100.00 MiB      1.82 GiB  yes
+ZeRO-3, FSDP    1.74 GiB    222.50 MiB     190.00 MiB      1.74 GiB  yes
 
 model states: parameters, gradients and optimizer state at the peak
 communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them
-approximated: shards are exact parts, and the largest layer is there all the time rather than when it is needed
-left out: NCCL's own memory
+2 assumptions; --explain lists them
 """
     )
 
 
 def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    """What each change buys, and why one cannot be made."""
-    advice = (
-        Changed("", 4, 2 * GIB, False, 2),
-        Changed("--batch-size 2 --accumulation 2", 2, 900 * MIB, True, 3, effective_batch_size=4),
-        Changed("--gradient-checkpointing", 4, error="this model has none"),
+    """What each option changes, and why one cannot be used."""
+    alternatives = (
+        Alternative("", 4, 2 * GIB, False, 2),
+        Alternative("--batch-size 2 --accumulation 2", 2, 900 * MIB, True, 3, effective_batch_size=4),
+        Alternative("--gradient-checkpointing", 4, error="this model has none"),
     )
-    found = replace(findings(on(GIB)), advice=advice)
+    found = replace(findings(on(GIB)), alternatives=alternatives)
     assert (
         printed(found, capsys, 2)
         == """\
-What a change would buy on one GPU
+Other options on one GPU
 
 change                                takes  fits  largest batch
 ────────────────────────────────────────────────────────────────
@@ -258,6 +257,6 @@ def test_markdown_keeps_the_tree() -> None:
     """In Markdown a module stays under the one it is in, and a list's star is a star."""
     modules = tuple(module and f"net.{module}" if module != "embed" else "net" for module in MODULES)
     found = findings(on(20 * GIB, replace(TRACE, structure=replace(TRACE.structure, modules=modules))))
-    text = estimate_sheets(replace(found, by_module=True))[2].to_markdown()
+    text = estimate_tables(found, by_module=True)[2].to_markdown()
     assert "\n| net | 380.00 MiB | 1000.00 MiB | 0 B | 1.35 GiB |\n" in text
     assert "\n| &nbsp;&nbsp;layers.\\* (2) | 80.00 MiB |" in text

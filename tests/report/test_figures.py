@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 
 from batchfinder.cli.main import main
-from batchfinder.estimate.breakdown import over_time
+from batchfinder.devices import Card, Device
+from batchfinder.estimate.breakdown import bytes_over_time
 from batchfinder.estimate.estimate import estimate
-from batchfinder.estimate.sharding import STRATEGIES, side_by_side
+from batchfinder.estimate.sharding import STRATEGIES, sharded_step
 from batchfinder.report import plots
-from batchfinder.report.estimate import EstimateFindings
+from batchfinder.report.estimate import EstimateFindings, EstimateRequest
 from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep
 from batchfinder.report.sweep import SweepRow
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
+from batchfinder.training.spec import StepOptions
 from batchfinder.units import GIB
+from tests.report.test_sweep import T4, V100, row
 
 TITLE = "bert at batch size 8 on Titan X Pascal, simulated"
 
@@ -46,35 +50,21 @@ def _trace() -> Trace:
     order = (0, 1, 2, ~2, 3, ~1, 4, 5, 6, ~6, ~5)
     marks = [(0, -1, "model"), (1, 0, "forward"), (2, 0, "backward"), (6, 0, "optimizer"), (7, 1, "forward")]
     names = tuple("abcdefg")
-    structure = Structure(order, tuple(StageMark(*mark) for mark in [*marks, (8, 1, "backward")]), names, names, kinds)
+    structure = TraceStructure(
+        order, tuple(StageMark(*mark) for mark in [*marks, (8, 1, "backward")]), names, names, kinds
+    )
     return Trace(8, 128, structure, sizes)
 
 
 def _rows() -> list[SweepRow]:
     rows = []
-    for model, gpu, base in itertools.product(("gpt2", "gpt2-medium"), ("V100 16GB", "T4"), (1,)):
+    for model, card, base in itertools.product(("gpt2", "gpt2-medium"), (V100, T4), (1,)):
         for seq_len in (64, 128, 256, 320, 384, 512):
             size = 8192 // seq_len // (1 + 2 * (model != "gpt2"))
             curve = tuple((each, base * GIB + each * seq_len * 1_700_000) for each in (2, size // 2, size, size + 3))
-            usual = ("train", "fp32", "adamw", "default", False)
-            rows.append(
-                SweepRow(
-                    model,
-                    seq_len,
-                    gpu,
-                    (15 if gpu == "T4" else 16) * GIB,
-                    *usual,
-                    size,
-                    GIB,
-                    14 * GIB,
-                    "simulated",
-                    3,
-                    0.1,
-                    curve=curve,
-                )
-            )
-    rows[0] = replace(rows[0], published=64)
-    rows[-1] = replace(rows[-1], max_batch_size=0, peak_reserved_bytes=None)
+            rows.append(replace(row(size, model=model, seq_len=seq_len, card=card), curve=curve))
+    rows[0] = replace(rows[0], cell=replace(rows[0].cell, published=64))
+    rows[-1] = replace(rows[-1], result=replace(rows[-1].result, max_batch_size=0))
     return rows
 
 
@@ -108,7 +98,7 @@ def _assert_legible(figure: Any) -> set[str]:
 
 def test_a_profile(figures: list[Any], tmp_path: Path) -> None:
     """It names steps, stages, kinds, the peak and the limit; its areas sum to what is alive."""
-    memory = over_time(_trace())
+    memory = bytes_over_time(_trace())
     assert {kind: sizes[8] // GIB for kind, sizes in memory.by_kind.items()} == {
         "parameters": 4, "gradients": 4, "optimizer": 8, "activations": 2, "temporary": 1,
     }  # fmt: skip
@@ -123,12 +113,10 @@ def test_an_estimate(figures: list[Any], tmp_path: Path) -> None:
     """It has a bar for each strategy, with all kinds in it, as long as the peak."""
     memory = DeviceMemory(20 * GIB, 20 * GIB)
     alone = estimate(_trace(), memory, GIB)
-    strategies = {name: estimate(side_by_side(_trace(), n, 4), memory, GIB) for name, n in STRATEGIES.items()}
-    step = {"mode": "train", "precision": "fp32", "optimizer": "adamw", "attention": "default"}
-    found = EstimateFindings(
-        "bert", "p3.8xlarge: 4 x V100 16GB", 4, **step, gradient_checkpointing=False, accumulation=1, estimate=alone,
-        strategies=strategies,
-    )  # fmt: skip
+    strategies = {name: estimate(sharded_step(_trace(), n, 4), memory, GIB) for name, n in STRATEGIES.items()}
+    card = Card(Device("V100 16GB", 21 * GIB, 20 * GIB, (7, 0)), "p3.8xlarge: 4 x V100 16GB", 4)
+    request = EstimateRequest("bert", 8, 128, card, StepOptions(), 1, AllocatorSettings())
+    found = EstimateFindings(request, alone, strategies)
     draw_estimate(found, str(tmp_path / "estimate.svg"))
     words = _assert_legible(figures[0])
     assert {"one GPU", "DDP", "ZeRO-3, FSDP", "20.00 GiB", "p3.8xlarge: 4 x V100 16GB, 21.00 GiB each"} <= words
@@ -142,18 +130,19 @@ def test_a_sweep(figures: list[Any], tmp_path: Path) -> None:
     """Both axes of the first picture are logarithmic, lines join the answers, and limits are drawn in the second."""
     draw_sweep(_rows(), "Largest training batch, simulated", str(tmp_path / "sweep.png"))
     words = _assert_legible(figures[0])
-    assert {"gpt2, V100 16GB", "gpt2-medium, T4", "V100 16GB: 16.00 GiB", "T4: 15.00 GiB", "512"} <= words
+    assert {"gpt2, V100", "gpt2-medium, T4", "V100: 15.00 GiB", "T4: 14.00 GiB", "512"} <= words
     sizes, memory = figures[0].axes
     assert (sizes.get_xscale(), sizes.get_yscale(), memory.get_xscale()) == ("log", "log", "log")
     lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in sizes.get_lines()}
-    assert lines["gpt2, V100 16GB"] == [(64, 128), (128, 64), (256, 32), (320, 25), (384, 21), (512, 16)]
-    assert lines["gpt2, V100 16GB, published"] == [(64, 64)]
+    assert lines["gpt2, V100"] == [(64, 128), (128, 64), (256, 32), (320, 25), (384, 21), (512, 16)]
+    assert lines["gpt2, V100, published"] == [(64, 64)]
     assert len(lines["gpt2-medium, T4"]) == 5  # the last one fits nothing
 
 
 def test_models_of_one_shape(figures: list[Any], tmp_path: Path) -> None:
     """Without a sequence length there is a point for each model."""
-    rows = [replace(row, seq_len=None, model=f"model {number}") for number, row in enumerate(_rows()[:3])]
+    cells = [replace(found.cell, seq_len=None, model=f"model {number}") for number, found in enumerate(_rows()[:3])]
+    rows = [replace(found, cell=cell) for found, cell in zip(_rows(), cells, strict=False)]
     draw_sweep(rows, "Largest training batch, simulated", str(tmp_path / "sweep.svg"))
     assert {"model 0", "model 1", "model 2", "largest batch"} <= _assert_legible(figures[0])
 
@@ -161,7 +150,7 @@ def test_models_of_one_shape(figures: list[Any], tmp_path: Path) -> None:
 def test_the_same_figures_make_the_same_file(tmp_path: Path) -> None:
     """Also on another day: an SVG has no date in it."""
     for name in ("one.svg", "two.svg"):
-        draw_profile(over_time(_trace()), 20 * GIB, TITLE, str(tmp_path / name))
+        draw_profile(bytes_over_time(_trace()), 20 * GIB, TITLE, str(tmp_path / name))
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
@@ -178,7 +167,7 @@ def test_mistakes_are_told_before_anything_is_built(
     expected = "expected a file that ends in .png or .svg, in a folder that exists."
     for path in ("step.jpeg", "no/such/step.png", str(tmp_path)):
         assert main([verb, "--plot", path]) == 1
-        assert capsys.readouterr().err == f"batchfinder: --plot: {path!r} will not do; {expected}\n"
+        assert capsys.readouterr().err == f"batchfinder: --plot: invalid value {path!r}; {expected}\n"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([verb, "--plot", str(tmp_path / "step.png")]) == 1
     assert capsys.readouterr().err == (

@@ -10,26 +10,26 @@ from dataclasses import replace
 import pytest
 
 from batchfinder.report.progress import StatusLine, SweepProgress
-from tests.report.test_sweep import ROW
+from tests.report.test_sweep import row, tried
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """Where there is no terminal, each thing worth a line and each row is one line on stderr."""
     with SweepProgress(()) as progress:
-        progress.expect(3)
-        progress.doing("building bert-base")
-        progress.doing("bert-base at 64 on T4", worth_a_line=False)
-        progress.found(ROW, (0, 1))
-        progress.found(replace(ROW, seq_len=None, source="cache", trials=0), (0, 0))
-        progress.found(replace(ROW, seq_len=32, source="measured", found_by="measured", trials=1), (0, 2))
+        progress.expect([("bert-base", "T4", None), ("bert-base", "T4", 64), ("bert-base", "T4", 32)])
+        progress.update("building bert-base")
+        progress.update("bert-base at 64 on T4", terminal_only=True)
+        progress.found(row())
+        progress.found(replace(row(seq_len=None), cached=True, trials=()))
+        progress.found(row(100, tried(100), seq_len=32, source="measured"))
     assert capsys.readouterr() == (
         "",
         "building bert-base\n"
-        "[1/3] bert-base at 64 on T4: 100 (simulated, 7 trials, 0.2 s)\n"
+        "[1/3] bert-base at 64 on T4: 100 (simulated, 2 trials, 0.2 s)\n"
         "[2/3] bert-base on T4: 100 (simulated, from the cache, 0.2 s)\n"
         "[3/3] bert-base at 32 on T4: 100 (measured, 1 trial, 0.2 s)\n",
     )
-    assert [row.seq_len for row in progress.rows] == [None, 64, 32]
+    assert [found.cell.seq_len for found in progress.rows] == [None, 64, 32]
 
 
 def test_a_failure_that_does_not_end_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +68,9 @@ def test_a_live_table(connect: Connect, capsys: pytest.CaptureFixture[str]) -> N
     """On a terminal the table grows under a bar; of more rows than there are lines, the latest are shown."""
     terminal = connect()
     with SweepProgress(("headroom 10%",)) as progress:
-        progress.expect(40)
-        for size in range(1, 31):
-            progress.found(replace(ROW, max_batch_size=1000 + size), (size,))
+        progress.expect([("bert-base", "T4", length) for length in range(1, 41)])
+        for length in range(1, 31):
+            progress.found(row(1000 + length, seq_len=length))
     assert capsys.readouterr().out == ""
     sent = terminal.getvalue()
     last = sent[sent.rindex("Largest training batch on T4, simulated") :]
@@ -85,16 +85,16 @@ def test_a_live_table(connect: Connect, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_spinner(connect: Connect) -> None:
     """On a terminal what is being done stands beside a spinner, and nothing of it stays."""
     terminal = connect()
-    with StatusLine() as activity:
-        activity.doing("building bert-base")
+    with StatusLine() as line:
+        line.update("building bert-base")
         assert "building bert-base\n" not in terminal.getvalue()
     assert terminal.getvalue().endswith("\x1b[2K")
 
 
 def test_a_dumb_terminal_gets_plain_lines(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal that cannot draw a line anew gets plain ones."""
+    """A terminal that cannot redraw a line gets plain ones."""
     monkeypatch.setenv("TERM", "dumb")
     terminal = connect()
-    with StatusLine() as activity:
-        activity.doing("building bert-base")
+    with StatusLine() as line:
+        line.update("building bert-base")
     assert terminal.getvalue() == "building bert-base\n"

@@ -1,148 +1,200 @@
-"""What a sweep found, in words and figures."""
+"""A row of a sweep, and the table, JSON and CSV that are made of rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from batchfinder.accumulation import plan_accumulation
-from batchfinder.report.sweep import SweepRow, comma_separated, sweep_sheet
+import pytest
+
+from batchfinder.devices import Card, Device
+from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
+from batchfinder.training.spec import StepOptions
 
 GIB = 1 << 30
-ROW = SweepRow(
-    model="bert-base",
-    seq_len=64,
-    gpu="T4",
-    budget_bytes=14 * GIB,
-    mode="train",
-    precision="fp32",
-    optimizer="adamw",
-    attention="default",
-    gradient_checkpointing=False,
-    max_batch_size=100,
-    peak_allocated_bytes=12 * GIB,
-    peak_reserved_bytes=13 * GIB,
-    source="simulated",
-    trials=7,
-    seconds=0.25,
-    unmodelled=("workspaces",),
-)
+T4 = Card(Device("T4", 15 * GIB, 14 * GIB, (7, 5)), "T4")
+V100 = Card(Device("V100", 16 * GIB, 15 * GIB, (7, 0)), "V100")
+CELL = Cell("bert-base", 64, T4, StepOptions())
+
+
+def tried(size: int, verdict: Verdict = Verdict.FITS) -> Trial:
+    """A size and what came of it."""
+    if verdict is Verdict.FITS:
+        return Trial(size, Shape(64), Measurement(verdict, 12 * GIB, 13 * GIB))
+    return Trial(size, Shape(64), Measurement(verdict, message="no"))
+
+
+def row(size: int = 100, *trials: Trial, source: str = "simulated", **changes: Any) -> SweepRow:
+    """A row; `changes` are of its cell, and of its result where a result has such a field."""
+    trials = trials or (tried(size), tried(size + 1, Verdict.OUT_OF_MEMORY))
+    measurement = next(trial.measurement for trial in trials if trial.batch_size == max(1, size))
+    result = SearchResult(Shape(64), size, StopReason.EXACT, measurement, trials, source, ("workspaces",))
+    of_result = {name: changes.pop(name) for name in ("stop", "measurement", "unmodelled") if name in changes}
+    return SweepRow(replace(CELL, **changes), replace(result, **of_result), trials, 0.25)
+
+
+def needing(size: int | None, message: str = "no") -> SweepRow:
+    """A row where nothing fits, and what one sample needs."""
+    failed = Trial(1, Shape(64), Measurement(Verdict.OUT_OF_MEMORY, message=message, needed_bytes=size))
+    return row(0, failed, target_batch_size=256)
+
+
+@pytest.mark.parametrize("verdict", [Verdict.THRASHING, Verdict.SIZE_CEILING, Verdict.OUT_OF_MEMORY])
+def test_what_stopped_it(verdict: Verdict) -> None:
+    """It is the smallest size that failed above the answer which is named, and no smaller one, also from the cache."""
+    trials = [tried(2, Verdict.HOST_OUT_OF_MEMORY), tried(4), tried(8, Verdict.HOST_OUT_OF_MEMORY), tried(5, verdict)]
+    fresh = row(4, *trials)
+    assert fresh.stopped_by is replace(fresh, trials=(), cached=True).stopped_by is verdict
+    assert fresh.to_json()["stopped_by"] == verdict.name.lower()
+    assert row(4, tried(4)).to_json()["stopped_by"] is None
+
+
+def test_trials_are_counted() -> None:
+    """Those of this run, and how many of them failed; none for an answer from the cache, which says who found it."""
+    fresh = row(4, tried(4), tried(8, Verdict.OUT_OF_MEMORY), tried(5, Verdict.OUT_OF_MEMORY), source="measured")
+    names = ("source", "found_by", "trials", "failed_trials")
+    found, cached = fresh.to_json(), replace(fresh, trials=(), cached=True).to_json()
+    assert tuple(found[name] for name in names) == ("measured", "measured", 3, 2)
+    assert tuple(cached[name] for name in names) == ("cache", "measured", 0, 0)
+
+
+def test_the_message_of_a_failure_only_where_nothing_fits() -> None:
+    """The device's message and no peaks for 0; peaks and no message for an answer."""
+    nothing, something = needing(None).to_json(), row().to_json()
+    names = ("message", "peak_reserved_bytes", "peak_allocated_bytes")
+    assert tuple(nothing[name] for name in names) == ("no", None, None)
+    assert tuple(something[name] for name in names) == ("", 13 * GIB, 12 * GIB)
 
 
 def test_one_gpu_stands_in_the_title() -> None:
     """What is the same in all rows is said once."""
-    sheet = sweep_sheet([ROW, replace(ROW, seq_len=128)])
-    assert sheet.title == "Largest training batch on T4, simulated"
-    assert sheet.details == ("fp32, adamw", "14.00 GiB usable")
-    assert list(sheet.columns) == ["model", "seq len", "max batch", "peak reserved", "source"]
-    assert sheet.notes == ("left out: workspaces",)
+    table = sweep_table([row(), row(seq_len=128)])
+    assert table.title == "Largest training batch on T4, simulated"
+    assert table.details == ("fp32, adamw", "14.00 GiB usable")
+    assert list(table.columns) == ["model", "seq len", "max batch", "peak reserved", "source"]
+    assert table.notes == ("1 assumption; --explain says which",)
 
 
 def test_several_gpus_are_a_column() -> None:
     """With several GPUs each row says which, and what is usable of each is said once."""
-    sheet = sweep_sheet([ROW, replace(ROW, gpu="V100", budget_bytes=15 * GIB)])
-    assert sheet.title == "Largest training batch, simulated"
-    assert sheet.details[1] == "usable: 14.00 GiB of T4, 15.00 GiB of V100"
-    assert sheet.columns["GPU"] == ["T4", "V100"]
+    table = sweep_table([row(), row(card=V100)])
+    assert table.title == "Largest training batch, simulated"
+    assert table.details[1] == "usable: 14.00 GiB of T4, 15.00 GiB of V100"
+    assert table.columns["GPU"] == ["T4", "V100"]
 
 
 def test_every_option_is_said() -> None:
     """Mode, attention, checkpointing and the conditions stand above the table; inference has no optimizer."""
-    row = replace(ROW, mode="inference", precision="bf16-true", attention="flash", gradient_checkpointing=True)
-    sheet = sweep_sheet([row], ["headroom 10%"])
-    assert sheet.title == "Largest inference batch on T4, simulated"
-    assert sheet.details[0] == "bf16-true, flash attention, gradient checkpointing, headroom 10%"
+    options = StepOptions("inference", "bf16-true", "adamw", "flash", gradient_checkpointing=True)
+    table = sweep_table([row(options=options)], ["headroom 10%"])
+    assert table.title == "Largest inference batch on T4, simulated"
+    assert table.details[0] == "bf16-true, inference, flash attention, gradient checkpointing, headroom 10%"
+
+
+def test_several_optimizers_are_said() -> None:
+    """Where a model brings its own optimizer, both stand above the table."""
+    own = replace(StepOptions(), optimizer="its own")
+    assert sweep_table([row(), row(options=own)]).details[0] == "fp32, adamw or its own"
 
 
 def test_columns_with_nothing_to_say_are_left_out() -> None:
     """Samples of one fixed shape need no length; a mixed table has a dash for it."""
-    shapeless = replace(ROW, seq_len=None)
-    assert "seq len" not in sweep_sheet([shapeless]).columns
-    assert sweep_sheet([shapeless, ROW]).columns["seq len"] == ["-", "64"]
+    shapeless = row(seq_len=None)
+    assert "seq len" not in sweep_table([shapeless]).columns
+    assert sweep_table([shapeless, row()]).columns["seq len"] == ["-", "64"]
 
 
 def test_nothing_fits() -> None:
     """Where nothing fits there is no plan, and what one sample needs stands in the place of the peak."""
-    row = replace(ROW, max_batch_size=0, peak_reserved_bytes=None, needed_bytes=20 * GIB, target_batch_size=256)
-    columns = sweep_sheet([row]).columns
+    columns = sweep_table([needing(20 * GIB)]).columns
     assert columns["peak reserved"] == ["1 needs 20.00 GiB"]
     assert columns["micro-batch x accumulation"] == ["-"]
-    assert row.to_json()["micro_batch_size"] is None
+    assert needing(20 * GIB).to_json()["micro_batch_size"] is None
 
 
 def test_plans() -> None:
     """A plan is the product it is; a third factor is explained."""
-    one = replace(ROW, target_batch_size=256, plan=plan_accumulation(256, 100))
-    eight = replace(ROW, target_batch_size=256, plan=plan_accumulation(256, 10, 8))
-    sheet = sweep_sheet([one, eight])
-    assert sheet.columns["micro-batch x accumulation"] == ["64 x 4 = 256", "8 x 4 x 8 = 256"]
-    assert sheet.notes[0] == "where a plan has three factors, the last is the number of GPUs"
-    assert sweep_sheet([one]).notes == ("left out: workspaces",)
+    one, eight = row(target_batch_size=256), row(10, target_batch_size=256, card=replace(T4, count=8))
+    table = sweep_table([one, eight])
+    assert table.columns["micro-batch x accumulation"] == ["64 x 4 = 256", "8 x 4 x 8 = 256"]
+    assert table.notes[0] == "where a plan has three factors, the last is the number of GPUs"
+    assert len(sweep_table([one]).notes) == 1
 
 
 def test_published_figures_have_their_source() -> None:
     """The published column is there where a row has a figure, 0 included, and says whose it is."""
-    sheet = sweep_sheet([replace(ROW, published=0), ROW])
-    assert sheet.columns["published"] == ["0", ""]
-    assert sheet.notes[0].startswith("published: by google-research/bert ")
+    table = sweep_table([row(published=0), row()])
+    assert table.columns["published"] == ["0", ""]
+    assert table.notes[0].startswith("published: by google-research/bert ")
 
 
-def test_counts_below_the_table() -> None:
-    """Sizes that were not scaled, and rows from the cache, are counted; a cached figure is still a simulated one."""
-    sheet = sweep_sheet([replace(ROW, source="cache"), replace(ROW, unscaled=2), replace(ROW, unscaled=1)])
-    assert sheet.columns["source"] == ["simulated"] * 3
-    assert sheet.notes[1:] == (
-        "recorded at the size itself rather than scaled: 3 of the sizes tried",
-        "from the cache: 1 of 3 rows",
+def test_assumptions_are_counted_or_explained() -> None:
+    """One line counts them, each once; with --explain each has a line, and so have sizes that were not scaled."""
+    rows = [row(unmodelled=("one", "two")), replace(row(unmodelled=("two", "three")), unscaled=2)]
+    assert sweep_table(rows).notes == ("3 assumptions; --explain lists them",)
+    assert sweep_table(rows, explain=True).notes == (
+        "not modelled: one",
+        "not modelled: two",
+        "not modelled: three",
+        "recorded at the size itself rather than scaled: 2 of the sizes tried",
     )
+    assert sweep_table([row(unmodelled=())]).notes == ()
+
+
+def test_cached_rows_are_counted() -> None:
+    """Rows from the cache are counted; a cached figure is still a simulated one."""
+    table = sweep_table([replace(row(), cached=True), row(), row()])
+    assert table.columns["source"] == ["simulated"] * 3
+    assert table.notes[0] == "from the cache: 1 of 3 rows"
 
 
 def test_a_cap_is_no_maximum() -> None:
     """Where the search ended at its cap, a note says that nothing larger was tried."""
-    notes = sweep_sheet([replace(ROW, stop="cap"), ROW]).notes
-    assert f"no larger batch was tried than {ROW.max_batch_size}: it is the search's cap" in notes
-    assert not any("cap" in note for note in sweep_sheet([ROW]).notes)
+    notes = sweep_table([row(stop=StopReason.CAP), row()]).notes
+    assert "nothing above 100 was tried: --max-batch-size" in notes
+    assert not any("--max-batch-size" in note for note in sweep_table([row()]).notes)
 
 
-MEASURED = replace(ROW, source="measured", found_by="measured", trials=4, failed_trials=1, stopped_by="out_of_memory")
+MEASURED = row(source="measured", unmodelled=())
 
 
 def test_measured_figures() -> None:
     """The title says what they were measured on; a cached figure is still a measured one."""
-    sheet = sweep_sheet([MEASURED, replace(MEASURED, source="cache", trials=0)])
-    assert sheet.title == "Largest training batch, measured on T4"
-    assert sheet.details == ("fp32, adamw", "14.00 GiB usable")
-    assert sheet.columns["source"] == ["measured", "measured"]
-    assert sheet.notes == ("left out: workspaces", "from the cache: 1 of 2 rows")
+    table = sweep_table([MEASURED, replace(MEASURED, cached=True, trials=())])
+    assert table.title == "Largest training batch, measured on T4"
+    assert table.details == ("fp32, adamw", "14.00 GiB usable")
+    assert table.columns["source"] == ["measured", "measured"]
+    assert table.notes == ("from the cache: 1 of 2 rows",)
 
 
 def test_a_tolerance_is_said() -> None:
     """Rows that a search left within its tolerance are counted."""
-    notes = sweep_sheet([replace(MEASURED, stop="tolerance"), MEASURED]).notes
+    notes = sweep_table([row(stop=StopReason.TOLERANCE), row()]).notes
     assert "to within the tolerance rather than exact: 1 of 2 rows" in notes
 
 
 def test_other_ends_than_a_full_memory_are_named() -> None:
     """Thrashing and kernels that cannot index as much are named, with the cell; a full memory is not."""
-    rows = [MEASURED, replace(MEASURED, stopped_by="thrashing"), replace(MEASURED, seq_len=None)]
-    rows += [replace(MEASURED, seq_len=None, stopped_by="size_ceiling"), replace(MEASURED, stopped_by=None)]
-    assert sweep_sheet(rows).notes[1:] == (
-        "what stopped bert-base at 64 was no full memory: it runs only by releasing and re-taking memory all the time",
-        "what stopped bert-base was no full memory: a kernel cannot index a tensor this large",
-    )
+    rows = [row(100, tried(100), tried(101, verdict), unmodelled=()) for verdict in Verdict if not verdict.fits]
+    rows.append(row(100, tried(100), tried(101, Verdict.SIZE_CEILING), seq_len=None, unmodelled=()))
+    notes = sweep_table(rows).notes
+    assert f"larger batches of bert-base at 64 do not run: {Verdict.THRASHING.value}" in notes
+    assert f"larger batches of bert-base do not run: {Verdict.SIZE_CEILING.value}" in notes
+    assert not any(Verdict.OUT_OF_MEMORY.value in note for note in notes)
 
 
 def test_nothing_fits_and_what_it_needs_is_not_known() -> None:
-    """Then the device's own words stand below the table, on one line."""
-    row = replace(MEASURED, max_batch_size=0, peak_reserved_bytes=None, message="CUDA out of memory.\nTried to")
-    sheet = sweep_sheet([row])
-    assert sheet.columns["peak reserved"] == ["-"]
-    assert sheet.notes[-1] == "what became of one sample of bert-base at 64: CUDA out of memory. Tried to"
-    assert not any("what became" in note for note in sweep_sheet([replace(row, needed_bytes=20 * GIB)]).notes)
+    """Then the device's own message stands below the table, on one line."""
+    table = sweep_table([needing(None, "CUDA out of memory.\nTried to")])
+    assert table.columns["peak reserved"] == ["-"]
+    assert "one sample of bert-base at 64 failed: CUDA out of memory. Tried to" in table.notes
+    assert not any("one sample" in note for note in sweep_table([needing(20 * GIB)]).notes)
 
 
 def test_csv() -> None:
     """CSV has a heading with every key of any row, lists joined, and nothing where a row has no value."""
-    rows = [replace(ROW, unmodelled=("one", "two")), replace(ROW, target_batch_size=8, plan=plan_accumulation(8, 4))]
+    rows = [row(4, tried(4), unmodelled=("one", "two")), row(4, tried(4), target_batch_size=8)]
     heading, first, second = comma_separated(rows).splitlines()
     assert heading.endswith(
         "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size"

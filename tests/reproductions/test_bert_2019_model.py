@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from batchfinder.recording.client import RecordingClient
-from batchfinder.training.spec import RecordingJob, WorkloadSpec
+from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")
 
@@ -42,7 +42,7 @@ def test_the_same_blocks(
     """Every block has the same size, operator and kind, and is taken and released in the same order."""
     futures = [
         recorders[builder].submit(
-            RecordingJob({"mode": mode}, (3, 7), batch_size, seq_len, workload=spec(builder, head, size))
+            RecordingJob(StepConfig(mode=mode), (3, 7), batch_size, seq_len, workload=spec(builder, head, size))
         )
         for builder in (OURS, THEIRS)
     ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions import multimodal_bert
-from batchfinder.reproductions.base import Recordings
+from batchfinder.reproductions.base import Context
 from batchfinder.reproductions.published import published_multimodal_bert
 from batchfinder.results import Shape, Verdict
 from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.training.spec import StepConfig
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")
 
@@ -28,8 +30,8 @@ def test_the_model_has_the_counts_it_was_described_with() -> None:
 def test_the_answer_is_sharp() -> None:
     """One GPU takes the answer and not one sample more, with the buckets; without them it takes more."""
     shape = Shape(published_multimodal_bert().seq_len)
-    with Recordings() as recordings:
-        probe = multimodal_bert.one_gpu(recordings)
+    with Simulation(multimodal_bert.WORKLOAD, StepConfig()) as simulation:
+        probe = multimodal_bert.one_gpu(Context(simulation, lambda status: None))
         verdicts = [probe(size, shape).verdict for size in (45, 46)]
         alone = SimulatedProbe(probe.traces, probe.memory)(46, shape).verdict
     assert (*verdicts, alone) == (Verdict.FITS, Verdict.OUT_OF_MEMORY, Verdict.FITS)

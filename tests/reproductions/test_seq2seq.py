@@ -1,4 +1,4 @@
-"""The thread "High GPU memory usage problem", beside a recorded step."""
+"""The thread "High GPU memory usage problem", beside a recorded step, and the allocator of PyTorch 1.0."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import io
 import pytest
 from rich.console import Console
 
-from batchfinder.recording.simulation import StepConfig
+from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions import seq2seq
-from batchfinder.reproductions.base import Context, Recordings, Reproduction
+from batchfinder.reproductions.base import Context, Reproduction
 from batchfinder.reproductions.bert_2019 import without_workspaces
 from batchfinder.reproductions.published import published_seq2seq
+from batchfinder.reproductions.seq2seq import Allocator2018
 from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.blocks import DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.replay import replay
-from batchfinder.simulator.scaling import TraceSource
-from batchfinder.simulator.steady_state import outlook
+from batchfinder.simulator.steady_state import simulate_steady_state
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import WorkloadSpec
-from batchfinder.units import MIB
+from batchfinder.training.spec import StepConfig
+from batchfinder.units import KIB, MIB
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")
 
@@ -40,25 +41,14 @@ COUNTERS = ("allocated", "max_allocated", "reserved", "max_reserved")
 SMALLEST_MIB = 4492
 
 
-class Watched(Recordings):
-    """Recordings that remember the last trace."""
-
-    trace: Trace
-
-    def source(
-        self, spec: WorkloadSpec, how: StepConfig, capability: tuple[int, int], seq_lens: list[int | None]
-    ) -> TraceSource:  # type: ignore[override]
-        source = super().source(spec, how, capability, seq_lens)
-        self.trace = source.recorded(published_seq2seq().batch_size, published_seq2seq().length)
-        assert source.recordings == 1
-        return source
-
-
 @pytest.fixture(scope="module")
 def both() -> tuple[Reproduction, Trace]:
     """The reproduction, made once, and the trace that it is made of."""
-    with Watched() as recordings:
-        return seq2seq.reproduce(Context(recordings, lambda words: None)), recordings.trace
+    with Simulation(seq2seq.WORKLOAD, StepConfig()) as simulation:
+        context = Context(simulation, lambda status: None)
+        found = seq2seq.reproduce(context)
+        source = context.source(seq2seq.WORKLOAD, StepConfig(), (6, 1), [])
+        return found, source.recorded(published_seq2seq().batch_size, published_seq2seq().length)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +86,7 @@ def test_the_smallest_card_is(both: tuple[Reproduction, Trace]) -> None:
     trace = without_workspaces(both[1])
 
     def fits(mib: int) -> bool:
-        return outlook(trace.structure, trace.sizes, lambda: CachingAllocator(mib * MIB)).fits
+        return simulate_steady_state(trace.structure, trace.sizes, lambda: CachingAllocator(mib * MIB)).fits
 
     assert (fits(SMALLEST_MIB), fits(SMALLEST_MIB - 2)) == (True, False)
     reserved = replay(trace.structure, trace.sizes, CachingAllocator()).max_reserved_bytes
@@ -157,18 +147,55 @@ step 1 optimizer                  1581             1582                      432
 
 def test_the_tables(found: Reproduction) -> None:
     """As they are printed, and narrower than a terminal of 80 columns where they must be."""
-    allocated, reserved = found.sheets
+    allocated, reserved = found.tables
     assert printed(allocated, 200) == TABLE
     assert max(map(len, printed(reserved, 80).splitlines())) <= 80
 
 
-def printed(sheet: object, width: int) -> str:
-    """A sheet as text, without blanks at the ends of lines."""
+def printed(table: object, width: int) -> str:
+    """A table as text, without blanks at the ends of lines."""
     file = io.StringIO()
-    Console(file=file, width=width, color_system=None).print(sheet)
+    Console(file=file, width=width, color_system=None).print(table)
     return "".join(f"{line.rstrip()}\n" for line in file.getvalue().splitlines())
 
 
 def test_needed_bytes() -> None:
     """A card for real steps must have room for the most that was reserved."""
     assert published_seq2seq().stages[-1].max_reserved * MIB < seq2seq.needed_bytes()
+
+
+@pytest.mark.parametrize(
+    ("asked", "allocated", "reserved"),
+    [
+        (1, 512, MIB),
+        (MIB - 1, MIB, MIB),
+        (MIB, MIB, MIB),
+        (MIB + 1, MIB + 128 * KIB, MIB + 128 * KIB),
+        (16_000_000, 16_121_856, 16_121_856),
+        (128 * MIB, 128 * MIB, 128 * MIB),
+    ],
+)
+def test_rounding(asked: int, allocated: int, reserved: int) -> None:
+    """Small blocks in steps of 512 B from segments of 1 MiB, large ones in steps of 128 KiB from their own."""
+    allocator = Allocator2018()
+    allocator.allocate(asked)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+
+
+def test_a_remainder_of_one_mib_is_not_split_off() -> None:
+    """A large block counts whole where no more than 1 MiB is left over, and is shared where more is."""
+    for left, allocated in ((MIB, 5 * MIB), (MIB + 128 * KIB, 5 * MIB - MIB - 128 * KIB)):
+        allocator = Allocator2018()
+        allocator.free(allocator.allocate(5 * MIB))
+        allocator.allocate(5 * MIB - left)
+        assert (allocator.allocated, allocator.reserved) == (allocated, 5 * MIB)
+
+
+def test_the_cache_goes_back_before_it_fails() -> None:
+    """A full card makes it free what is cached and try once more."""
+    allocator = Allocator2018(DeviceMemory(8 * MIB, 8 * MIB))
+    allocator.free(allocator.allocate(5 * MIB))
+    allocator.allocate(6 * MIB)
+    assert (allocator.num_alloc_retries, allocator.reserved, allocator.max_reserved) == (1, 6 * MIB, 6 * MIB)
+    with pytest.raises(SimulatedOutOfMemory):
+        allocator.allocate(3 * MIB)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Verdict
 from batchfinder.search import (
     DEFAULT_MAX_BATCH_SIZE,
     Bisection,
@@ -174,9 +174,9 @@ def run(case: Case, probe: CurveProbe) -> SearchResult:
     expected = next(trial.measurement for trial in outcome.trials if trial.batch_size == (answer or min(probed)))
     assert outcome.measurement is expected, "not the measurement of the answer, or of the smallest failure"
     above = max(case.first, answer + case.of)
-    if outcome.stop is Stop.CAP:
+    if outcome.stop is StopReason.CAP:
         assert answer == case.last
-    elif outcome.stop is Stop.EXACT:
+    elif outcome.stop is StopReason.EXACT:
         assert above in failed
     else:
         assert case.core.tolerance > 0
@@ -212,7 +212,7 @@ def test_monotone_curves(case, probe):
     assert outcome.max_batch_size <= truth
     if case.core.tolerance == 0:
         assert outcome.max_batch_size == truth
-        assert outcome.stop is (Stop.CAP if truth == case.last else Stop.EXACT)
+        assert outcome.stop is (StopReason.CAP if truth == case.last else StopReason.EXACT)
     else:
         assert truth - outcome.max_batch_size <= case.core.tolerance * (truth + case.of)
 
@@ -242,7 +242,7 @@ def test_first_size_fails(core):
     """Where not even one sample fits the answer is 0, and no larger size stays in question."""
     probe = CurveProbe([CAPACITY + 1], CAPACITY + 1)
     outcome = run(Case(core, core), probe)
-    assert (outcome.max_batch_size, outcome.stop) == (0, Stop.EXACT)
+    assert (outcome.max_batch_size, outcome.stop) == (0, StopReason.EXACT)
 
 
 @pytest.mark.parametrize("core", [Doubling(), Bisection(3, 9), Secant(CAPACITY), Secant(predicted=7)], ids=repr)
@@ -250,5 +250,5 @@ def test_first_size_fails(core):
 def test_a_curve_without_end(core, reported):
     """Where everything fits the search ends at the default cap."""
     outcome = run(Case(core, core), CurveProbe([1], 1, reported))
-    assert (outcome.max_batch_size, outcome.stop) == (DEFAULT_MAX_BATCH_SIZE, Stop.CAP)
+    assert (outcome.max_batch_size, outcome.stop) == (DEFAULT_MAX_BATCH_SIZE, StopReason.CAP)
     assert DEFAULT_MAX_BATCH_SIZE == 1048576

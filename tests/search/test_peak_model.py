@@ -1,4 +1,4 @@
-"""Fit: where a line through peaks meets the limit."""
+"""PeakModel: where a line through peaks meets the limit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.results import Measurement, Shape, Trial, Verdict
-from batchfinder.search.peak_model import SEGMENT_BYTES, Fit
+from batchfinder.search.peak_model import SEGMENT_BYTES, PeakModel
 from batchfinder.units import GIB, MIB
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=200)
 
 
-def fit(*points: tuple[int, int]) -> Fit:
+def fit(*points: tuple[int, int]) -> PeakModel:
     """A fit of (batch size, peak) points."""
-    made = Fit()
+    made = PeakModel()
     for size, peak in points:
         made = made.add(Trial(size, Shape(), Measurement(Verdict.FITS, peak_reserved_bytes=peak)))
     return made
@@ -22,17 +22,17 @@ def fit(*points: tuple[int, int]) -> Fit:
 
 def test_nothing():
     """Without peaks there is nothing to say."""
-    assert Fit().crossing(100) is None
+    assert PeakModel().crossing(100) is None
     assert fit((1, 0)).crossing(100) is None
 
 
 def test_what_counts():
     """Reserved bytes count before allocated ones; a failure, or a size without peaks, adds nothing."""
     ran = Measurement(Verdict.FITS, peak_allocated_bytes=3, peak_reserved_bytes=5)
-    assert Fit().add(Trial(2, Shape(), ran)).points == ((2, 5),)
-    assert Fit().add(Trial(2, Shape(), Measurement(Verdict.FITS, peak_allocated_bytes=3))).points == ((2, 3),)
-    assert Fit().add(Trial(2, Shape(), Measurement(Verdict.FITS))).points == ()
-    assert Fit().add(Trial(2, Shape(), Measurement(Verdict.OUT_OF_MEMORY, 3, 5))).points == ()
+    assert PeakModel().add(Trial(2, Shape(), ran)).points == ((2, 5),)
+    assert PeakModel().add(Trial(2, Shape(), Measurement(Verdict.FITS, peak_allocated_bytes=3))).points == ((2, 3),)
+    assert PeakModel().add(Trial(2, Shape(), Measurement(Verdict.FITS))).points == ()
+    assert PeakModel().add(Trial(2, Shape(), Measurement(Verdict.OUT_OF_MEMORY, 3, 5))).points == ()
 
 
 def test_one_point():
@@ -92,9 +92,9 @@ def test_never_too_high(fixed, per_sample, segment, small, more):
     assert guess <= (limit - fixed) // per_sample + 1
 
 
-def told(*points: tuple[int, int, int, int]) -> Fit:
+def told(*points: tuple[int, int, int, int]) -> PeakModel:
     """A fit of (batch size, peak, bytes that stay, bytes of the forward)."""
-    made = Fit()
+    made = PeakModel()
     for size, peak, stays, forward in points:
         seen = Measurement(Verdict.FITS, None, peak, resting_bytes=stays, forward_bytes=forward)
         made = made.add(Trial(size, Shape(), seen))
@@ -105,13 +105,13 @@ def test_the_least_that_stays():
     """What stays may grow with the size, where a batch outlives its step: the least counts, beside all forwards."""
     made = told((1, 500, 300, 20), (2, 500, 310, 30))
     assert (made.resting_bytes, made.forwards) == (300, ((1, 20), (2, 30)))
-    assert fit((1, 500)).surely(1000) is None
+    assert fit((1, 500)).lower_bound(1000) is None
 
 
 def test_one_peak_that_is_told_of():
     """From one size the larger of three: the line to what stays, the steepest growth, a share of the forward's."""
-    assert told((1, 400, 300, 1000)).surely(1000) == 7
-    assert told((1, 999, 0, 100)).surely(1200) == 1 + int(201 / 160)
+    assert told((1, 400, 300, 1000)).lower_bound(1000) == 7
+    assert told((1, 999, 0, 100)).lower_bound(1200) == 1 + int(201 / 160)
     assert told((10, 500, 300, 100)).crossing(1000) == int(0.6 * (10 + 600 / 10))
     assert told((1, 500, 300, 1)).crossing(1000) == 64
 
@@ -120,11 +120,11 @@ def test_beyond_the_flat_part():
     """Between two sizes beyond the flat part a line is followed, unless it rises less than the forward does."""
     assert told((1, 400, 300, 10), (20, 500, 300, 200), (40, 700, 300, 400)).crossing(1000) == 40 + 300 * 20 // 201
     slow = told((1, 400, 300, 10), (20, 500, 300, 200), (40, 670, 300, 400))
-    assert slow.crossing(1000) == slow.surely(1000) == 40 * 700 // 370
+    assert slow.crossing(1000) == slow.lower_bound(1000) == 40 * 700 // 370
 
 
 def test_far_guesses_fall_short():
     """Beyond twice the last size nine tenths of the guess are aimed at."""
     far = told((1, 400, 300, 10), (20, 500, 300, 200))
-    assert far.surely(1000) == 70
+    assert far.lower_bound(1000) == 70
     assert far.crossing(1000) == 63

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
 from batchfinder.probe import FunctionProbe
-from batchfinder.results import Measurement, SearchResult, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from batchfinder.search import Bounds, Bracket, Headroom, Secant
-from batchfinder.search.peak_model import Fit
+from batchfinder.search.peak_model import PeakModel
 from batchfinder.search.secant import SecantState
 from batchfinder.units import GIB, MIB
 
@@ -96,7 +96,7 @@ def test_usual_cost(predicted, most):
 def test_exact(probe, predicted):
     """With a tolerance of 0 the answer is the exact maximum, however wrong the prediction."""
     outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes, 0.0, predicted))
-    assert (outcome.max_batch_size, outcome.stop) == (truth(probe), Stop.EXACT)
+    assert (outcome.max_batch_size, outcome.stop) == (truth(probe), StopReason.EXACT)
 
 
 def tried(answer: int, search: Secant, peaks: bool = True) -> list[int]:
@@ -171,7 +171,7 @@ def test_one_step(low, high, points, tries, expected):
     The next size for a limit of 1000 bytes, a tolerance of 1 % and a patience of 8.
     """
     search = Secant(1000, patience=8)
-    assert search.propose(SecantState(Bracket(Bounds(), low, high), Fit(points), 1000, tries)) == expected
+    assert search.propose(SecantState(Bracket(Bounds(), low, high), PeakModel(points), 1000, tries)) == expected
 
 
 def test_surprises_grow_the_steps():
@@ -212,12 +212,12 @@ def test_headroom_sets_the_limit():
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("limit_bytes", 0, "limit_bytes: 0 will not do; expected a positive number of bytes."),
-        ("predicted", -1, "predicted: -1 will not do; expected a size, or 0 when nothing is predicted to fit."),
-        ("margin", 1.0, "margin: 1.0 will not do; expected a share from 0 to below 1, such as 0.02."),
-        ("margin", -0.1, "margin: -0.1 will not do; expected a share from 0 to below 1, such as 0.02."),
-        ("patience", -1, "patience: -1 will not do; expected a number of probes."),
-        ("tolerance", 1.0, "tolerance: 1.0 will not do; expected a share from 0 (exact) to below 1, such as 0.01."),
+        ("limit_bytes", 0, "limit_bytes: invalid value 0; expected a positive number of bytes."),
+        ("predicted", -1, "predicted: invalid value -1; expected a size, or 0 when nothing is predicted to fit."),
+        ("margin", 1.0, "margin: invalid value 1.0; expected a share from 0 to below 1, such as 0.02."),
+        ("margin", -0.1, "margin: invalid value -0.1; expected a share from 0 to below 1, such as 0.02."),
+        ("patience", -1, "patience: invalid value -1; expected a number of probes."),
+        ("tolerance", 1.0, "tolerance: invalid value 1.0; expected a share from 0 (exact) to below 1, such as 0.01."),
     ],
 )
 def test_bad_settings(setting, value, message):
@@ -307,14 +307,18 @@ def test_what_is_allocated_leads_on_where_reserved_peaks_mislead(answer, more):
 def test_only_a_failure_below_the_guess_is_doubted():
     """What the line says fits is tried again where memory ran out; what it says does not, and a ceiling, are not."""
     search = Secant(1000)
-    state = SecantState(Bracket(Bounds(), 500, None), Fit(((500, 500),)), 1000, 1)
+    state = SecantState(Bracket(Bounds(), 500, None), PeakModel(((500, 500),)), 1000, 1)
 
-    def doubts(size: int, verdict: Verdict) -> bool:
-        return search.doubts(state, Trial(size, Shape(), Measurement(verdict)))
+    def should_retry(size: int, verdict: Verdict) -> bool:
+        return search.should_retry(state, Trial(size, Shape(), Measurement(verdict)))
 
-    assert [doubts(size, Verdict.OUT_OF_MEMORY) for size in (600, 995, 996, 1000, 1010)] == [True, True, *[False] * 3]
-    assert doubts(600, Verdict.HOST_OUT_OF_MEMORY)
-    assert not doubts(600, Verdict.THRASHING)
-    assert not doubts(600, Verdict.SIZE_CEILING)
-    blind = SecantState(Bracket(Bounds(), 500, None), Fit(), None, 1)
-    assert search.doubts(blind, Trial(600, Shape(), Measurement(Verdict.OUT_OF_MEMORY)))
+    assert [should_retry(size, Verdict.OUT_OF_MEMORY) for size in (600, 995, 996, 1000, 1010)] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
+    assert should_retry(600, Verdict.HOST_OUT_OF_MEMORY)
+    assert not should_retry(600, Verdict.THRASHING)
+    assert not should_retry(600, Verdict.SIZE_CEILING)
+    blind = SecantState(Bracket(Bounds(), 500, None), PeakModel(), None, 1)
+    assert search.should_retry(blind, Trial(600, Shape(), Measurement(Verdict.OUT_OF_MEMORY)))

@@ -9,12 +9,12 @@ import pytest
 from batchfinder.errors import InvalidValue
 from batchfinder.find import find_max_batch_size
 from batchfinder.probe import FunctionProbe
-from batchfinder.results import Measurement, Shape, Stop, Trial, Verdict
+from batchfinder.results import Measurement, Shape, StopReason, Trial, Verdict
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE, Capped, Doubling, Floored, Headroom, Multiples, Wrapper
 from batchfinder.units import GIB, MIB
 
 
-def found(answer: int, search) -> tuple[int, Stop, list[int]]:
+def found(answer: int, search) -> tuple[int, StopReason, list[int]]:
     """Answer, stop and sizes on a device on which exactly the sizes up to `answer` run."""
     outcome = find_max_batch_size(FunctionProbe(lambda size, shape: size, answer), Shape(), search=search)
     return outcome.max_batch_size, outcome.stop, [trial.batch_size for trial in outcome.trials]
@@ -22,29 +22,29 @@ def found(answer: int, search) -> tuple[int, Stop, list[int]]:
 
 def test_capped():
     """Nothing above the cap is tried; the smallest of several counts."""
-    assert found(999, Capped(Capped(Doubling(), 5), 7)) == (5, Stop.CAP, [1, 2, 4, 5])
-    assert found(999, Capped(Capped(Doubling(), 7), 5)) == (5, Stop.CAP, [1, 2, 4, 5])
+    assert found(999, Capped(Capped(Doubling(), 5), 7)) == (5, StopReason.CAP, [1, 2, 4, 5])
+    assert found(999, Capped(Capped(Doubling(), 7), 5)) == (5, StopReason.CAP, [1, 2, 4, 5])
 
 
 def test_capped_above_the_default():
     """A cap above the default one is taken at its word."""
     cap = 2 * DEFAULT_MAX_BATCH_SIZE
-    assert found(cap, Capped(Doubling(), cap))[:2] == (cap, Stop.CAP)
+    assert found(cap, Capped(Doubling(), cap))[:2] == (cap, StopReason.CAP)
 
 
 def test_floored():
     """The search starts at the floor; the largest of several counts."""
-    assert found(25, Floored(Floored(Doubling(), 20), 10)) == (25, Stop.EXACT, [20, 40, 30, 25, 27, 26])
+    assert found(25, Floored(Floored(Doubling(), 20), 10)) == (25, StopReason.EXACT, [20, 40, 30, 25, 27, 26])
 
 
 def test_floor_fails():
     """A floor that does not run is answered with 0 after one probe, though smaller sizes would run."""
-    assert found(25, Floored(Doubling(), 26)) == (0, Stop.EXACT, [26])
+    assert found(25, Floored(Doubling(), 26)) == (0, StopReason.EXACT, [26])
 
 
 def test_multiples():
     """Only multiples are tried; wrapped twice, multiples of both."""
-    assert found(40, Multiples(Doubling(), 8)) == (40, Stop.EXACT, [8, 16, 32, 64, 48, 40])
+    assert found(40, Multiples(Doubling(), 8)) == (40, StopReason.EXACT, [8, 16, 32, 64, 48, 40])
     assert found(40, Multiples(Multiples(Doubling(), 4), 6))[0] == 36
 
 
@@ -90,7 +90,7 @@ def test_any_order():
             search = wrap(search)
         answer, stop, sizes = found(90, search)
         seen.add((answer, stop, tuple(sizes)))
-    assert seen == {(72, Stop.EXACT, (16, 32, 64, 96, 80, 72))}
+    assert seen == {(72, StopReason.EXACT, (16, 32, 64, 96, 80, 72))}
 
 
 def test_a_wrapper_of_your_own():
@@ -101,21 +101,21 @@ def test_a_wrapper_of_your_own():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Capped(Doubling(), 0), "max_batch_size: 0 will not do; expected a size of at least 1."),
-        (lambda: Floored(Doubling(), 0), "min_batch_size: 0 will not do; expected a size of at least 1."),
-        (lambda: Multiples(Doubling(), 0), "multiple_of: 0 will not do; expected a size of at least 1."),
+        (lambda: Capped(Doubling(), 0), "max_batch_size: invalid value 0; expected a size of at least 1."),
+        (lambda: Floored(Doubling(), 0), "min_batch_size: invalid value 0; expected a size of at least 1."),
+        (lambda: Multiples(Doubling(), 0), "multiple_of: invalid value 0; expected a size of at least 1."),
         (
             lambda: Headroom(Doubling(), 64 * MIB, 64 * MIB),
-            "headroom_bytes: 67108864 will not do; expected from 0 bytes to less than the limit of 64.00 MiB.",
+            "headroom_bytes: invalid value 67108864; expected from 0 bytes to less than the limit of 64.00 MiB.",
         ),
         (
             lambda: Headroom(Doubling(), 64 * MIB, -1),
-            "headroom_bytes: -1 will not do; expected from 0 bytes to less than the limit of 64.00 MiB.",
+            "headroom_bytes: invalid value -1; expected from 0 bytes to less than the limit of 64.00 MiB.",
         ),
     ],
 )
 def test_bad_settings(make, message):
-    """Settings that cannot be meant are refused by name."""
+    """Invalid settings are refused by name."""
     with pytest.raises(InvalidValue) as error:
         make()
     assert str(error.value) == message
@@ -128,5 +128,5 @@ def test_bad_settings(make, message):
 def test_contradiction():
     """A floor above the cap is refused when the search starts, whichever is outside."""
     for search in (Floored(Capped(Doubling(), 4), 8), Capped(Floored(Doubling(), 8), 4)):
-        with pytest.raises(InvalidValue, match="max_batch_size: 4 will not do; expected at least 8"):
+        with pytest.raises(InvalidValue, match="max_batch_size: invalid value 4; expected at least 8"):
             found(9, search)

@@ -44,7 +44,7 @@ def test_modelled_settings_are_read(conf: str, expected: AllocatorSettings) -> N
     ],
 )
 def test_what_is_not_modelled_is_listed(conf: str, expected: tuple[str, ...]) -> None:
-    """A setting that would change the answer and is left out, or that nobody knows, is named."""
+    """A setting that would change the answer and is left out, or that is unknown, is named."""
     assert AllocatorSettings.parse(conf).unmodelled == expected
 
 
@@ -53,44 +53,46 @@ def test_what_is_not_modelled_is_listed(conf: str, expected: tuple[str, ...]) ->
     [
         (
             "expandable_segments:true",
-            "PYTORCH_CUDA_ALLOC_CONF expandable_segments: 'true' will not do; expected True or False.",
+            "PYTORCH_CUDA_ALLOC_CONF expandable_segments: invalid value 'true'; expected True or False.",
         ),
         (
             "max_split_size_mb:19",
-            "PYTORCH_CUDA_ALLOC_CONF max_split_size_mb: '19' will not do; expected a whole number of MiB, at least 20.",
+            "PYTORCH_CUDA_ALLOC_CONF max_split_size_mb: invalid value '19'; expected a whole number of MiB, at least "
+            "20.",
         ),
         (
             "large_segment_size_mb:25,max_split_size_mb:22",
-            "PYTORCH_CUDA_ALLOC_CONF max_split_size_mb: '22' will not do; expected a whole number of MiB, at least 25.",
+            "PYTORCH_CUDA_ALLOC_CONF max_split_size_mb: invalid value '22'; expected a whole number of MiB, at least "
+            "25.",
         ),
         (
             "max_non_split_rounding_mb:19",
-            "PYTORCH_CUDA_ALLOC_CONF max_non_split_rounding_mb: '19' will not do; "
+            "PYTORCH_CUDA_ALLOC_CONF max_non_split_rounding_mb: invalid value '19'; "
             "expected a whole number of MiB, at least 20.",
         ),
         (
             "large_segment_size_mb:10",
-            "PYTORCH_CUDA_ALLOC_CONF large_segment_size_mb: '10' will not do; "
+            "PYTORCH_CUDA_ALLOC_CONF large_segment_size_mb: invalid value '10'; "
             "expected a whole number of MiB, at least 11.",
         ),
         (
             "roundup_power2_divisions:3",
-            "PYTORCH_CUDA_ALLOC_CONF roundup_power2_divisions: '3' will not do; "
+            "PYTORCH_CUDA_ALLOC_CONF roundup_power2_divisions: invalid value '3'; "
             "expected powers of two, as in 4 or [64:8,256:4,>:1].",
         ),
         (
             "roundup_power2_divisions:[300:2]",
-            "PYTORCH_CUDA_ALLOC_CONF roundup_power2_divisions: '300' will not do; "
+            "PYTORCH_CUDA_ALLOC_CONF roundup_power2_divisions: invalid value '300'; "
             "expected powers of two, as in 4 or [64:8,256:4,>:1].",
         ),
         (
             "expandable_segments",
-            "PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments' will not do; "
+            "PYTORCH_CUDA_ALLOC_CONF: invalid value 'expandable_segments'; "
             "expected key:value pairs such as expandable_segments:True,max_split_size_mb:128.",
         ),
         (
             "a:b:c",
-            "PYTORCH_CUDA_ALLOC_CONF: 'a:b:c' will not do; "
+            "PYTORCH_CUDA_ALLOC_CONF: invalid value 'a:b:c'; "
             "expected key:value pairs such as expandable_segments:True,max_split_size_mb:128.",
         ),
     ],
@@ -123,3 +125,15 @@ def test_divisions_are_those_of_torch(value: str, expected: list[int]) -> None:
     """The divisions for a size are the ones torch 2.13.0 looked up for it."""
     settings = AllocatorSettings.parse(f"roundup_power2_divisions:{value}")
     assert [settings.divisions(size) for size in ASKED] == expected
+
+
+def test_environment(monkeypatch):
+    """The newer of PyTorch's two variables wins, and an error names the one that was read."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert AllocatorSettings.from_environment() == AllocatorSettings()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert AllocatorSettings.from_environment() == AllocatorSettings(expandable_segments=True)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")
+    with pytest.raises(InvalidValue, match=r"^PYTORCH_ALLOC_CONF max_split_size_mb: "):
+        AllocatorSettings.from_environment()

@@ -20,7 +20,7 @@ from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
 from batchfinder.simulator.replay import Timeline, replay
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 
 Snapshot = dict[str, Any]
@@ -30,7 +30,7 @@ START = 0x7F00_0000_0000
 def step_of(order: list[int], sizes: list[int], marks: tuple[StageMark, ...] = ()) -> Trace:
     """A trace whose operators, modules, kinds and shapes bear the block's number."""
     count = range(len(sizes))
-    structure = Structure(
+    structure = TraceStructure(
         order=tuple(order),
         marks=marks,
         operators=tuple(f"aten.op{i}.default" for i in count),

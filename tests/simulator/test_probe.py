@@ -1,15 +1,19 @@
-"""Tests of batchfinder/simulator/probe.py, on a step made of formulas."""
+"""The simulated probe and the first guess."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 
+import pytest
+
+from batchfinder.find import find_max_batch_size
 from batchfinder.results import Shape, Verdict
+from batchfinder.search import Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
-from batchfinder.simulator.trace import StageMark, Structure, Trace
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 from tests.builders.retaking import retaking
 
@@ -19,7 +23,7 @@ CARD = DeviceMemory(12 * GIB, 11 * GIB)
 
 def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
     """A gibibyte of weights and 24 MiB per sample of 128 tokens."""
-    structure = Structure(
+    structure = TraceStructure(
         (0, 1, ~1),
         (StageMark(0, -1, "model"), StageMark(1, 0, "forward")),
         ("a", "b"),
@@ -68,7 +72,7 @@ def test_what_never_settles_is_thrashing() -> None:
     assert asked(12, Shape()).fits
     seen = asked(14, Shape())
     assert (seen.verdict, seen.fits, seen.peak_allocated_bytes) == (Verdict.THRASHING, False, 14 * MIB)
-    assert seen.message == "it runs, but gives back all cached memory in each of 8 more steps"
+    assert seen.message == "thrashing: the allocator releases all cached memory in each of 8 more steps"
     assert asked(22, Shape()).verdict is Verdict.OUT_OF_MEMORY
 
 
@@ -82,12 +86,12 @@ def test_settings_reach_the_allocator() -> None:
     assert expandable % (20 * MIB) == 0
 
 
-def test_exact_outlook_is_recorded_itself() -> None:
+def test_exact_steady_state_is_recorded_itself() -> None:
     """It equals the scaled one, at the price of a recording."""
     asked = probe()
-    scaled = asked.outlook(50, SHAPE)
+    scaled = asked.steady_state(50, SHAPE)
     before = asked.traces.recordings
-    assert asked.exact_outlook(50, SHAPE) == scaled
+    assert asked.exact_steady_state(50, SHAPE) == scaled
     assert asked.traces.recordings == before + 1
 
 
@@ -97,3 +101,36 @@ def test_needed_bytes_are_what_would_be_reserved() -> None:
     assert small.needed_bytes(10, SHAPE) == GIB + 240 * MIB
     assert small(1, SHAPE).needed_bytes == GIB + 24 * MIB
     assert small(2, SHAPE).needed_bytes is None
+
+
+def probe_of(card: DeviceMemory, per_sample: int = 24 * MIB) -> SimulatedProbe:
+    """A gibibyte of weights and something per sample."""
+
+    def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+        structure = TraceStructure(
+            (0, 1), (StageMark(0, -1, "model"),), ("a", "b"), ("", ""), ("parameter", "activation")
+        )
+        future: Future[Trace] = Future()
+        future.set_result(Trace(batch_size, seq_len, structure, (GIB, batch_size * per_sample)))
+        return future
+
+    return SimulatedProbe(TraceSource(submit, [128]), card)
+
+
+@pytest.mark.parametrize("usable", [2 * GIB, 5 * GIB, 11 * GIB])
+def test_prediction_is_close(usable: int) -> None:
+    """A line through two sizes finds the answer of a linear step, give or take the rounding of one sample."""
+    asked = probe_of(DeviceMemory(12 * GIB, usable))
+    answer = find_max_batch_size(asked, SHAPE, search=Secant(tolerance=0.0)).max_batch_size
+    assert answer == (usable - GIB) // (24 * MIB)
+    assert abs(predict_max_batch_size(asked, SHAPE) - answer) <= 1
+
+
+def test_prediction_is_at_least_two() -> None:
+    """Even a card that is too small gets a guess that can be probed without a recording of its own."""
+    assert predict_max_batch_size(probe_of(DeviceMemory(GIB, GIB // 2)), SHAPE) == 2
+
+
+def test_no_slope_no_line() -> None:
+    """A step that takes the same memory at any size has no line to follow; the larger of the two sizes is the guess."""
+    assert predict_max_batch_size(probe_of(DeviceMemory(12 * GIB, 11 * GIB), per_sample=0), SHAPE) == 32

@@ -15,6 +15,9 @@ from batchfinder.simulator.trace import Trace
 from batchfinder.training.workload import Workload
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+pytestmark = pytest.mark.slow
+
 Record = Callable[..., Trace]
 TEXT = ((64, 384), (3, 128), (6, 320))
 SHORT, LONG = ((64, 384), (3, 128)), ((64, 384), (6, 320))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfinder.snapshot.training_state import TrainingState, preserved
+from batchfinder.snapshot.training_state import TrainingState, restore_on_exit
 from tests.snapshot.state_digest import Digester, differences
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -128,7 +128,7 @@ def test_a_failed_step_leaves_no_trace(optimizer: str, scaled: bool) -> None:
             training.step()
         expected[before] = [training.step() for _ in range(STEPS_AFTER)]
         ends[before] = Digester(keep=False)(**training.roots())
-        with preserved(*training.roots().values()), FailAt(-1) as counting:
+        with restore_on_exit(*training.roots().values()), FailAt(-1) as counting:
             training.step()
         operators[before] = counting.ran
     failed: Counter[str] = Counter()
@@ -164,7 +164,7 @@ def test_probing_before_every_step() -> None:
     probed = Training("adamw", True)
     losses = []
     for _ in range(6):
-        with preserved(*probed.roots().values()) as state:
+        with restore_on_exit(*probed.roots().values()) as state:
             probed.step()
             state.restore()
             probed.step()

@@ -1,3 +1,5 @@
+"""Tests of batchfinder/training/child_process.py."""
+
 from __future__ import annotations
 
 import os
@@ -5,10 +7,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UserCodeFailed
 from batchfinder.training.child_process import Child, ChildDied, describe, revive
@@ -31,6 +35,10 @@ for request in requests_from(requests):
         os.write(answers, b"rubbish" + bytes([10]))
     if "exit" in request:
         sys.exit(request["exit"])
+    if "pause" in request:
+        answer(answers, {})
+        time.sleep(request["pause"])
+        continue
     answer(answers, {"echo": request, "arguments": sys.argv[3:], "variable": os.environ.get("VARIABLE")})
 """
 
@@ -48,6 +56,35 @@ def test_requests_are_answered_in_turn(echo):
     with Child(echo, ["one", "two"], {"VARIABLE": "set"}) as child:
         for request in ({"a": 1}, {"text": "x" * 200_000}, {"b": [None, 2.5]}):
             assert child.ask(request) == {"echo": request, "arguments": ["one", "two"], "variable": "set"}
+
+
+def test_a_long_request_to_a_slow_reader_arrives_whole(echo):
+    """A signal that arrives while the pipe is full ends the write in the middle; the rest is written all the same."""
+    request = {"text": "x" * 500_000}
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with Child(echo) as child:
+            child.ask({"pause": 1.0})
+            interrupt = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+            interrupt.start()
+            assert child.ask(request)["echo"] == request
+            interrupt.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_threads_may_send_while_one_receives(echo):
+    """Requests from many threads arrive one by one, each gets an answer, and `kill` ends the wait for another."""
+    with Child(echo) as child:
+        texts = [str(number) * 30_000 for number in range(8)]
+        threads = [threading.Thread(target=child.send, args=({"text": text},)) for text in texts]
+        for thread in threads:
+            thread.start()
+        assert sorted(child.receive()["echo"]["text"] for _ in texts) == texts
+        threading.Timer(0.1, child.kill).start()
+        with pytest.raises(ChildDied):
+            child.receive()
+        child.send({"to": "nobody"})
 
 
 def test_what_is_printed_is_kept_since_the_last_request(echo):
@@ -75,7 +112,7 @@ def test_a_death_is_told(echo, request_, exit_code):
 def test_rubbish_is_a_death(echo):
     """An answer that cannot be read is told as such, and the child is ended rather than asked again."""
     with Child(echo) as child:
-        with pytest.raises(ChildDied, match="what it answered cannot be read"):
+        with pytest.raises(ChildDied, match="an answer that cannot be read"):
             child.ask({"rubbish": True})
         assert _group_is_gone(child.pid)
 
@@ -98,7 +135,7 @@ def test_close_ends_all_of_it(echo):
     """Closing ends the child and takes its log away."""
     child = Child(echo)
     child.ask({})
-    folder = child._folder
+    folder = child.folder
     child.close()
     assert _group_is_gone(child.pid)
     assert not folder.exists()
@@ -125,7 +162,7 @@ def test_our_own_errors_cross_whole():
     """An error of ours keeps its type, text and fields; a user's becomes UserCodeFailed with its own traceback."""
     ours = revive(describe(InvalidValue("seq_len", 0, "a number from 1")), "a model")
     assert isinstance(ours, InvalidValue)
-    assert (str(ours), ours.option, ours.value) == ("seq_len: 0 will not do; expected a number from 1.", "seq_len", 0)
+    assert (str(ours), ours.option, ours.value) == ("seq_len: invalid value 0; expected a number from 1.", "seq_len", 0)
     try:
         {}["missing"]
     except KeyError as error:
@@ -148,9 +185,20 @@ def test_what_is_derived_from_ours_is_the_users(name):
 
 
 def test_no_frames_of_cpp():
-    """Texts end where they begin to tell of C++ frames."""
-    text = "too large\nException raised from f at f.h:79 (most recent call first):\nframe #0: f"
+    """Texts end where they begin to tell of C++ frames, and only from the line that begins so."""
+    text = "no, Exception raised from here\nException raised from f at f.h:79 (most recent call first):\nframe #0: f"
     for error in (RuntimeError(text), UserCodeFailed("it", text)):
-        revived = revive(describe(error), "a model")
-        assert str(revived).endswith("too large")
-        assert "f.h" not in revived.traceback
+        told = describe(error)
+        assert "no, Exception raised from here" in told["message"]
+        assert "f.h" not in str(told)
+        assert str(revive(told, "a model")).endswith("no, Exception raised from here")
+
+
+def test_only_the_users_frames():
+    """Frames of batchfinder's and of PyTorch's are left out of a traceback."""
+    try:
+        torch.nn.Linear(2, 2)(torch.ones(3))
+    except RuntimeError as error:
+        frames = describe(error)["traceback"]
+    assert "torch.nn.Linear(2, 2)(torch.ones(3))" in frames
+    assert "linear.py" not in frames

@@ -1,4 +1,4 @@
-"""Tests of batchfinder/step: a step is the one that a careful user would write, for real on the CPU."""
+"""Tests of batchfinder/training/step.py: a step is the one that a careful user would write, for real on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from batchfinder.training.step import OPTIMIZERS, PRECISIONS, Step, StepSettings, call, default_loss
+from batchfinder.models.pretrained import ATTENTION
+from batchfinder.training.spec import ATTENTION_NAMES, OPTIMIZER_NAMES, PRECISION_NAMES, StepConfig
+from batchfinder.training.step import OPTIMIZERS, PRECISIONS, Step, call, default_loss
 from batchfinder.training.workload import Workload
 
 CPU = torch.device("cpu")
@@ -51,7 +53,7 @@ def stages(step: Step, batch_size: int = 6) -> list[tuple[int, str, int]]:
 def test_trains_as_by_hand() -> None:
     """Two steps leave the very weights that the plain loop leaves."""
     ours, theirs = workload(), workload()
-    Step(ours, StepSettings(), CPU).run(6, None)
+    Step(ours, StepConfig(), CPU).run(6, None)
     optimizer = torch.optim.AdamW(theirs.model.parameters(), lr=1e-5)
     x, target = batch(6, None)
     for _ in range(2):
@@ -64,8 +66,8 @@ def test_trains_as_by_hand() -> None:
 def test_takes_more_steps_when_asked() -> None:
     """After the steps of the settings, as many as are asked for, with the same optimizer; stages go on counting."""
     ours, theirs, answers, seen = workload(), workload(), iter([True, True, False]), []
-    Step(ours, StepSettings(), CPU).run(6, None, lambda *stage: seen.append(stage), lambda: next(answers))
-    Step(theirs, StepSettings(steps=4), CPU).run(6, None)
+    Step(ours, StepConfig(), CPU).run(6, None, lambda *stage: seen.append(stage), lambda: next(answers))
+    Step(theirs, StepConfig(steps=4), CPU).run(6, None)
     assert torch.equal(ours.model.linear.weight, theirs.model.linear.weight)
     assert [stage for stage in seen if stage[1] in ("zero_grad", "end")] == [
         *((step, "zero_grad", 0) for step in range(4)),
@@ -76,8 +78,8 @@ def test_takes_more_steps_when_asked() -> None:
 def test_accumulation_divides_the_loss() -> None:
     """Two micro-batches of the same samples give the gradient of one."""
     once, twice = workload(), workload()
-    Step(once, StepSettings(steps=1, optimizer="sgd"), CPU).run(6, None)
-    Step(twice, StepSettings(steps=1, optimizer="sgd", micro_batches=2), CPU).run(6, None)
+    Step(once, StepConfig(steps=1, optimizer="sgd"), CPU).run(6, None)
+    Step(twice, StepConfig(steps=1, optimizer="sgd", micro_batches=2), CPU).run(6, None)
     torch.testing.assert_close(once.model.linear.weight.grad, twice.model.linear.weight.grad)
 
 
@@ -85,7 +87,7 @@ def test_stages_of_training() -> None:
     """zero_grad, then batch, forward, loss and backward of each micro-batch, then the optimizer."""
     each = [(stage, k) for k in (0, 1) for stage in ("batch", "forward", "loss", "backward")]
     expected = [("zero_grad", 0), *each, ("optimizer", 0)]
-    found = stages(Step(workload(), StepSettings(micro_batches=2), CPU))
+    found = stages(Step(workload(), StepConfig(micro_batches=2), CPU))
     assert found == [*((step, *stage) for step in (0, 1) for stage in expected), (1, "end", 0)]
 
 
@@ -94,7 +96,7 @@ def test_one_forward_in_eval(mode: str, grad: bool) -> None:
     """The forward modes run once, in eval mode, with or without a graph, and take no step."""
     given = workload()
     before = given.model.linear.weight.detach().clone()
-    assert stages(Step(given, StepSettings(mode=mode), CPU)) == [(0, "batch", 0), (0, "forward", 0), (0, "end", 0)]
+    assert stages(Step(given, StepConfig(mode=mode), CPU)) == [(0, "batch", 0), (0, "forward", 0), (0, "end", 0)]
     assert given.model.modes == [(False, grad)]
     assert torch.equal(given.model.linear.weight, before)
     assert given.model.linear.weight.grad is None
@@ -110,7 +112,7 @@ def test_own_optimizer_wins() -> None:
 
     own = workload(optimizer=make)
     own.model.linear.bias.requires_grad_(False)
-    step = Step(own, StepSettings(optimizer="adafactor"), CPU)
+    step = Step(own, StepConfig(optimizer="adafactor"), CPU)
     step.run(6, None)
     assert type(step.optimizer) is torch.optim.SGD
     assert [id(p) for p in given[0]] == [id(own.model.linear.weight)]
@@ -133,7 +135,7 @@ def test_only_the_loss_outlives_the_forward() -> None:
             alive.append(outputs[-1]() is not None)
 
     torch.manual_seed(0)
-    Step(Workload(Regression(), batch, loss=loss), StepSettings(), CPU).run(6, None, on_stage)
+    Step(Workload(Regression(), batch, loss=loss), StepConfig(), CPU).run(6, None, on_stage)
     assert alive == [False, False]
 
 
@@ -162,6 +164,13 @@ def test_call(given: Any, seen: Any) -> None:
     assert call(model, given) == seen
 
 
+def test_names_are_those_of_the_spec() -> None:
+    """What can be asked for without torch is what there is."""
+    assert tuple(PRECISIONS) == PRECISION_NAMES
+    assert tuple(OPTIMIZERS) == OPTIMIZER_NAMES
+    assert tuple(ATTENTION) == ATTENTION_NAMES
+
+
 def test_precisions() -> None:
     """Only bf16-true changes inputs, only floating-point ones, and only 16-mixed scales."""
     floats, ints = torch.ones(1), torch.ones(1, dtype=torch.long)
@@ -178,7 +187,7 @@ def test_optimizers_step(name: str) -> None:
     """Every optimizer by name takes a real step."""
     given = workload()
     before = given.model.linear.weight.detach().clone()
-    Step(given, StepSettings(optimizer=name), CPU).run(6, None)
+    Step(given, StepConfig(optimizer=name), CPU).run(6, None)
     assert not torch.equal(given.model.linear.weight, before)
 
 
@@ -186,7 +195,7 @@ def test_old_gradients_can_wait_for_the_loss() -> None:
     """In Lightning's order the gradients of the last step are cleared once, after the first micro-batch's loss."""
     late = [
         stage
-        for number, stage, _ in stages(Step(workload(zero_grad_after_loss=True), StepSettings(micro_batches=2), CPU))
+        for number, stage, _ in stages(Step(workload(zero_grad_after_loss=True), StepConfig(micro_batches=2), CPU))
         if number == 1
     ]
     assert late[:5] == ["batch", "forward", "loss", "zero_grad", "backward"]

@@ -1,7 +1,4 @@
-"""How many samples a micro-batch may have at each sequence length, and less once that proved too many.
-
-A batch as the loader made it, in the micro-batches that fit: the fewest that the lengths of its samples allow.
-"""
+"""A batch in the fewest micro-batches that fit, by the largest micro-batch of each sequence length."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class LengthTable:
         """The largest micro-batch for a padded length.
 
         Args:
-            seq_len: in tokens; None where nobody can tell, which gets what the longest gets.
+            seq_len: in tokens; None for data without lengths, which get what the longest gets.
         """
         if not self._sizes:
             return self._fixed or 1
@@ -127,7 +124,7 @@ class MicroBatch:
         batch: of the same make as the whole.
         factor: what its loss is multiplied with, so that all of them make the loss of the whole.
         share: what its logged means count of the whole's; all of them make 1.
-        seq_len: padded length in tokens; None where nobody can tell.
+        seq_len: padded length in tokens; None for data without lengths.
         positions: where its samples are in the whole.
     """
 
@@ -146,7 +143,7 @@ class MicroBatch:
 def micro_batches(
     batch: Any, table: LengthTable, weight: Weight, in_order: bool = False, layout: Layout | None = None
 ) -> list[MicroBatch]:
-    """Take a batch apart.
+    """Split a batch.
 
     Where an attention mask shows how long each sample is, the longest come first: each micro-batch then holds samples
     of nearly one length, gets the size of its own longest and is padded no further. Elsewhere the samples stay in their
@@ -160,8 +157,8 @@ def micro_batches(
         layout: what earlier batches have told of which parts follow the samples; it learns from this one.
 
     Raises:
-        NotSplittable: the batch cannot be taken apart, or the weight cannot be had from it.
-        InvalidValue: the user's weight returned what cannot be meant.
+        NotSplittable: the batch cannot be split, or the weight cannot be had from it.
+        InvalidValue: the user's weight returned a negative or infinite number.
     """
     samples = samples_in(batch, layout)
     lengths = None if in_order else sample_lengths(batch)

@@ -1,0 +1,173 @@
+"""The callback's options, their checks, and the trainers it refuses, each with what to do instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import Callback
+
+from batchfinder.cache import Store
+from batchfinder.data.loss_weights import WEIGHTS, Weight
+from batchfinder.errors import InvalidValue
+from batchfinder.lightning.compat import callbacks_of, is_a
+from batchfinder.search.base import check_tolerance
+
+IN_ORDER = "in_order"
+EVALUATION_STAGES = ("validate", "test", "predict")
+
+
+@dataclass(frozen=True)
+class FinderOptions:
+    """The arguments of a BatchFinder, each in one form; see there for what they mean.
+
+    Attributes:
+        seq_lens: the longest first.
+        headroom: a share from 0.0 to below 1.0 (a float), or bytes (an int).
+        budget: bytes.
+
+    Raises:
+        InvalidValue: names the argument and what it may be.
+    """
+
+    target_batch_size: int | None
+    seq_lens: tuple[int, ...] | None
+    make_batch: Callable[[int, int | None], Any] | None
+    also: tuple[str, ...]
+    headroom: float | int
+    max_batch_size: int | None
+    tolerance: float
+    budget: int | None
+    cache: str | os.PathLike[str] | Store | bool | None
+    certify: bool
+    batch_size_attribute: str
+    probe_callbacks: tuple[Callback | type[Callback], ...]
+    predict: bool | None
+    split_batches: bool | str
+    weight: Weight
+    recover: bool | None
+
+    def __post_init__(self) -> None:
+        if self.target_batch_size is not None and self.target_batch_size < 1:
+            raise InvalidValue("target_batch_size", self.target_batch_size, "a size of at least 1")
+        if self.max_batch_size is not None and self.max_batch_size < 1:
+            raise InvalidValue("max_batch_size", self.max_batch_size, "a size of at least 1")
+        if self.seq_lens is not None and (not self.seq_lens or min(self.seq_lens) < 1):
+            raise InvalidValue("seq_lens", self.seq_lens, "lengths of at least 1, or None for the data's own")
+        for stage in self.also:
+            if stage not in EVALUATION_STAGES:
+                raise InvalidValue("also", stage, f"any of {', '.join(EVALUATION_STAGES)}")
+        check_tolerance(self.tolerance)
+        if not isinstance(self.certify, bool):
+            raise InvalidValue("certify", self.certify, "True or False")
+        if not (self.predict is None or isinstance(self.predict, bool)):
+            raise InvalidValue("predict", self.predict, "True, False, or None for on a GPU only")
+        if self.split_batches not in (True, False, IN_ORDER):
+            raise InvalidValue("split_batches", self.split_batches, f"True, False or {IN_ORDER!r}")
+        if not callable(self.weight) and self.weight not in WEIGHTS:
+            raise InvalidValue("weight", self.weight, f"one of {', '.join(WEIGHTS)}, or a function of a micro-batch")
+        if not (self.recover is None or isinstance(self.recover, bool)):
+            raise InvalidValue("recover", self.recover, "True, False, or None for with a single process only")
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a split batch keeps the order of its samples although their lengths are known."""
+        return self.split_batches == IN_ORDER
+
+    def store(self) -> Store | None:
+        """Where answers are kept; None to keep none."""
+        if self.cache is False:
+            return None
+        if isinstance(self.cache, Store):
+            return self.cache
+        return Store(None if self.cache is True else self.cache)
+
+
+_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+_OTHER_FINDERS = ("BatchSizeFinder",)
+_FINDER = "batchfinder.lightning.callback.BatchFinder"
+
+
+def check_trainer(trainer: Trainer, options: FinderOptions) -> None:
+    """Refuse a trainer, set up, that cannot be served.
+
+    Raises:
+        MisconfigurationException: says what is in the way and what to do instead.
+    """
+    strategy, callbacks = trainer.strategy, callbacks_of(trainer)
+    if is_a(strategy, *_SHARDING):
+        raise MisconfigurationException(
+            f"BatchFinder cannot try sizes under {type(strategy).__name__}: it shards the model's state over "
+            "processes, which could not be put back after a try. Find the size on one device of the same kind with "
+            "Trainer(devices=1), then set it by hand and remove the callback."
+        )
+    if trainer.world_size > 1 and not is_a(strategy, "DDPStrategy"):
+        raise MisconfigurationException(
+            f"BatchFinder serves several devices under DDP alone, and this trainer has {trainer.world_size} under "
+            f"{type(strategy).__name__}. Pass Trainer(strategy='ddp'), or run it once with Trainer(devices=1), then "
+            "set the size that it reports by hand and remove the callback."
+        )
+    if trainer.strategy.root_device.type not in ("cpu", "cuda"):
+        raise MisconfigurationException(
+            f"BatchFinder can limit and measure the memory of CUDA devices and of the CPU, and this trainer's device "
+            f"is {trainer.strategy.root_device}. Pass Trainer(accelerator='cpu') or 'gpu', or remove the callback."
+        )
+    if sum(_is_finder(callback) for callback in callbacks) > 1:
+        raise MisconfigurationException(
+            "This trainer has more than one BatchFinder, and each would set the batch size. Keep one of them."
+        )
+    others = [type(callback).__name__ for callback in callbacks if is_a(callback, *_OTHER_FINDERS)]
+    if others:
+        raise MisconfigurationException(
+            f"BatchFinder and {others[0]} would both set the batch size. Remove {others[0]} from "
+            "Trainer(callbacks=...)."
+        )
+    if trainer.state.fn != "fit":
+        return
+    if options.split_batches:
+        _check_split(trainer)
+    elif options.target_batch_size is not None:
+        _check_target(trainer, options.target_batch_size)
+
+
+def _check_target(trainer: Trainer, target_batch_size: int) -> None:
+    if any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks_of(trainer)):
+        raise MisconfigurationException(
+            f"BatchFinder(target_batch_size={target_batch_size}) and GradientAccumulationScheduler would both set how "
+            "many batches are accumulated. Remove the scheduler, or the target."
+        )
+    if not trainer.lightning_module.automatic_optimization:
+        raise MisconfigurationException(
+            f"BatchFinder(target_batch_size={target_batch_size}) cannot accumulate for a model with manual "
+            "optimization: its training_step decides when to step. Leave out target_batch_size; "
+            f"batchfinder.plan_accumulation({target_batch_size}, finder.batch_size) says what to accumulate."
+        )
+
+
+def _check_split(trainer: Trainer) -> None:
+    split, module = "BatchFinder(split_batches=True)", trainer.lightning_module
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{split} cannot split batches for {type(module).__name__}, which optimizes manually: its training_step "
+            "decides what runs backward and when to step. Leave split_batches out, or call batchfinder.split_batch in "
+            "training_step."
+        )
+    if any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks_of(trainer)):
+        raise MisconfigurationException(
+            f"{split} takes one optimizer step for each batch, and GradientAccumulationScheduler one for several. "
+            "Remove the scheduler, and pass target_batch_size=, the samples of an optimizer step."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"{split} takes one optimizer step for each batch, and this trainer accumulates "
+            f"{trainer.accumulate_grad_batches} batches. Leave Trainer(accumulate_grad_batches=) at 1, and pass "
+            "BatchFinder target_batch_size=, the samples of an optimizer step."
+        )
+
+
+def _is_finder(callback: Callback) -> bool:
+    return any(f"{base.__module__}.{base.__name__}" == _FINDER for base in type(callback).__mro__)

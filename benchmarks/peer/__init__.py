@@ -1,1 +1,0 @@
-"""The parts of `peers.py`: the work, the judge, the cases, one file per peer, and the report."""

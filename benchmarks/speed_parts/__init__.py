@@ -1,1 +1,0 @@
-"""The parts of `sweep_speed.py`."""

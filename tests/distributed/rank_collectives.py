@@ -1,0 +1,160 @@
+"""What each rank does in the tests of batchfinder/distributed/agreement.py: cases that `tests/forks.py` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks, agree
+from batchfinder.errors import CacheFailed, RankLost
+from batchfinder.measure.device_memory import HostMemory
+from batchfinder.probe import FunctionProbe
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Verdict
+from tests.forked import at_once
+
+
+def prepare() -> None:
+    """All is imported."""
+    torch.set_num_threads(1)
+
+
+def respond(request: dict[str, Any]) -> list[Any]:
+    """The results of a case's ranks: `{"size": 2, "case": "numbers"}`."""
+    return at_once(request["size"], CASES[request["case"]])
+
+
+def _ended(doing: Callable[[], Any]) -> str:
+    try:
+        return repr(doing())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def numbers(rank: int) -> list[Any]:
+    """Agree on numbers and things."""
+    with closing(Ranks.open()) as ranks:
+        assert (ranks.rank, ranks.size) == (rank, torch.distributed.get_world_size())
+        large = (1 << 62) - rank
+        return [ranks.all_reduce_min(rank, -rank, large), ranks.all_gather({"rank": rank})]
+
+
+def calls(rank: int) -> list[Any]:
+    """Do something on every rank, which fails on the last."""
+
+    def fails() -> int:
+        if rank == ranks.size - 1:
+            raise ValueError("the labels are wrong")
+        return rank
+
+    with closing(Ranks.open()) as ranks:
+        well = ranks.barrier_call(lambda: 10 * rank, "counted")
+        every = ranks.all_gather_call(lambda: 10 * rank, "counted")
+        failed = [
+            _ended(lambda: ranks.barrier_call(fails, "counted")),
+            _ended(lambda: ranks.all_gather_call(fails, "counted")),
+        ]
+        return [well, every, *failed, ranks.all_gather("still here")]
+
+
+def leaves(rank: int) -> list[Any]:
+    """One rank leaves the group, and stays in the training's own."""
+    ranks = Ranks.open()
+    ranks.all_gather(rank)
+    torch.distributed.barrier()  # all have left the first collective
+    if rank == 1:
+        ranks.close()
+        ended = ["left"]
+    else:
+        ended = [
+            _ended(lambda: ranks.all_gather(rank)).partition(": [")[0],
+            _ended(lambda: ranks.all_reduce_min(1))[:8],
+        ]
+        ranks.close()
+    torch.distributed.barrier()
+    return [*ended, _ended(lambda: ranks.all_gather(rank))]
+
+
+def late(rank: int) -> list[Any]:
+    """One rank is late for a collective, and the other has given up."""
+    ended: list[Any] = []
+    try:
+        ranks = Ranks.open(timedelta(seconds=1))
+        if rank == 0:
+            ranks.all_gather(rank)
+    except RankLost as error:  # on a very slow machine as the group is opened
+        ended = [vars(error) | {"detail": ""}, "within 1 s" in str(error)]
+    torch.distributed.barrier()
+    return ended
+
+
+def absent(rank: int) -> list[Any]:
+    """One rank does not open a group with the others, and goes on with the training's own."""
+    ended = "" if rank == 1 else _ended(lambda: Ranks.open(timedelta(seconds=1)))
+    torch.distributed.barrier()
+    return [ended.partition(":")[0], ended.partition(" (")[2].partition(")")[0]]
+
+
+class Place:
+    """A cache entry that counts its calls and may fail."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.calls = fails, 0
+        self.outcome: SearchResult | None = None
+
+    def get(self) -> SearchResult | None:
+        """Look."""
+        self.calls += 1
+        if self.fails:
+            raise CacheFailed("s3://bucket", "no credentials")
+        return SearchResult(Shape(8), 5, StopReason.CAP, None)
+
+    def put(self, outcome: SearchResult) -> None:
+        """Keep."""
+        self.calls += 1
+        self.outcome = outcome
+
+
+def places(rank: int) -> list[Any]:
+    """The first rank alone reads and writes."""
+    with closing(Ranks.open()) as ranks:
+        works, fails = Place(False), Place(rank == 0)
+        entry = AgreedEntry(works, ranks)
+        found = entry.get()
+        assert found is not None
+        entry.put(found)
+        return [found.max_batch_size, works.calls, _ended(AgreedEntry(fails, ranks).get)]
+
+
+def probes(rank: int) -> list[Any]:
+    """Each rank has as much more room as its number; free memory is the least."""
+    with closing(Ranks.open()) as ranks:
+        probe = AgreedProbe(FunctionProbe(lambda size, shape: 10 * size + rank, capacity_bytes=100 + 10 * rank), ranks)
+        seen = [probe(size, Shape()) for size in (9, 10, 11)]
+        host = HostMemory(None)
+        memory = AgreedMemory(host, ranks)
+        host.free_bytes = lambda: 1000 - rank  # type: ignore[method-assign]
+        host.max_peak_bytes = lambda held: 100 - rank + held  # type: ignore[method-assign]
+        return [
+            [one.fits for one in seen],
+            [one.message.partition(":")[0] for one in seen],
+            seen[0].peak_allocated_bytes,
+            [memory.free_bytes(), memory.max_peak_bytes(7)],
+        ]
+
+
+def readings(rank: int) -> list[Any]:
+    """The largest of what is known."""
+    with closing(Ranks.open()) as ranks:
+        mine = Measurement(Verdict.FITS, None, 10 + rank, 1.0 + rank, resting_bytes=None if rank else 5)
+        seen = asdict(agree(ranks.all_gather(mine)))
+        return [seen["peak_allocated_bytes"], seen["peak_reserved_bytes"], seen["seconds"], seen["resting_bytes"]]
+
+
+CASES: dict[str, Callable[[int], list[Any]]] = {
+    case.__name__: case for case in (numbers, calls, leaves, late, absent, places, probes, readings)
+}

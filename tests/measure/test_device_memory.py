@@ -1,0 +1,162 @@
+"""How much memory training may take, the limit that sizes are tried under, and how much a try took."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from batchfinder.devices.device import memory_fraction
+from batchfinder.measure import device_memory
+from batchfinder.measure.cleanup import clear
+from batchfinder.measure.device_memory import CudaMemory, HostMemory
+from batchfinder.measure.host_limits import status
+from batchfinder.measure.trial import run_trial
+from batchfinder.results import Verdict
+from batchfinder.units import MIB
+from tests.measure.made_up_cuda import TOTAL, MadeUpCuda
+from tests.measure.made_up_cuda import cuda as cuda
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+
+CPU = torch.device("cpu")
+# Of this device 9 and 18 GiB are among the limits whose plain quotient comes to a byte less.
+LIMITS = (1, 1_000_000_007, 2 << 30, 9 << 30, TOTAL - 1)
+
+
+@example(total=TOTAL, limit=9 << 30)
+@given(total=st.integers(1, 1 << 40), limit=st.integers(0, 1 << 40))
+def test_a_fraction_comes_to_its_limit(total: int, limit: int) -> None:
+    """To the byte, for any card; more than the card is the card."""
+    fraction = memory_fraction(limit, total)
+    assert 0.0 <= fraction <= 1.0
+    assert int(fraction * total) == min(limit, total)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_is_set_and_taken_back(device: str, limit: int, cuda: MadeUpCuda) -> None:
+    """With a number and without one; what was there before is there again, whole or not, however often."""
+    for before in (None, 18 << 30, 1_000_000_009):
+        cuda.allowed = before
+        memory = CudaMemory(torch.device(device), limit)
+        assert memory.allowance_bytes == min(limit, before or TOTAL)
+        for _ in range(3):
+            with memory.limited(0, 0):
+                assert cuda.allowed == min(limit, before or TOTAL)
+            assert cuda.allowed == before
+
+
+@pytest.mark.parametrize("before", [None, 18 << 30, 1_000_000_009])
+def test_tries_are_limited_within_what_was_set(before: int | None, cuda: MadeUpCuda) -> None:
+    """What there is less the reserve, with room for what is held on top, but never more than before."""
+    cuda.allowed = before
+    memory = CudaMemory(torch.device("cuda", 0), 1_000_000_000)
+    for reserve, held in ((0, 0), (1_000_003, 0), (1_000_003, 5)):
+        with memory.limited(reserve, held):
+            assert cuda.allowed == 1_000_000_000 - reserve + held
+        assert cuda.allowed == before
+
+
+@on_linux
+def test_a_step_is_judged_by_what_is_resident() -> None:
+    """64 MiB more than the limit fail, at the latest as the steps end; 64 MiB less fit, and are the peak."""
+    seen, tensors = {}, []
+    for size in (64, 192):
+        clear(CPU)
+        start = status("VmRSS") or 0
+        memory = HostMemory(start + 128 * MIB)
+        seen[size] = run_trial(lambda check, size=size: tensors.append(torch.ones(size * MIB // 4)), memory, CPU)  # type: ignore[misc]
+        tensors.clear()
+        peak = seen[size].peak_reserved_bytes
+        assert peak is None or abs(peak - start - size * MIB) < 8 * MIB
+        if size == 64:
+            reserved = run_trial(lambda check: torch.ones(16 * MIB), memory, CPU, reserve_bytes=80 * MIB)
+            assert reserved.verdict is Verdict.OUT_OF_MEMORY
+    assert [one.verdict for one in seen.values()] == [Verdict.FITS, Verdict.OUT_OF_MEMORY]
+    assert "MiB were resident at the peak; the limit is" in seen[192].message
+
+
+@on_linux
+def test_address_space_is_not_used_memory() -> None:
+    """What is only mapped, such as an arena or a stack, does not count, nor what was resident in an earlier try."""
+    memory = HostMemory((status("VmRSS") or 0) + 64 * MIB)
+    mapped = mmap.mmap(-1, 1 << 30)
+    barrier = threading.Barrier(5)
+    threads = [threading.Thread(target=barrier.wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert not run_trial(lambda check: torch.ones(32 * MIB), memory, CPU).fits
+    assert run_trial(lambda check: torch.ones(4 * MIB), memory, CPU).fits
+    barrier.wait()
+    mapped.close()
+
+
+@on_linux
+def test_what_runs_away_gets_an_allocators_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A soft RLIMIT_AS stands well above the limit, at least by what threads map, and is gone afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    size, memory = status("VmSize") or 0, HostMemory((status("VmRSS") or 0) + 64 * MIB)
+    seen = []
+
+    def steps(check: object) -> None:
+        seen.append(resource.getrlimit(resource.RLIMIT_AS)[0] - size)
+        torch.empty(1 << 40, dtype=torch.uint8)
+
+    failed = run_trial(steps, memory, CPU)
+    assert failed.verdict is Verdict.OUT_OF_MEMORY
+    assert "can't allocate memory" in failed.message
+    assert 512 * MIB < seen[0] < 1024 * MIB
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    # No more than the machine has.
+    monkeypatch.setattr(device_memory, "available_bytes", lambda: 80 * MIB)
+    run_trial(steps, memory, CPU)
+    assert 48 * MIB < seen[1] - (status("VmSize") or 0) + size < 112 * MIB
+
+
+@on_linux
+def test_where_the_peak_cannot_be_reset_the_limit_stands_at_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old peak is no peak of a try; what needs more than the limit fails at once."""
+    monkeypatch.setattr(device_memory, "reset_resident_peak", lambda: False)
+    torch.ones(32 * MIB)
+    clear(CPU)
+    memory = HostMemory((status("VmRSS") or 0) + 64 * MIB)
+    fits = run_trial(lambda check: torch.ones(4 * MIB), memory, CPU)
+    assert (fits.verdict, fits.peak_reserved_bytes) == (Verdict.FITS, None)
+    assert "can't allocate memory" in run_trial(lambda check: torch.ones(20 * MIB), memory, CPU).message
+
+
+@on_linux
+def test_a_limit_of_the_users_holds_to_the_byte() -> None:
+    """Under `ulimit -v` steps fail where the process would fail in training; copies that it holds come on top."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    own = (status("VmSize") or 0) + 256 * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (own, before[1]))
+    try:
+        memory = HostMemory(None)
+        assert memory.allowance_bytes == own
+        assert memory.free_bytes() <= memory.held_bytes() + own - (status("VmSize") or 0)
+        seen = []
+        for reserve, held in ((0, 0), (16 * MIB, 0), (16 * MIB, 4 * MIB)):
+            with memory.limited(reserve, held):
+                seen.append(own - resource.getrlimit(resource.RLIMIT_AS)[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert seen == [2 * MIB, 18 * MIB, 14 * MIB]
+
+
+@on_linux
+def test_a_budget_is_the_whole_processes() -> None:
+    """As on a GPU, bytes count those that the process holds already; copies that training will not have come on top."""
+    memory = HostMemory(700 * MIB)
+    assert (memory.allowance_bytes, memory.free_bytes()) == (700 * MIB, 700 * MIB)
+    assert (memory.max_peak_bytes(0), memory.max_peak_bytes(5)) == (700 * MIB, 700 * MIB + 5)
+    assert memory.name
+    assert Path("/proc/meminfo").exists() == (memory.total_bytes > 0)

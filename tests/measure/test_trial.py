@@ -1,0 +1,219 @@
+"""One measured trial: what its stages tell, whether it comes to a steady state, and that it is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.optim import optimizer as optimizers
+
+from batchfinder.measure.device_memory import HostMemory
+from batchfinder.measure.trial import StageReadings, SteadyStateCheck, read_stages, run_trial
+from batchfinder.results import Verdict
+from batchfinder.simulator.steady_state import MORE_STEPS
+from batchfinder.snapshot.training_state import TrainingState
+from batchfinder.training.spec import StepConfig
+from batchfinder.training.step import Step
+from batchfinder.training.workload import Workload
+
+
+class Ledger:
+    """A memory that holds what the step says it holds: the parts of it that are asked for here."""
+
+    def __init__(self) -> None:
+        self.held = self.peak = 100
+
+    def take(self, held: int, peak: int) -> None:
+        """Be told."""
+        self.held, self.peak = held, max(self.peak, peak)
+
+    def held_bytes(self) -> int:
+        return self.held
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        return self.peak, self.peak
+
+    def reset_peak(self) -> None:
+        self.held = self.peak = 100
+
+    def retries(self) -> int:
+        return 0
+
+    def limited(self, reserve_bytes: int, held_bytes: int) -> nullcontext[None]:
+        return nullcontext()
+
+
+class Net(torch.nn.Linear):
+    """Takes 50 for a forward, at most 70; holds 180 when it has stepped, and 400 at the optimizer's peak."""
+
+    def __init__(self, memory: Ledger) -> None:
+        super().__init__(4, 1)
+        self.memory = memory
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.memory.take(150, 170)
+        loss = super().forward(batch).mean()
+        loss.register_hook(lambda gradient: self.memory.take(180, 400))
+        return loss
+
+
+Backward = Callable[[torch.Tensor], object]
+
+
+def by_tensor(loss: torch.Tensor) -> None:
+    """As loops do."""
+    loss.backward()
+
+
+def by_function(loss: torch.Tensor) -> None:
+    """As libraries do."""
+    torch.autograd.backward([loss])
+
+
+@pytest.mark.parametrize("backward", [by_tensor, by_function])
+def test_a_step_is_read_where_its_backward_begins_and_where_it_ends(backward: Backward) -> None:
+    """The forward's bytes are the peak before the first backward; what stays is what is held after a step."""
+    memory = Ledger()
+    net = Net(memory)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def steps(settling: object) -> None:
+        for _ in range(2):
+            backward(net(torch.ones(2, 4)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    state = TrainingState.capture(net, optimizer, left_alone=[memory])
+    seen = run_trial(steps, memory, torch.device("cpu"), state.restore)  # type: ignore[arg-type]
+    assert (seen.verdict, seen.peak_allocated_bytes) == (Verdict.FITS, 400)
+    assert (seen.resting_bytes, seen.forward_bytes) == (180, 70)
+
+
+def test_what_has_no_backward_and_no_optimizer_is_not_read() -> None:
+    """A step that only runs forward says nothing: neither figure is made up."""
+    memory = Ledger()
+    with read_stages(memory) as readings, torch.no_grad():  # type: ignore[arg-type]
+        torch.nn.Linear(4, 1)(torch.ones(2, 4))
+    assert (readings.resting_bytes, readings.forward_bytes) == (None, None)
+
+
+def test_a_host_is_not_read() -> None:
+    """Where the memory does not count what is allocated, PyTorch is left as it is."""
+    before = torch.autograd.backward
+    with read_stages(HostMemory(None)) as readings:
+        assert torch.autograd.backward is before
+    assert (readings.resting_bytes, readings.forward_bytes) == (None, None)
+
+
+def test_nothing_is_left_of_it_after_an_error() -> None:
+    """However the steps end, the backward is PyTorch's own again and no hook is left on optimizers."""
+    before, hooks = torch.autograd.backward, dict(optimizers._global_optimizer_post_hooks)
+
+    def steps() -> None:
+        with read_stages(Ledger()):  # type: ignore[arg-type]
+            assert torch.autograd.backward is not before
+            raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        steps()
+    assert torch.autograd.backward is before
+    assert dict(optimizers._global_optimizer_post_hooks) == hooks
+
+
+class MadeUpMemory:
+    """Counts up by ten with each reading; the peak is five above what is held."""
+
+    def __init__(self):
+        self.now = 100
+
+    def held(self):
+        self.now += 10
+        return self.now
+
+    def peak(self):
+        return self.now + 5
+
+
+def readings_of(**settings):
+    """The readings of real steps of a small net, on memory that is made up."""
+    memory = MadeUpMemory()
+    readings = StageReadings(memory.held, memory.peak)
+    workload = Workload(torch.nn.Linear(4, 4), lambda batch_size, seq_len: torch.ones(batch_size, 4))
+    Step(workload, StepConfig(**settings), torch.device("cpu")).run(2, None, readings)
+    return readings
+
+
+def test_two_steps():
+    """What stays is read as the second step begins; the first forward's peak counts from the first batch's base."""
+    readings = readings_of()
+    assert (readings.resting_bytes, readings.forward_bytes) == (120, 5)
+
+
+def test_accumulation():
+    """What stays is read as the last micro-batch begins, when gradients are alive."""
+    assert readings_of(micro_batches=2).resting_bytes == 130
+
+
+def test_one_step_tells_nothing_of_the_next():
+    """A single step has no later one; a forward alone has no backward that would end it."""
+    assert readings_of(steps=1).resting_bytes is None
+    alone = readings_of(mode="forward")
+    assert (alone.resting_bytes, alone.forward_bytes) == (None, None)
+
+
+def taken(retries_in_steps: list[int]) -> tuple[int, str]:
+    """Steps beyond the first two that a try takes, and the message; the cache is given back as often as listed."""
+    given_back = 0
+
+    def count() -> int:
+        return given_back
+
+    settling = SteadyStateCheck(count)
+    given_back += sum(retries_in_steps[:2])
+    steps = 0
+    while settling.goes_on():
+        given_back += retries_in_steps[2 + steps]
+        steps += 1
+    return steps, settling.message()
+
+
+def test_a_size_that_never_needs_the_cache_takes_no_further_step() -> None:
+    """Two steps without are enough."""
+    assert taken([0, 0]) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("retries", "steps"),
+    [([1, 0, 0], 1), ([0, 1, 0], 1), ([1, 1, 2, 0], 2), ([2, 3, 2, 2, 2, 1, 0], 5), ([1, 1, *[1] * 7, 0], 8)],
+)
+def test_a_size_that_settles_fits(retries: list[int], steps: int) -> None:
+    """Steps are taken until one goes by without, and then no more."""
+    assert taken(retries) == (steps, "")
+
+
+def test_a_size_that_never_settles_does_not() -> None:
+    """After so many steps that each gave the cache back no other is taken, and how often it was is said."""
+    message = f"it ran, but only by giving back all cached memory {2 + 2 * MORE_STEPS} times"
+    assert taken([1, 1, *[2] * MORE_STEPS]) == (MORE_STEPS, message)
+
+
+@pytest.mark.parametrize(("retries", "times"), [(1, "once"), (3, "3 times")])
+def test_steps_that_never_asked_have_not_settled(retries: int, times: str) -> None:
+    """Where nobody takes a further step, nobody knows that it would have done without."""
+    seen = iter([5, 5 + retries])
+    assert (
+        SteadyStateCheck(lambda: next(seen)).message() == f"it ran, but only by giving back all cached memory {times}"
+    )
+
+
+def test_a_part_that_never_settled_is_not_forgotten() -> None:
+    """A later part of the same try that settles does not make up for it."""
+    given_back = 0
+    settling = SteadyStateCheck(lambda: given_back)
+    given_back += 1
+    while settling.goes_on():
+        given_back += 1
+    assert not settling.goes_on()
+    assert settling.message()

@@ -1,0 +1,270 @@
+"""Tests of batchfinder/recording/kernel_memory.py: the kernels' own memory, counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from batchfinder.recording import kernel_memory
+from batchfinder.recording.kernel_memory import (
+    SCRATCH,
+    aten,
+    attention_scratch,
+    cublas_workspace_bytes,
+    efficient_backward_bytes,
+    efficient_forward_bytes,
+    flash_backward_bytes,
+)
+from batchfinder.simulator.replay import alive_at
+from batchfinder.simulator.trace import Trace
+from batchfinder.training.workload import Workload
+
+Record = Callable[..., Trace]
+HEADS, LENGTH, WIDTH = 4, 128, 256
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+class Attention(nn.Module):
+    """One projection for query, key and value, and PyTorch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.view(*x.shape[:2], HEADS, WIDTH // HEADS).transpose(1, 2) for part in self.project(x).chunk(3, -1)
+        )
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(x.shape)
+
+
+def attention() -> Workload:
+    """Attention on a batch of sequences of vectors."""
+    return Workload(Attention(), lambda batch_size, seq_len: (torch.zeros(batch_size, seq_len or LENGTH, WIDTH),))
+
+
+def odd_heads() -> Workload:
+    """Attention that no fused kernel takes: a mask, and a head of 60 elements."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(WIDTH, 60)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query = self.project(x)[:, None]
+            mask = torch.zeros(x.size(1), x.size(1), device=x.device, dtype=query.dtype)
+            return F.scaled_dot_product_attention(query, query, query, mask)
+
+    return Workload(Odd(), lambda batch_size, seq_len: (torch.zeros(batch_size, seq_len or LENGTH, WIDTH),))
+
+
+def blocks_of(trace: Trace, operator: str) -> list[int]:
+    """The blocks that an operator made, outputs and scratch."""
+    return [i for i, name in enumerate(trace.structure.operators) if name == operator]
+
+
+@pytest.mark.parametrize(
+    ("capability", "size"),
+    [
+        ((5, 2), 8_519_680),
+        ((7, 0), 8_519_680),
+        ((8, 0), 8_519_680),
+        ((8, 9), 8_519_680),
+        ((9, 0), 33_554_432),
+        ((10, 0), 33_554_432),
+        ((12, 0), 33_554_432),
+    ],
+)
+def test_cublas_workspace(capability: tuple[int, int], size: int) -> None:
+    """2 x 4 MiB + 8 x 16 KiB, and 32 MiB from Hopper on."""
+    assert cublas_workspace_bytes(capability) == size
+
+
+def test_a_workspace_for_each_thread(record: Record) -> None:
+    """The first product in the forward takes one, the first in the backward another, and both stay."""
+    trace = record(attention, 2, LENGTH)
+    workspaces = [i for i, kind in enumerate(trace.structure.kinds) if kind == "workspace"]
+    assert [trace.sizes[i] for i in workspaces] == [8_519_680, 8_519_680]
+    assert set(workspaces) <= set(alive_at(trace.structure, len(trace.structure.order) - 1))
+    forward, backward = (trace.structure.order.index(i) for i in workspaces)
+    marks = {mark.stage: mark.position for mark in trace.structure.marks if mark.step == 0}
+    assert marks["forward"] <= forward < marks["loss"] <= marks["backward"] <= backward < marks["optimizer"]
+
+
+def test_products_with_an_output_type_ask_for_cublas() -> None:
+    """Every overload of a matrix product that allocates its output is listed."""
+    for packet in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+        for overload in packet.overloads():
+            if "out" not in overload:
+                assert getattr(packet, overload) in kernel_memory.MATRIX_PRODUCTS
+
+
+def test_safe_softmax_keeps_the_softmax_and_two_masks() -> None:
+    """Scores of 2 x 3 x 8 x 16: 3072 bytes of softmax, 768 of masked scores, 48 of masked rows."""
+    scores = torch.empty(2, 3, 8, 16, device="meta")
+    assert SCRATCH[aten._safe_softmax.default](scores, -1) == [3072, 768, 48]
+    assert SCRATCH[aten._safe_softmax.default](torch.empty(0, 4, device="meta"), -1) == []
+
+
+def test_scratch_comes_after_the_outputs_and_goes_at_once(record: Record) -> None:
+    """The trace of an attention backward: three gradients, then delta, the product and its sum, then these released."""
+    trace = record(attention, 2, LENGTH, capability=(6, 1), optimizer="sgd")
+    made = blocks_of(trace, "aten._scaled_dot_product_efficient_attention_backward.default")
+    gradient, row_sums = 4 * 2 * LENGTH * WIDTH, 4 * 2 * HEADS * LENGTH
+    one_step = [gradient, gradient, gradient, row_sums, gradient, row_sums]
+    assert [trace.sizes[i] for i in made] == 2 * one_step
+    outputs, scratch = made[:3], made[3:6]
+    position = trace.structure.order.index(outputs[0])
+    assert list(trace.structure.order[position : position + 9]) == [
+        *outputs,
+        *scratch,
+        *(~i for i in reversed(scratch)),
+    ]
+    assert {trace.structure.kinds[i] for i in scratch} == {"temporary"}
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [((7, 5), "efficient"), ((8, 6), "flash")])
+def test_half_precision_gathers_dq_in_fp32(record: Record, capability: tuple[int, int], kernel: str) -> None:
+    """After the three gradients, of two bytes per element, come the rows' sums and dq, of four."""
+    trace = record(attention, 2, LENGTH, capability=capability, precision="16-mixed", optimizer="sgd")
+    made = blocks_of(trace, f"aten._scaled_dot_product_{kernel}_attention_backward.default")
+    row_sums, dq = 4 * 2 * HEADS * LENGTH, 4 * 2 * LENGTH * WIDTH
+    assert [trace.sizes[i] for i in made] == 2 * [dq // 2, dq // 2, dq // 2, row_sums, dq]
+
+
+def test_math_adds_the_mask_in_place(record: Record) -> None:
+    """Without a fused kernel there are scores, their softmax and its scratch; no third matrix for the mask."""
+    trace = record(odd_heads, 2, 64, capability=(8, 0), precision="bf16-mixed", mode="forward")
+    scores = 4 * 2 * 64 * 64
+    softmax = blocks_of(trace, "aten._safe_softmax.default")
+    assert [trace.sizes[i] for i in softmax[:4]] == [scores, scores, scores // 4, 2 * 64]
+    first = trace.structure.order.index(softmax[0])
+    assert [trace.sizes[i] for i in alive_at(trace.structure, first)].count(scores) == 2
+    assert not blocks_of(trace, "aten.add.Tensor")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
+def test_passing_over_writes_to_lists_changes_nothing(
+    record: Record, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """An optimizer whose in-place operators on lists are passed over has the trace of one that runs them all."""
+    short = record(attention, 8, optimizer=optimizer)
+    monkeypatch.setattr(kernel_memory, "only_writes", lambda func, args: False)
+    assert record(attention, 8, optimizer=optimizer) == short
+
+
+def test_only_in_place_operators_on_the_pretend_gpu_are_passed_over() -> None:
+    """Lists of tensors on the CPU are written to, as an optimizer reads its count of steps; lists made are made."""
+    counts = [torch.zeros(())]
+    assert not kernel_memory.only_writes(aten._foreach_add_.Scalar, (counts, 1))
+    assert not kernel_memory.only_writes(aten._foreach_add.Scalar, ([], 1))
+    assert not kernel_memory.only_writes(aten.add_.Scalar, (counts[0], 1))
+
+
+def heads_of(
+    batch: int, heads: int, tokens: int, head: int, dtype: torch.dtype, *, head_order: bool = False
+) -> torch.Tensor:
+    """A (batch, heads, tokens, head size) tensor as a linear layer leaves it, or as rotary positions do."""
+    if head_order:
+        return torch.empty(batch, heads, tokens, head, dtype=dtype, device="meta")
+    return torch.empty(batch, tokens, heads, head, dtype=dtype, device="meta").transpose(1, 2)
+
+
+@pytest.mark.parametrize(("head", "padded"), [(64, 64), (40, 64), (96, 96), (136, 192), (256, 256)])
+def test_flash_backward(head: int, padded: int) -> None:
+    """100 tokens are padded to 128: 2 x 4 x 128 row sums and as many rows of dq, of 4 bytes."""
+    tensor = heads_of(2, 4, 100, head, HALF)
+    assert flash_backward_bytes(tensor, tensor, tensor, tensor, tensor) == [4096, 4096 * padded]
+
+
+def test_flash_backward_of_shared_heads() -> None:
+    """dk and dv once per query head: 2 bytes x 2 x 100 x 4 x 64 each."""
+    query, key = heads_of(2, 4, 100, 64, HALF), heads_of(2, 2, 100, 64, HALF)
+    assert flash_backward_bytes(query, query, key, key, query) == [4096, 262_144, 102_400, 102_400]
+
+
+def test_flash_backward_copies_what_is_not_in_token_order() -> None:
+    """Rotary positions leave the query, and with it the output, in head order: 2 bytes x 2 x 4 x 100 x 64 more."""
+    query = heads_of(2, 4, 100, 64, HALF)
+    out = heads_of(2, 4, 100, 64, HALF, head_order=True)
+    assert flash_backward_bytes(query, out, out, out, out) == [102_400, 4096, 262_144]
+    assert flash_backward_bytes(out, out, out, out, out) == [102_400, 102_400, 4096, 262_144]
+
+
+def test_one_head_is_in_both_orders() -> None:
+    """A dimension of size 1 has no place in the order."""
+    single = heads_of(2, 1, 128, 64, HALF, head_order=True)
+    assert flash_backward_bytes(single, single, single, single, single) == [1024, 65_536]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head", "sizes"),
+    [
+        # fp32: delta, and dq of 4 bytes x 8 x 128 x 64.
+        ((8, 0), FULL, 64, [4096, 262_144]),
+        # No workspace before 7.0: delta, and grad x out and its sum, of which it is made.
+        ((6, 1), FULL, 64, [4096, 262_144, 4096]),
+        # 72 of 128 columns: the tiles of dq are larger than the product.
+        ((8, 0), FULL, 72, [4096, 524_288]),
+        ((7, 0), FULL, 72, [4096, 524_288]),
+        # Half: the kernel makes delta; dq in fp32.
+        ((8, 0), HALF, 64, [4096, 262_144]),
+        ((6, 1), HALF, 64, [4096, 262_144]),
+        ((8, 0), HALF, 128, [4096, 524_288]),
+        ((7, 5), HALF, 128, [4096, 524_288]),
+        # Less shared memory: dk and dv in tiles of 64 x 128 as well, 4 bytes x 8 x 64 x 256.
+        ((8, 6), HALF, 128, [4096, 1_048_576]),
+        ((12, 0), HALF, 128, [4096, 1_048_576]),
+        ((8, 6), HALF, 96, [4096, 524_288]),
+        # Wide heads: dq 4 x 8 x 128 x 256 and dk, dv 4 x 8 x 64 x 512.
+        ((8, 0), HALF, 256, [4096, 2_097_152]),
+        # On 7.0 tensor operators make delta of half types too: grad and out in fp32, and their product.
+        ((7, 0), HALF, 256, [4096, 1_048_576, 1_048_576, 1_048_576, 4096]),
+    ],
+)
+def test_efficient_backward(capability: tuple[int, int], dtype: torch.dtype, head: int, sizes: list[int]) -> None:
+    """2 x 4 heads of 128 tokens, on different GPUs."""
+    tensor = heads_of(2, 4, 128, head, dtype)
+    assert efficient_backward_bytes(capability, tensor, tensor, tensor) == sizes
+
+
+def test_efficient_backward_pads_the_tokens() -> None:
+    """100 tokens make two tiles of 64, so dq has 128 rows; delta has 100."""
+    tensor = heads_of(2, 4, 100, 64, HALF)
+    assert efficient_backward_bytes((8, 0), tensor, tensor, tensor) == [3200, 262_144]
+
+
+def test_efficient_backward_copies_grad() -> None:
+    """4 bytes x 2 x 4 x 128 x 64 more when the gradient comes in head order."""
+    grad = heads_of(2, 4, 128, 64, FULL, head_order=True)
+    assert efficient_backward_bytes((8, 0), grad, grad, grad) == [262_144, 4096, 262_144]
+
+
+def test_efficient_forward() -> None:
+    """Half types with value heads above 128 gather the output in fp32; no one else needs scratch."""
+    narrow, wide = heads_of(2, 4, 128, 128, HALF), heads_of(2, 4, 128, 160, HALF)
+    assert efficient_forward_bytes(narrow, narrow, narrow) == []
+    assert efficient_forward_bytes(narrow, narrow, wide) == [4 * 2 * 4 * 128 * 160]
+    full = heads_of(2, 4, 128, 160, FULL)
+    assert efficient_forward_bytes(full, full, full) == []
+
+
+def test_table_takes_the_operators_arguments() -> None:
+    """Each entry can be called as its operator is: gradient first in the backwards."""
+    table = attention_scratch((8, 0))
+    tensor = heads_of(2, 4, 128, 64, FULL)
+    backward = table[torch.ops.aten._scaled_dot_product_efficient_attention_backward.default]
+    assert backward(tensor, tensor, tensor, tensor, None, tensor, None, 0, 0, 0.0, [True] * 4, scale=1.0) == [
+        4096,
+        262_144,
+    ]
+    assert set(table) == {
+        torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    }
