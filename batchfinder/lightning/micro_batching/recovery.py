@@ -255,7 +255,7 @@ class Recovery:
             if size == before[length] or entry is None or self._ranks.rank:
                 continue
             try:
-                lower(entry, before[length], run.message)
+                lower(entry, before[length], run.message, to=size)
                 run.record = " The cache's record is lowered as well; the next start tries it before it uses it."
             except CacheFailed as error:
                 reason = error.reason.rstrip(".")
