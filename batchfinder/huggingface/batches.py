@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchfinder.data.longest_samples import UnreadableData, batches_of
 from batchfinder.data.sequence_dim import find_sequence
 from batchfinder.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 MakeBatch = Callable[[int, int | None], Any]
 
 _MAKE_BATCH = "or tune_trainer(make_batch=), a function that makes a batch of (batch_size, seq_len)"
 
 
-def own_loader(trainer: Any) -> Any:
+def own_loader(trainer: Trainer) -> Any:
     """The loader that training would read.
 
     Args:
@@ -41,7 +44,7 @@ def own_loader(trainer: Any) -> Any:
     return loader
 
 
-def set_size(trainer: Any, batch_size: int) -> None:
+def set_size(trainer: Trainer, batch_size: int) -> None:
     """Have the trainer make its training loader with so many samples per micro-batch."""
     trainer.args.per_device_train_batch_size = batch_size
     trainer._train_batch_size = trainer.args.train_batch_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,6 +19,9 @@ from batchfinder.measure.key_fields import describe_batch, measured_key_fields, 
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.results import Shape
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 class TrainerStep:
@@ -36,7 +39,7 @@ class TrainerStep:
         target_batch_size: samples per optimizer step.
     """
 
-    def __init__(self, trainer: Any, batches: TrainerBatches, target_batch_size: int) -> None:
+    def __init__(self, trainer: Trainer, batches: TrainerBatches, target_batch_size: int) -> None:
         self._trainer = trainer
         self._batches = batches
         self._target_batch_size = target_batch_size
@@ -63,6 +66,7 @@ class TrainerStep:
         limit = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else float("inf")
         trainer.accelerator.clip_grad_norm_(model.parameters(), limit)
         self._call_back("on_pre_optimizer_step")
+        assert trainer.optimizer is not None  # train() has made it
         trainer.optimizer.step()
         self._call_back("on_optimizer_step")
         model.zero_grad()
@@ -99,7 +103,7 @@ ARGUMENTS = (
 
 
 def make_key(
-    trainer: Any, config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limits: SearchLimits
+    trainer: Trainer, config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limits: SearchLimits
 ) -> CacheKey:
     """The key of a Trainer: what changes the memory that a step takes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -14,11 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from batchfinder.errors import InvalidValue
 from batchfinder.snapshot.training_state import TrainingState
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 T = TypeVar("T")
 
 
 def where_training_begins(
-    trainer: Any, make_loader: Callable[[Any], Any], callbacks: Sequence[Any], body: Callable[[Any], T]
+    trainer: Trainer, make_loader: Callable[[Any], Any], callbacks: Sequence[Any], body: Callable[[Any], T]
 ) -> T:
     """Let the trainer prepare its training, call a function in place of the first step, and undo the preparations.
 
@@ -49,12 +52,12 @@ def where_training_begins(
 
             def begin() -> T:
                 refusing.remove()
-                del trainer.get_train_dataloader
+                del vars(trainer)["get_train_dataloader"]
                 return body(loader)
 
             loader = make_loader(trainer)
             sentinel = _LoaderSentinel(loader, begin)
-            trainer.get_train_dataloader = lambda: sentinel
+            vars(trainer)["get_train_dataloader"] = lambda: sentinel
             trainer.args.eval_on_start = False
             trainer.callback_handler = _only(trainer, callbacks)
             try:
@@ -67,7 +70,7 @@ def where_training_begins(
         before.restore()
 
 
-def bulk_data(trainer: Any) -> list[Any]:
+def bulk_data(trainer: Trainer) -> list[Any]:
     """The trainer's data where they are plain lists, which need not be copied to put them back."""
     found = [trainer.train_dataset, trainer.eval_dataset]
     if isinstance(trainer.eval_dataset, dict):
@@ -112,7 +115,7 @@ def _unsupported(item: Any, does: str) -> InvalidValue:
     )
 
 
-def _only(trainer: Any, callbacks: Sequence[Any]) -> Any:
+def _only(trainer: Trainer, callbacks: Sequence[Any]) -> Any:
     """A handler of the flow of training, and of the callbacks that take part."""
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 

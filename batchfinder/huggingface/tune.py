@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, MissingExtra
@@ -19,8 +19,11 @@ from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Trial
 from batchfinder.units import parse_bytes, parse_headroom
 
+if TYPE_CHECKING:
+    from transformers import Trainer
 
-def check_trainer(trainer: Any) -> None:
+
+def check_trainer(trainer: Trainer) -> None:
     """Refuse what is not supported.
 
     Raises:
@@ -51,7 +54,7 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
-def _check_alone(trainer: Any) -> None:
+def _check_alone(trainer: Trainer) -> None:
     args = trainer.args
     alone = "find the size on one device, and set per_device_train_batch_size and gradient_accumulation_steps by hand"
     if args.world_size > 1:
@@ -77,7 +80,7 @@ def _check_alone(trainer: Any) -> None:
 
 
 def tune_trainer(
-    trainer: Any,
+    trainer: Trainer,
     *,
     target_batch_size: int | None = None,
     seq_len: int | None = None,
