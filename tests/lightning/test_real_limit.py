@@ -33,7 +33,7 @@ def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_pa
     """50 steps run at the answer, and in the same process, after them, a tenth more fails.
 
     A second start looks the answer up, certifies it with one try and trains; where the process happens to hold more or
-    less by then, it searches again and finds one within 5 %. In a process that has not searched a third more fails:
+    less by then, it searches again and finds one within a tenth. In a process that has not searched a third more fails:
     what a search leaves in the process is a part of the limit, and no large one.
     """
     options, limit_mib = CASES[net]
@@ -51,7 +51,7 @@ def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_pa
     if second["sources"] == ["cache"]:
         assert tried == [(first["batch_size"], True)], (first, second)
     else:
-        assert 0.95 * first["batch_size"] <= second["batch_size"] <= 1.05 * first["batch_size"], (first, second)
+        assert 0.9 * first["batch_size"] <= second["batch_size"] <= 1.1 * first["batch_size"], (first, second)
 
     without = fits.run(**request, batch_size=third, steps=2)
     assert (without["verdict"], without["steps"]) == ("OUT_OF_MEMORY", 0), (first, without)
