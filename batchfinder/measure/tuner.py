@@ -229,7 +229,6 @@ class Tuner:
         cached, tolerance = result is not None, self._limits.tolerance
         while result is None:
             probe, max_peak_bytes = self._open_probe()
-            self._free_bytes = min(self._free_bytes, max_peak_bytes)
             predicted = self._predicted(shape, max_peak_bytes, known, failed)
             search = self._search(max_peak_bytes, tolerance, predicted)
             found = find_max_batch_size(
