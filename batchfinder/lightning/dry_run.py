@@ -29,8 +29,7 @@ from batchfinder.lightning.compat import (
 )
 from batchfinder.lightning.ddp import local_only
 from batchfinder.lightning.dry_run_scope import ActiveCallbacks
-from batchfinder.measure.session import TrialSession
-from batchfinder.measure.trial import SteadyStateCheck, run_trial
+from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
 from batchfinder.results import Measurement, Shape
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 

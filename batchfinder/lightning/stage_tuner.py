@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import TracebackType
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
@@ -16,18 +18,18 @@ from batchfinder.cache.store import ResultEntry
 from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks
 from batchfinder.errors import CacheFailed
 from batchfinder.lightning.cache_key import make_key
+from batchfinder.lightning.compat import is_a, progress_bar_console
 from batchfinder.lightning.ddp import agreed_data, agreed_memory, forget_used_parameters
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig
 from batchfinder.lightning.dry_run_scope import active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.lightning.probe_batches import ProbeBatches
-from batchfinder.lightning.progress import Progress
 from batchfinder.measure.device_memory import memory_of
-from batchfinder.measure.session import TrialSession
+from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
 from batchfinder.probe import Probe
-from batchfinder.results import Shape
+from batchfinder.results import Shape, Trial
 
 _SMALL_CAP = 8
 """Up to this cap no search takes as long as a prediction."""
@@ -214,3 +216,50 @@ def _warn(error: CacheFailed) -> None:
         f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run are not "
         "cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
     )
+
+
+class Progress:
+    """Shows the tries; nothing is shown before the first, nor where the trainer shows nothing.
+
+    Args:
+        trainer: whose progress bar is imitated.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        bar = trainer.progress_bar_callback
+        shown = bar is not None and trainer.is_global_zero and not getattr(bar, "is_disabled", False)
+        self._rich = shown and is_a(bar, "RichProgressBar")
+        self._tqdm = shown and is_a(bar, "TQDMProgressBar")
+        self._console: dict[str, Any] = progress_bar_console(bar)  # where the user wants Rich to write
+        self._bar: Any = None
+        self._tries = 0
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop() if self._rich else self._bar.close()
+            self._bar = None
+
+    def tried(self, trial: Trial) -> None:
+        """Show one more."""
+        self._tries += 1
+        tries = "1 try" if self._tries == 1 else f"{self._tries} tries"
+        text = f"BatchFinder: batch size {trial.batch_size} {'fits' if trial.fits else 'does not fit'} ({tries})"
+        if self._rich:
+            from rich.console import Console
+            from rich.status import Status
+
+            if self._bar is None:
+                self._bar = Status(text, console=Console(**self._console))
+                self._bar.start()
+            self._bar.update(text)
+        elif self._tqdm:
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+            if self._bar is None:
+                self._bar = tqdm(leave=False, bar_format="{desc}")
+            self._bar.set_description_str(text)

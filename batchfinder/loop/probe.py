@@ -15,8 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
-from batchfinder.measure.session import TrialSession
-from batchfinder.measure.trial import SteadyStateCheck, run_trial
+from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.probe import Probe
 from batchfinder.results import Measurement, Shape

@@ -18,7 +18,7 @@ from batchfinder.loop.options import LoopConfig, check_single_process, device_of
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
 from batchfinder.measure.device_memory import Memory, memory_of
-from batchfinder.measure.session import TrialSession
+from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.results import Shape, Trial
 from batchfinder.units import parse_bytes, parse_headroom

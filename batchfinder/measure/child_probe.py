@@ -1,7 +1,7 @@
 """Real training in a child process: it survives crashes, kills and dead contexts, and on a CPU gives exact answers.
 
 One child per workload and settings, started when first asked and again when it has died; `measure/worker.py` is its
-far end. Nothing here imports torch.
+child's side. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -206,6 +206,8 @@ class Tuner:
         self._on_trial = on_trial
         self._warn = warn
         self._cache_failed = False
+        self._memory = memory
+        self._opened = False
         self._limit_bytes = memory.free_bytes()
         self._free_bytes = max(0, self._limit_bytes - limits.reserve_bytes)
         self._trials: list[Trial] = []
@@ -228,7 +230,7 @@ class Tuner:
         result, failed = self._certified(known)
         cached, tolerance = result is not None, self._limits.tolerance
         while result is None:
-            probe, max_peak_bytes = self._open_probe()
+            probe, max_peak_bytes = self._open()
             predicted = self._predicted(shape, max_peak_bytes, known, failed)
             search = self._search(max_peak_bytes, tolerance, predicted)
             found = find_max_batch_size(
@@ -237,7 +239,7 @@ class Tuner:
             # Trials after it may have left less than it takes, as oneDNN's kernels for each new shape do on a CPU.
             peak = None if found.measurement is None else found.measurement.peak_reserved_bytes
             last = self._trials[-1].batch_size == found.max_batch_size
-            if found.max_batch_size == 0 or last or peak is None or peak <= self._open_probe()[1]:
+            if found.max_batch_size == 0 or last or peak is None or peak <= self._open()[1]:
                 result = found
             else:
                 again = self._try(found.max_batch_size, shape)
@@ -277,9 +279,17 @@ class Tuner:
             return None, trial
         return replace(known, max_batch_size=size, measurement=trial.measurement), None
 
+    def _open(self) -> tuple[Probe, int]:
+        opened = self._open_probe()
+        if not self._opened:
+            # A child process knows better what is free than whoever was asked before it started.
+            self._opened = True
+            self._free_bytes = min(self._free_bytes, max(0, self._memory.free_bytes() - self._limits.reserve_bytes))
+        return opened
+
     def _try(self, batch_size: int, shape: Shape) -> Trial:
         """Try one size; twice if it fails in a way that may pass."""
-        probe, max_peak_bytes = self._open_probe()
+        probe, max_peak_bytes = self._open()
         search = Floored(Capped(Secant(max_peak_bytes), batch_size), batch_size)
         return find_max_batch_size(probe, shape, search=search, on_trial=self._tried).trials[-1]
 

@@ -1,15 +1,22 @@
-"""A workload on any simulated GPU, and the exact search there. Nothing here imports torch."""
+"""A workload on any simulated GPU, by recordings that a child process makes. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import Future
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from batchfinder.devices import Device
+from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
-from batchfinder.recording.client import RecordingClient
 from batchfinder.results import SearchResult, Shape
 from batchfinder.search import Capped, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -17,7 +24,153 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.child_process import Child, ChildDied, revive
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
+
+_T = TypeVar("_T")
+# A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
+# on each GPU but the first, and take memory there.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
+_NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
+
+
+class RecordingClient:
+    """A process that records one workload's steps on the fake device.
+
+    Args:
+        spec: how to build the workload there.
+        workers: recordings at once; the number of cores by default.
+
+    Example:
+        >>> spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": "bert-base"})
+        >>> with RecordingClient(spec) as recorder:  # doctest: +SKIP
+        ...     trace = recorder.submit(job).result()
+    """
+
+    def __init__(self, spec: WorkloadSpec, workers: int | None = None) -> None:
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
+        self._facts: Future[WorkloadFacts] = Future()
+        self._died: RecordingDied | None = None
+        self._next = 0
+        folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        self._child = Child(
+            "batchfinder.recording.server",
+            (str(folder), str(workers or os.cpu_count() or 1)),
+            {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)), **_NO_GPU},
+            folder,
+        )
+        self._child.send({"open": asdict(spec)})
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> RecordingClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def facts(self) -> WorkloadFacts:
+        """What there is to know about the workload; waits until it is built.
+
+        Raises:
+            BatchFinderError: it could not be built; the user's own failures are `UserCodeFailed`.
+        """
+        return self._facts.result()
+
+    def submit(self, job: RecordingJob) -> Future[Trace]:
+        """Ask for a recording. Several may run at once.
+
+        Returns:
+            The trace to come. Its `result()` raises `UserCodeFailed`, `RecordingFailed` or `RecordingDied`.
+        """
+        future: Future[Trace] = Future()
+        with self._lock:
+            if self._died is not None:
+                future.set_exception(self._died)
+                return future
+            number = self._next
+            self._next += 1
+            self._futures[number] = (job, future)
+        self._child.send({"record": job.to_json(), "id": number})
+        return future
+
+    def close(self) -> None:
+        """End the process and everything it started. Recordings that are still to come fail."""
+        self._child.kill()
+        self._reader.join()
+        self._child.close()
+
+    def _read_answers(self) -> None:
+        """Until the process ends: then everything that was asked of it and has no answer fails."""
+        try:
+            while True:
+                self._take(self._child.receive())
+        except ChildDied as death:
+            died = RecordingDied(self.spec.name, "", death.exit_code, death.last_words)
+        except Exception as error:  # whatever it says next would not be understood either
+            self._child.kill()
+            died = RecordingDied(self.spec.name, "", None, _unreadable(error))
+        with self._lock:
+            self._died = died
+            waiting, self._futures = list(self._futures.values()), {}
+        for _, future in waiting:
+            _resolve(future, died)
+        _resolve(self._facts, died)
+
+    def _take(self, answer: Mapping[str, Any]) -> None:
+        if "facts" in answer:
+            _resolve(self._facts, WorkloadFacts(**answer["facts"]))
+        elif "error" in answer:
+            _resolve(self._facts, _revive(answer["error"], self.spec.name))
+        else:
+            with self._lock:
+                job, future = self._futures.pop(answer["id"])
+            what = f"{(job.workload or self.spec).name} at {job}"
+            try:
+                _resolve(future, self._read_recording(answer["id"], what, answer["exit"]))
+            except Exception as error:
+                _resolve(future, RecordingDied(what, "", answer["exit"], _unreadable(error)))
+
+    def _read_recording(self, number: int, what: str, exit_code: int) -> Trace | BatchFinderError:
+        path = self._child.folder / f"{number}.json"
+        if not path.exists():
+            operator_file = path.with_suffix(".operator")
+            operator = operator_file.read_text().strip() if operator_file.exists() else ""
+            return RecordingDied(what, operator, exit_code, self._child.last_words(f"{number}.log"))
+        result = json.loads(path.read_text())
+        path.unlink()
+        return _revive(result["error"], what) if "error" in result else Trace.from_json(result["trace"])
+
+
+def _resolve(future: Future[_T], outcome: _T | BaseException) -> None:
+    """Give a future its result or exception, unless it has one or was cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def _unreadable(error: Exception) -> str:
+    return f"an answer that cannot be read ({type(error).__name__}: {error})"
+
+
+def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
+    """The error that the recording process described: where code asked for values of fake tensors, in our words."""
+    message = description["message"]
+    if not description["type"] and (
+        description["module"].startswith("torch._subclasses") or any(sign in message for sign in _NEEDS_VALUES)
+    ):
+        return RecordingFailed(
+            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}\n"
+            "Give the model fixed shapes and no decisions on tensors' values, or measure on a real GPU."
+        )
+    return revive(description, what)
 
 
 class Simulation:

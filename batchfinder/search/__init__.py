@@ -6,8 +6,7 @@ algorithms; `wrappers` adds a cap, a floor, a granularity or a headroom to any o
 
 from __future__ import annotations
 
-from batchfinder.search.base import DEFAULT_MAX_BATCH_SIZE, Bounds, Bracket, Search
-from batchfinder.search.bisection import Bisection, Doubling
+from batchfinder.search.base import DEFAULT_MAX_BATCH_SIZE, Bisection, Bounds, Bracket, Doubling, Search
 from batchfinder.search.secant import Secant
 from batchfinder.search.wrappers import Capped, Floored, Headroom, Multiples, Wrapper
 

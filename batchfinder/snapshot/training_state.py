@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from batchfinder.snapshot.kinds import SHARED_TYPES, Kind, has_state_of_its_own, kind_of
 from batchfinder.snapshot.process_state import ProcessState, shared_hooks
 from batchfinder.snapshot.records import (
+    SHARED_TYPES,
     ArrayRecord,
     BytesRecord,
     CellRecord,
     DequeRecord,
+    Kind,
     ListRecord,
     MappingRecord,
     ObjectRecord,
@@ -22,6 +23,8 @@ from batchfinder.snapshot.records import (
     Record,
     SetRecord,
     attributes_of,
+    has_state_of_its_own,
+    kind_of,
 )
 from batchfinder.snapshot.tensors import PLAIN, StorageRecord, TensorRecord
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from batchfinder import tune_trainer
-from batchfinder.huggingface.batches import TrainerBatches
-from batchfinder.huggingface.step import TrainerStep
-from batchfinder.huggingface.train_interrupt import where_training_begins
+from batchfinder.huggingface.step import TrainerBatches, TrainerStep
+from batchfinder.huggingface.tune import where_training_begins
 from tests.huggingface.trainers import LimitedTrainer, fixed, language_model, make_trainer, texts
 
 

@@ -12,8 +12,8 @@ import torch
 
 from batchfinder import tune_trainer
 from batchfinder.errors import InvalidValue
-from batchfinder.huggingface.batches import own_loader
-from batchfinder.huggingface.train_interrupt import where_training_begins
+from batchfinder.huggingface.step import own_loader
+from batchfinder.huggingface.tune import where_training_begins
 from tests.huggingface.trainers import SEEN, LimitedTrainer, fixed, language_model, make_trainer
 
 

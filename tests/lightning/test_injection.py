@@ -19,7 +19,7 @@ from batchfinder.lightning.compat import loader_source
 from batchfinder.lightning.dry_run import DryRun, TrialConfig
 from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.lightning.stage_tuner import StageTuner
-from batchfinder.measure import session
+from batchfinder.measure import trial
 from batchfinder.measure.tuner import TuningResult
 from tests.lightning import nets
 from tests.lightning.oom_net import MESSAGE, Bounded, state_of
@@ -89,7 +89,7 @@ def under_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
             fit(self, *args)
 
     monkeypatch.setattr(DryRun, "fit", under)
-    monkeypatch.setattr(session, "clear", lambda device: None)
+    monkeypatch.setattr(trial, "clear", lambda device: None)
 
 
 def run(check: Callable[[pl.Trainer, Callable[[FailingOperator], TuningResult]], None]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder import tune_batch_size
-from batchfinder.measure import session, trial
+from batchfinder.measure import trial
 from tests.loop import loops
 from tests.snapshot.state_digest import Digester, differences
 
@@ -84,8 +84,7 @@ def searching(request: pytest.FixtureRequest) -> Searching:
 @pytest.fixture(autouse=True)
 def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full garbage collection after each of these tries would take most of the time."""
-    for module in (session, trial):
-        monkeypatch.setattr(module, "clear", lambda device: None)
+    monkeypatch.setattr(trial, "clear", lambda device: None)
 
 
 def test_an_out_of_memory_in_any_stage_changes_neither_state_nor_answer(searching: Searching) -> None:

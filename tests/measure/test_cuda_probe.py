@@ -9,7 +9,7 @@ import torch
 from batchfinder.errors import ContextDied, InvalidValue, UserCodeFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.measure.child_probe import ChildProcessProbe
-from batchfinder.measure.cuda_probe import CudaProbe, gpu_facts
+from batchfinder.measure.worker import CudaProbe, gpu_facts
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.training.spec import StepConfig, WorkloadSpec

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from batchfinder.errors import ProbeDied
-from batchfinder.measure.oom import KILLED, classify, decode, find_in_text, find_pattern
-from batchfinder.measure.oom_patterns import MESSAGES, TYPES
+from batchfinder.measure.oom import KILLED, MESSAGES, TYPES, classify, decode, find_in_text, find_pattern
 from batchfinder.results import Verdict
 from batchfinder.training.child_process import ChildDied
 

@@ -10,8 +10,7 @@ import pytest
 from batchfinder.devices import present_gpus
 from batchfinder.errors import CardNeeded, UserCodeFailed
 from batchfinder.measure.child_probe import GpuFacts
-from batchfinder.recording.client import RecordingClient
-from batchfinder.recording.simulation import Simulation
+from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.reproductions import base
 from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, require_card, row
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.results import Measurement, Shape, Trial, Verdict
-from batchfinder.search.peak_model import SEGMENT_BYTES, PeakModel
+from batchfinder.search.secant import SEGMENT_BYTES, PeakModel
 from batchfinder.units import GIB, MIB
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=200)

@@ -13,8 +13,7 @@ from batchfinder.find import find_max_batch_size
 from batchfinder.probe import FunctionProbe
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from batchfinder.search import Bounds, Bracket, Headroom, Secant
-from batchfinder.search.peak_model import PeakModel
-from batchfinder.search.secant import SecantState
+from batchfinder.search.secant import PeakModel, SecantState
 from batchfinder.units import GIB, MIB
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=400)
