@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from batchfinder.data.batch import TOKEN_NAMES, Path, map_leaves, tensors
+from batchfinder.data.loss_weights import IGNORED
 from batchfinder.data.sequence_dim import SequenceDims, find_sequence
-from batchfinder.data.split import IGNORED
 
 MASK = "attention_mask"
 

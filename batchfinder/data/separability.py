@@ -16,8 +16,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from batchfinder.data.batch import samples_in
+from batchfinder.data.loss_weights import WEIGHTS, Weight, weigh
 from batchfinder.data.padding import padded_length, trim
-from batchfinder.data.split import WEIGHTS, Weight, split, weigh
+from batchfinder.data.split import split
 from batchfinder.errors import NotSplittable
 
 SAMPLES = 4

@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import Callback
 
 from batchfinder.cache import Store
 from batchfinder.cache.validity import lower
-from batchfinder.data.split import Weight
+from batchfinder.data.loss_weights import Weight
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError, CacheFailed
 from batchfinder.lightning.accumulation import Accumulating

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from batchfinder.accumulation import plan_accumulation
 from batchfinder.data.batch import Layout, samples_in, tensors
+from batchfinder.data.loss_weights import Weight
 from batchfinder.data.padding import sample_lengths
 from batchfinder.data.separability import SAMPLES, check_separable, not_separable
-from batchfinder.data.split import Weight
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError
 from batchfinder.lightning.accumulation import warn_if_inexact_target

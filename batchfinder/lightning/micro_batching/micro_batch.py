@@ -8,8 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 from batchfinder.data.batch import Layout, samples_in
+from batchfinder.data.loss_weights import Weight, weigh
 from batchfinder.data.padding import padded_length, sample_lengths, trim
-from batchfinder.data.split import Weight, equal_sizes, reorder, split, weigh
+from batchfinder.data.split import equal_sizes, reorder, split
 
 FIRST_CUT = 0.8
 """Of a size that failed: what is left after the first cut of a batch. Most often a little memory is missing."""
