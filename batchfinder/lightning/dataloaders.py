@@ -25,8 +25,8 @@ from batchfinder.lightning.compat import (
     inner_batch_sampler,
     is_a,
     needs_distributed_sampler,
+    record_call,
     recorded_calls,
-    set_recorded_calls,
 )
 
 
@@ -91,7 +91,7 @@ def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
         MisconfigurationException: another stage uses the same loader at another size, or the size does not stick.
     """
     for arguments, function in recorded_calls(loader):
-        if function is not _repeat:
+        if function is not resize:
             continue
         other_size, other_stage = arguments
         if other_stage != stage and other_size != batch_size:
@@ -104,14 +104,14 @@ def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
     before = [(_reference(holder), holder.batch_size) for holder in holders]
     for holder in holders:
         _set(holder, batch_size)
-    _record(loader, (batch_size, stage))
+    record_call(loader, resize, (batch_size, stage))
     whole = _reference(loader)
 
     def undo() -> None:
         for reference, size in before:
             if (holder := reference()) is not None:
                 _set(holder, size)
-        _record(whole(), None)
+        record_call(whole(), resize, None)
 
     return undo
 
@@ -121,7 +121,7 @@ def samples_per_epoch(trainer: Trainer, loader: Any) -> int | None:
     if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or loader.batch_sampler is None:
         return None
     sampler = getattr(loader.batch_sampler, "sampler", None)
-    if needs_distributed_sampler(trainer, loader):
+    if needs_distributed_sampler(trainer)(loader):
         whole = loader.dataset if sampler is None or isinstance(sampler, RandomSampler | SequentialSampler) else sampler
         samples = sized_len(whole)
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
@@ -180,19 +180,6 @@ def _set(holder: Any, batch_size: int) -> None:
             f"The batch_size of {type(holder).__name__} was set to {batch_size} and is still {holder.batch_size}."
             " Let it be set, and read it each time a batch is made."
         )
-
-
-def _repeat(loader: Any, batch_size: int, stage: str) -> None:
-    """What Lightning does to a loader that it built anew."""
-    resize(loader, batch_size, stage)
-
-
-def _record(loader: Any, arguments: tuple[int, str] | None) -> None:
-    """Enter a size in the calls that Lightning repeats on a copy, in place of an earlier one; None takes it out."""
-    calls: list[tuple[tuple[Any, ...], Callable[..., object]]] = [
-        call for call in recorded_calls(loader) if call[1] is not _repeat
-    ]
-    set_recorded_calls(loader, calls if arguments is None else [*calls, (arguments, _repeat)])
 
 
 def _reference(holder: Any) -> Callable[[], Any]:
