@@ -31,14 +31,7 @@ from batchfinder.lightning.dataloaders import samples_in_batch
 
 
 def apply_accumulation(trainer: Trainer, plan: AccumulationPlan) -> Applied:
-    """Make Lightning take an optimizer step every `plan.accumulation` micro-batches.
-
-    Args:
-        trainer: with its module attached.
-        plan: how the target is made up.
-
-    Returns:
-        What was set, one line each; `undo()` puts the old number back.
+    """Make Lightning take an optimizer step every `plan.accumulation` micro-batches; `undo()` puts the old number back.
 
     Raises:
         MisconfigurationException: the strategy accumulates by itself; the text says what to do.

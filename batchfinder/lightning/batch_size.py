@@ -19,11 +19,7 @@ STAGES = ("fit", "validate", "test", "predict")
 
 
 class Applied(list[str]):
-    """What was set, one line each, and the way back.
-
-    Attributes:
-        undoing: what `undo` will call, newest first; grows while loaders are made.
-    """
+    """What was set, one line each, and the way back: `undoing`, newest last, which grows while loaders are made."""
 
     def __init__(self, lines: Iterable[str] = (), undoing: Iterable[Callable[[], None]] = ()) -> None:
         super().__init__(lines)
@@ -38,7 +34,7 @@ class Applied(list[str]):
 def apply_batch_size(
     trainer: Trainer, pl_module: LightningModule, stage: str, batch_size: int, attribute: str = "batch_size"
 ) -> Applied:
-    """Make each loader of a stage have a batch size.
+    """Make each loader of a stage have a batch size, in samples on one device; `undo()` puts the old ones back.
 
     To fit, the attribute is set wherever the module, its hparams, the datamodule or its hparams have it as an integer
     (or None), because a hook may compute more from it than its loader's size; validation hooks that read it see it too,
@@ -48,16 +44,6 @@ def apply_batch_size(
 
     Loaders that the loop already holds (`trainer.estimated_stepping_batches` in `configure_optimizers` asks for them)
     are dropped, and asked for again.
-
-    Args:
-        trainer: before its loop has run.
-        pl_module: its module.
-        stage: one of `STAGES`.
-        batch_size: samples per batch on one device.
-        attribute: what the module or datamodule calls its batch size.
-
-    Returns:
-        What was set, one line each; `undo()` puts the old sizes back.
 
     Raises:
         InvalidValue: no such stage, or a size below 1.
@@ -104,12 +90,7 @@ def apply_batch_size(
 def _resize_loaders(source: LoaderSource, batch_size: int, stage: str, trusted: bool, applied: Applied) -> None:
     """Give the loaders that were passed in the size, and those that a hook makes, as often as it makes new ones.
 
-    Args:
-        source: where a loop's loaders come from.
-        batch_size: samples per batch.
-        stage: what the loop does, one of `STAGES`.
-        trusted: whether the attribute was set, which a hook may use for a loader whose size cannot be seen.
-        applied: where a change is entered, to be undone.
+    Where the attribute was set, a hook is `trusted` to use it for a loader whose size cannot be seen.
     """
     make, replaced, undone = source.dataloader, vars(source).get("dataloader"), False
 
@@ -149,13 +130,6 @@ def _resize_loaders(source: LoaderSource, batch_size: int, stage: str, trusted: 
 
 def check_loaders(source: LoaderSource, loaders: Any, stage: str, pl_module: LightningModule, attribute: str) -> None:
     """Make sure, before a search, that `apply_batch_size` can give its answer to the loaders it is for.
-
-    Args:
-        source: where the loaders come from.
-        loaders: what it gave.
-        stage: one of `STAGES`.
-        pl_module: the trainer's module.
-        attribute: a hook is trusted to use it where the module or datamodule has it.
 
     Raises:
         MisconfigurationException: a loader's size cannot be changed.

@@ -31,14 +31,8 @@ def make_key(
 ) -> CacheKey:
     """Name everything that changes the answer.
 
-    Args:
-        trainer: set up.
-        config: what is tried.
-        shape: one sample's shape.
-        sample: a batch of one sample: the data's own shapes and types, which the model's code may not tell.
-        memory: the device's memory.
-        limits: what bounds the search.
-        callbacks: those that take part in the tries.
+    `sample` is a batch of one sample: the data's own shapes and types, which the model's code may not tell. `callbacks`
+    are those that take part in the tries.
     """
     module = trainer.lightning_module
     optimizers = [] if config.alone else trainer.optimizers

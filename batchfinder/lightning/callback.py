@@ -223,8 +223,28 @@ class BatchFinder(Accumulating):
             if stage == "fit":
                 found, recovers = self._micro_batching.in_use(), self._micro_batching.recovers
             self._micro_batching.end()
-        if found is not None:
-            on_oom(found, stage, exception, trainer.strategy.root_device.type, recovers)
+        if found is None or isinstance(exception, BatchFinderError):  # of the next search, before training began
+            return
+        verdict = classify(exception, device=trainer.strategy.root_device.type)
+        if verdict not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
+            return
+        size, advice = found.batch_size, "Leave more free with BatchFinder(headroom=0.05)."
+        happened = f"BatchFinder: {stage} ran out of memory at batch size {size}, which ran when it was tried."
+        if recovers:
+            happened += (
+                " It did so outside forward and backward, which alone are run again; perhaps in optimizer.step()."
+            )
+        if found.entry is not None:
+            try:
+                lowered = lower(found.entry, size, str(exception))
+                advice = f"The cache now says {lowered}, which the next start tries before it uses it."
+            except CacheFailed as error:
+                advice += (
+                    f" The cache at {error.url} still says {size}, since it cannot be written: "
+                    f"{error.reason.rstrip('.')}."
+                )
+        # A warning of this process, since it may be another rank than the first that ran out.
+        warnings.warn(f"{happened} {advice}", stacklevel=2)
 
     def _probe_batches(self, trainer: Trainer, stage: str, loop: StageLoop) -> ProbeBatches:
         """Where a stage's batches come from; loaders that cannot be given a size are refused before any is tried."""
@@ -269,34 +289,3 @@ class BatchFinder(Accumulating):
             attribute = options.batch_size_attribute
             self._applied[stage] = apply_batch_size(trainer, trainer.lightning_module, stage, size, attribute)
         return results
-
-
-def on_oom(found: TuningResult, stage: str, exception: BaseException, device: str, recovers: bool = False) -> None:
-    """Lower the record where an exception says that memory ran out; say nothing of any other.
-
-    Args:
-        found: what the stage ran with.
-        stage: `fit`, `validate`, `test` or `predict`.
-        exception: what ended the run.
-        device: the type of the device.
-        recovers: whether batches that run out of memory are run again.
-    """
-    if isinstance(exception, BatchFinderError):
-        return  # of the next search, which ended before training began
-    if classify(exception, device=device) not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
-        return
-    happened = f"BatchFinder: {stage} ran out of memory at batch size {found.batch_size}, which ran when it was tried."
-    if recovers:
-        happened += " It did so outside forward and backward, which alone are run again; perhaps in optimizer.step()."
-    advice = "Leave more free with BatchFinder(headroom=0.05)."
-    if found.entry is not None:
-        try:
-            lowered = lower(found.entry, found.batch_size, str(exception))
-            advice = f"The cache now says {lowered}, which the next start tries before it uses it."
-        except CacheFailed as error:
-            advice += (
-                f" The cache at {error.url} still says {found.batch_size}, since it cannot be written: "
-                f"{error.reason.rstrip('.')}."
-            )
-    # A warning of this process, since it may be another rank than the first that ran out.
-    warnings.warn(f"{happened} {advice}", stacklevel=2)

@@ -63,13 +63,7 @@ def package_of(trainer: Trainer) -> str:
 
 
 def class_for(trainer: Trainer, module: str, name: str) -> Any:
-    """A class of the trainer's own package.
-
-    Args:
-        trainer: of either package.
-        module: the class's module below the package, such as `profilers`.
-        name: the class's name.
-    """
+    """A class of the trainer's own package, from a module below it such as `profilers`."""
     return getattr(import_module(f"{package_of(trainer)}.{module}"), name)
 
 
@@ -131,7 +125,16 @@ def combine_batches(combined: CombinedLoader, batches: list[Any]) -> Any:
 
 
 def new_fit_loop(trainer: Trainer) -> FitLoop:
-    """Put a fit loop at its beginning, of one epoch, in place of the trainer's; and forget what was logged."""
+    """Put a fit loop at its beginning, of one epoch, in place of the trainer's, and forget what was logged.
+
+    A step that is skipped, because gradients scaled for 16-mixed overflow, leaves Adam's state unmade, which the peak
+    would lack: the loss scale is set to 1. It takes no part in the memory.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+        scaler._init_scale = 1.0
+        if scaler._scale is not None:
+            scaler._scale.fill_(1.0)
     trainer.fit_loop = loop = type(trainer.fit_loop)(trainer, min_epochs=0, max_epochs=1)
     trainer._logger_connector.reset_results()
     trainer._logger_connector.reset_metrics()
@@ -166,10 +169,7 @@ def recorded_calls(loader: object) -> list[tuple[tuple[Any, ...], Callable[..., 
 def record_call(loader: object, function: Callable[..., object], arguments: tuple[Any, ...] | None) -> None:
     """Let Lightning call a function on a loader that it makes anew of this one, in place of an earlier call of it.
 
-    Args:
-        loader: one without attributes is left alone.
-        function: called with the new loader and the arguments.
-        arguments: None to leave the function out.
+    `arguments` follow the new loader; None leaves the function out. A loader without attributes is left alone.
     """
     if not hasattr(loader, "__dict__"):
         return
@@ -211,15 +211,6 @@ def training_step_arguments(trainer: Trainer, batch: Any) -> list[Any]:
     return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
 
 
-def set_loss_scale(plugin: object, scale: float) -> None:
-    """Set the loss scale of a precision plugin; nothing happens where it does not scale."""
-    scaler = getattr(plugin, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-        scaler._init_scale = scale
-        if scaler._scale is not None:
-            scaler._scale.fill_(scale)
-
-
 # Automatic optimization and logging
 
 MakeClosure = Callable[["OrderedDict[str, Any]", torch.optim.Optimizer, int], "Closure"]
@@ -255,9 +246,6 @@ def forget_used_parameters(trainer: Trainer) -> None:
 
     With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
     with `static_graph` it would wait for as many gradients as all tries had. The weights are not broadcast again.
-
-    Args:
-        trainer: after steps in `ddp.local_only`, with no gradients.
     """
     strategy: Any = trainer.strategy
     wrapped = strategy.model

@@ -31,10 +31,7 @@ from batchfinder.lightning.compat import (
 
 
 def flattened(loaders: Any) -> list[Any]:
-    """The single loaders in what a `*_dataloader()` hook returned: one, a list, a dict or a CombinedLoader.
-
-    Nothing is iterated.
-    """
+    """The single loaders in what a `*_dataloader()` hook returned: one, a list, a dict or a CombinedLoader."""
     combined = loaders if is_a(loaders, "CombinedLoader") else CombinedLoader(loaders)
     return list(combined.flattened)
 
@@ -48,10 +45,7 @@ def batch_size_of(loader: Any) -> int | None:
 def check_resizable(loader: object, what: str, hook: str) -> None:
     """Make sure that a loader's batch size can be changed.
 
-    Args:
-        loader: a DataLoader or any iterable.
-        what: the loader as the message calls it.
-        hook: the hook that could make such a loader (`train_dataloader`), for the message.
+    `what` is the loader, and `hook` what could make such a loader (`train_dataloader`), as the message calls them.
 
     Raises:
         MisconfigurationException: it cannot.
@@ -75,17 +69,9 @@ def check_resizable(loader: object, what: str, hook: str) -> None:
 
 
 def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
-    """Give a loader another batch size, and nothing else.
+    """Give a loader that `check_resizable` lets pass another batch size, and nothing else; returns what undoes it.
 
     A sampler that has the loader's old batch size as its own `batch_size` (grouping by length does) is changed too.
-
-    Args:
-        loader: one that `check_resizable` lets pass.
-        batch_size: samples per batch from now on.
-        stage: what the loader is for; a loader shared with another stage cannot have two sizes.
-
-    Returns:
-        A function that puts the old sizes back.
 
     Raises:
         MisconfigurationException: another stage uses the same loader at another size, or the size does not stick.
@@ -130,12 +116,7 @@ def samples_per_epoch(trainer: Trainer, loader: Any) -> int | None:
 
 
 def samples_in_batch(loader: Any, batch_idx: int) -> int | None:
-    """How many samples a batch of an epoch has, by the loader's own sizes; None where only the batch itself tells.
-
-    Args:
-        loader: a DataLoader or any iterable.
-        batch_idx: the batch's number in the epoch, from 0.
-    """
+    """Samples in batch `batch_idx` of an epoch, by the loader's own sizes; None where only the batch itself tells."""
     if not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
         return None
     batch_sampler: Any = loader.batch_sampler

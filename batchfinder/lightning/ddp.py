@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,11 +39,7 @@ def ranks_of(trainer: Trainer) -> Ranks:
 
 @contextmanager
 def local_only(trainer: Trainer) -> Iterator[None]:
-    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory.
-
-    Args:
-        trainer: set up. Its strategy steps with the bare module inside DDP.
-    """
+    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory."""
     if trainer.world_size == 1:
         yield
         return
@@ -58,40 +55,36 @@ def local_only(trainer: Trainer) -> Iterator[None]:
         strategy.model = wrapped
 
 
+@dataclass(frozen=True, eq=False)
 class GradientSync:
-    """When the gradients of a batch's micro-batches are all-reduced.
+    """When the gradients of a batch's micro-batches are all-reduced: in a single process, whose model is None, never.
 
-    In a single process never. DDP's own way is to all-reduce them while the last backward runs. Afterwards, when all
-    ranks have finished the batch, a rank that fails leaves none waiting: DDP's collectives before a forward (rebuilding
-    buckets, broadcasting buffers) run before the first micro-batch; after the last, a backward of a zero gradient makes
-    DDP reduce what has accumulated, with its buckets, communication hooks and unused parameters.
-
-    Args:
-        model: the module in DDP; None in a single process.
-        afterwards: whether to wait for all ranks.
+    DDP's own way is to all-reduce them while the last backward runs. `afterwards`, when all ranks have finished the
+    batch, a rank that fails leaves none waiting: DDP's collectives before a forward (rebuilding buckets, broadcasting
+    buffers) run before the first micro-batch; after the last, a backward of a zero gradient makes DDP reduce what has
+    accumulated, with its buckets, communication hooks and unused parameters.
     """
 
-    def __init__(self, model: DistributedDataParallel | None, afterwards: bool = False) -> None:
-        self._model = model
-        self._afterwards = afterwards
+    model: DistributedDataParallel | None
+    afterwards: bool = False
 
     def begin(self) -> None:
         """Called before the first micro-batch of a batch."""
-        if self._model is not None and self._afterwards:
-            synchronize_before_forward(self._model)
-            self._model.require_forward_param_sync = False  # else each forward broadcasts, and a rank that failed waits
+        if self.model is not None and self.afterwards:
+            synchronize_before_forward(self.model)
+            self.model.require_forward_param_sync = False  # else each forward broadcasts, and a rank that failed waits
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """A context for a forward and backward; `last` for the last ones of a batch."""
-        if self._model is None or (last and not self._afterwards):
+        if self.model is None or (last and not self.afterwards):
             return nullcontext()
-        context: AbstractContextManager[None] = self._model.no_sync()
+        context: AbstractContextManager[None] = self.model.no_sync()
         return context
 
     def finish(self) -> None:
         """Called after the last micro-batch of a batch, on all ranks."""
-        model: Any = self._model
-        if model is None or not self._afterwards:
+        model: Any = self.model
+        if model is None or not self.afterwards:
             return
         module = model.module
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -111,11 +104,7 @@ class GradientSync:
 
 
 def gradient_sync(strategy: Strategy, recover: bool) -> GradientSync:
-    """When the gradients of a trainer's ranks are all-reduced.
-
-    Args:
-        strategy: the trainer's, set up.
-        recover: whether a batch may be run again after an out-of-memory error.
+    """When the gradients of a trainer's ranks are all-reduced; with `recover` a batch may be run again.
 
     Raises:
         MisconfigurationException: DDP has a static graph, which has as many backwards in each step.

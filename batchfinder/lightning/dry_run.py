@@ -21,7 +21,6 @@ from batchfinder.lightning.compat import (
     new_evaluation_loop,
     new_fit_loop,
     set_loader,
-    set_loss_scale,
     silence,
 )
 from batchfinder.lightning.ddp import local_only
@@ -39,12 +38,7 @@ MakeBatch = Callable[[], Any]
 
 @dataclass(eq=False)
 class DryRun:
-    """Plays what a stage of the trainer does with batches of a size.
-
-    Args:
-        trainer: set up, with its model on the device.
-        callbacks: those that take part.
-    """
+    """Plays what a stage of the trainer does with batches of a size. The trainer is set up, its model on the device."""
 
     trainer: Trainer
     callbacks: ActiveCallbacks
@@ -63,22 +57,16 @@ class DryRun:
         silence(trainer, self.callbacks.active)
         trainer.limit_val_batches = 0  # a validation of its own would ask for the user's loaders
         trainer.accumulate_grad_batches = micro_batches if module.automatic_optimization else 1
-        # A step that is skipped, because the scaled gradients overflow, leaves Adam's state unmade, which the peak
-        # would lack. The scale takes no part in the memory.
-        set_loss_scale(trainer.precision_plugin, 1.0)
         loop = new_fit_loop(trainer)
-
-        def has_stepped() -> bool:  # manual optimization steps when it likes
-            steps = PEAK_STEPS * len(trainer.optimizers)
-            return module.automatic_optimization or loop.epoch_loop.global_step >= steps
-
+        steps = PEAK_STEPS * len(trainer.optimizers)
         loader = ProbeLoader(
             make_batch,
             PEAK_STEPS * micro_batches,
             length,
             check.goes_on,
             trainer.accumulate_grad_batches,
-            has_stepped,
+            # Manual optimization steps when it likes.
+            lambda: module.automatic_optimization or loop.epoch_loop.global_step >= steps,
         )
         set_loader(loop, loader)
         with local_only(trainer), torch.autograd.set_detect_anomaly(detects_anomaly(trainer)):
@@ -94,13 +82,9 @@ class DryRun:
                 loop.advance()
 
     def evaluate(self, make_batch: MakeBatch, length: int, check: SteadyStateCheck, after_fit: bool = False) -> None:
-        """Validate, test or predict, whichever the trainer is doing, for two batches or more.
+        """Validate, test or predict, whichever the trainer is doing, for two batches or more; arguments as in `fit`.
 
-        Args:
-            make_batch: returns a new batch on the host.
-            length: how many batches an epoch is said to have.
-            check: as in `fit`.
-            after_fit: validate as an epoch of a fit does, with the optimizer's state in memory; `fit` has run.
+        After a fit, validate as its epoch does, with the optimizer's state in memory.
         """
         trainer = self.trainer
         if after_fit:
@@ -120,13 +104,8 @@ class DryRun:
 class ProbeLoader:
     """An iterable that ends when enough steps were taken, and says it is longer, so that no epoch comes to its end.
 
-    Args:
-        make_batch: returns a new batch.
-        least: batches to give.
-        length: batches it is said to have.
-        keep_going: asked after that many, and after each further step, for another.
-        micro_batches: how many a step takes.
-        has_stepped: asked before `keep_going`; until it says yes, batches are given, up to `MAX_BATCHES_WITHOUT_STEP`.
+    It gives `least` batches. Then, after each step of `micro_batches`, it gives more until `has_stepped`, up to
+    `MAX_BATCHES_WITHOUT_STEP`, and while it is to `keep_going`.
     """
 
     make_batch: MakeBatch
@@ -193,14 +172,7 @@ class TrialConfig:
 
 @dataclass(eq=False)
 class LightningProbe:
-    """Tries a size on the trainer as it stands, and leaves no trace.
-
-    Args:
-        dry_run: plays the stage.
-        config: what to play.
-        batches: where batches come from.
-        session: what to put back after each try, and the memory to measure.
-    """
+    """Tries a size on the trainer as it stands, and leaves no trace: the session puts all back after each try."""
 
     dry_run: DryRun
     config: TrialConfig
@@ -210,11 +182,7 @@ class LightningProbe:
     unmodelled: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size.
-
-        Raises:
-            Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
-        """
+        """Try one size. What the user's code raises that is not about the size comes unchanged, with all put back."""
         config, dry_run, session = self.config, self.dry_run, self.session
 
         def loaded(batches: ProbeBatches, size: int, shape: Shape) -> tuple[MakeBatch, int]:

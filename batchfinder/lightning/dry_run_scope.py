@@ -28,10 +28,8 @@ _INACTIVE = (
 class ActiveCallbacks:
     """A trainer's callbacks, as a dry run sees them.
 
-    Attributes:
-        active: those that take part.
-        not_started: those of them that have not seen `on_fit_start` yet.
-        inactive: names of the user's own that take no part.
+    `not_started` are those of the active that have not seen `on_fit_start` yet, `inactive` the names of the user's own
+    that take no part.
     """
 
     active: list[Callback]
@@ -42,16 +40,10 @@ class ActiveCallbacks:
 def active_callbacks(
     trainer: Trainer, finder: Callback, named: Iterable[Callback | type[Callback]], extra: Iterable[Callback] = ()
 ) -> ActiveCallbacks:
-    """Choose the callbacks that take part in dry runs.
+    """Choose the callbacks that take part in dry runs: the `named` (or their classes), whatever they hold, among them.
 
     Callbacks that change which layers train, or hold tensors or modules, take memory beside the step's. Others log,
-    save or stop, which a dry run must not.
-
-    Args:
-        trainer: whose callbacks.
-        finder: the callback that asks, which takes no part.
-        named: callbacks or classes of them that take part whatever they hold.
-        extra: callbacks that take part and are not the trainer's.
+    save or stop, which a dry run must not. `extra` ones take part and are not the trainer's.
     """
     named = tuple(named)
     classes = tuple(item for item in named if isinstance(item, type))

@@ -167,14 +167,10 @@ def predict_batch_size(
 
 
 def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, module: nn.Module) -> Device:
-    """The device as the simulation counts its memory: with the module, and without what else the process holds.
+    """The device as the simulation counts its memory: with the module on it, and without what else the process holds.
 
-    Args:
-        device: where the module is.
-        memory: its memory.
-        max_peak_bytes: what a peak may come to. Peaks count all that the process holds, among it the module and what
-            training will not use.
-        module: what is trained, on the device.
+    `max_peak_bytes` is what a peak may come to. Peaks count all that the process holds, among it the module and what
+    training will not use.
     """
     storages = (tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers()))
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.device.type == device.type}
@@ -191,20 +187,14 @@ def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, 
 def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> int:
     """The largest size that the recorded step runs at.
 
-    Args:
-        probe: knows the GPU and the step.
-        cap: the largest size of use; where a line through two peaks ends at twice that, the line is answer enough.
+    `cap` is the largest of use; where a line through two peaks ends at twice that, the line is answer enough.
     """
     line = predict_max_batch_size(probe, Shape())
     return line if cap is not None and line > 2 * cap else search_simulated(probe, Shape()).max_batch_size
 
 
 def largest_on_host(probe: SimulatedProbe) -> int:
-    """A share of the largest size whose live bytes, not rounded and without a GPU's workspaces, fit.
-
-    Args:
-        probe: knows the memory and the step.
-    """
+    """A share of the largest size whose live bytes, not rounded and without a GPU's workspaces, fit."""
     usable = probe.memory.capacity_bytes
     function = FunctionProbe(lambda batch_size, shape: live_bytes(probe.trace(batch_size, shape)), usable)
     search = Secant(limit_bytes=usable, tolerance=0.0, predicted=predict_max_batch_size(probe, Shape()))
@@ -224,10 +214,7 @@ def live_bytes(trace: Trace) -> int:
 class RecordedStep(nn.Module):
     """A module whose forward is a trainer's step on a batch, given as the batch's tensors. Only for a forked child.
 
-    Args:
-        trainer: set up. It and all that it holds are left on the fake GPU.
-        stage: whose step: `fit`, `validate`, `test` or `predict`.
-        batch: on the host.
+    The trainer and all that it holds are left on the fake GPU; the batch is on the host.
     """
 
     def __init__(self, trainer: Trainer, stage: str, batch: Any) -> None:
@@ -262,11 +249,6 @@ class RecordedStep(nn.Module):
                 moved[id(leaf)] = leaf, nn.Parameter(copy) if isinstance(leaf, nn.Parameter) else copy
             return moved[id(leaf)][1]
 
-        def move_state(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim() == 0:
-                return torch.tensor(leaf.numpy().item(), dtype=leaf.dtype)  # a count of steps, whose value is read
-            return move(leaf)
-
         for part in self.module.modules():
             for name, value in vars(part).items():
                 own = name not in ("_parameters", "_buffers", "_modules")
@@ -278,7 +260,17 @@ class RecordedStep(nn.Module):
                 if self._root.type == "cpu" and group.get("foreach", 0) is None:
                     group["foreach"] = False
             state = self.optimizer.state.items()
-            moved_state = {move(parameter): pytree.tree_map(move_state, own) for parameter, own in state}
+            moved_state = {
+                move(parameter): pytree.tree_map(
+                    lambda leaf: (
+                        torch.tensor(leaf.numpy().item(), dtype=leaf.dtype)  # a count of steps: it is read
+                        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim() == 0
+                        else move(leaf)
+                    ),
+                    own,
+                )
+                for parameter, own in state
+            }
             self.optimizer.state = defaultdict(dict, moved_state)
         return self if mode else super().train(False)
 

@@ -46,12 +46,6 @@ class ProbeBatches:
 
     Reading the user's data may move random number generators on and change the user's own objects: the caller puts
     those back. Samplers and the loaders' generators stay where they are.
-
-    Args:
-        trainer: set up.
-        pl_module: its module.
-        source: where a loop's loaders come from (`compat.loader_source`).
-        make_batch: makes a batch of (batch_size, seq_len) instead; seq_len is None where none was asked for.
     """
 
     trainer: Trainer
@@ -77,11 +71,9 @@ class ProbeBatches:
 
     @_refused()
     def batch(self, batch_size: int, seq_len: int | None = None) -> Any:
-        """Make one batch.
+        """Make one batch of `batch_size` samples from each loader.
 
-        Args:
-            batch_size: its samples, from each loader.
-            seq_len: its sequence length; None for that of the longest samples.
+        Without a `seq_len` it is as long as the longest samples.
 
         Raises:
             MisconfigurationException: the data do not tell how to make one.
@@ -109,11 +101,7 @@ class ProbeBatches:
 
     @_refused()
     def mixed(self, batch_size: int) -> Any:
-        """Make a batch of samples as they come, of whatever lengths; of the longest where batches come ready-made.
-
-        Args:
-            batch_size: its samples, from each loader.
-        """
+        """Make a batch of samples as they come, of whatever lengths; of the longest where batches come ready-made."""
         if self.make_batch is not None:
             return self.make_batch(batch_size, None)
         return combine_batches(self._combined, [samples.mixed(batch_size) for _, samples in self._used])

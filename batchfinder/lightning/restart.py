@@ -43,10 +43,7 @@ class SchedulerSetup:
         vars(trainer.strategy).pop("setup_optimizers", None)
 
     def repeat_if_asked(self, trainer: Trainer) -> None:
-        """Make the optimizers again, with the new size and accumulation, where the loaders were asked for.
-
-        The random numbers stay where they are.
-        """
+        """Make the optimizers again, with the new size and accumulation; the random numbers stay where they are."""
         before, self._before = self._before, None
         self.unwatch(trainer)
         if before is None or not self._asked:

@@ -12,11 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 
-from batchfinder.cache import CacheKey, Store
+from batchfinder.cache import Store
 from batchfinder.cache.key import Json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
-from batchfinder.errors import CacheFailed
 from batchfinder.lightning.cache_key import make_key
 from batchfinder.lightning.compat import forget_used_parameters, is_a, progress_bar_console
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig
@@ -70,18 +69,18 @@ class StageTuner:
         self._device = trainer.strategy.root_device
         memory = memory_of(self._device, options.budget)
         self._memory: Memory = memory if ranks.size == 1 else AgreedMemory(memory, ranks)
-
-        def look_at_data() -> tuple[int | None, int | None]:
-            known = (options.max_batch_size, config.split_batch_size, batches.dataset_size())
-            cap = min((size for size in known if size is not None), default=None)
-            return cap, None if options.seq_lens else batches.longest_seq_len()
-
         before = capture_data(trainer, finder)
         try:
-            caps, lengths = zip(*ranks.all_gather(ranks.barrier_call(look_at_data, "looked at the data")), strict=True)
+            size, length = ranks.barrier_call(
+                lambda: (batches.dataset_size(), None if options.seq_lens else batches.longest_seq_len()),
+                "looked at the data",
+            )
+            caps = [cap for cap in (options.max_batch_size, config.split_batch_size, size) if cap is not None]
+            own = min(caps, default=None), length
+            all_caps, lengths = zip(*ranks.all_gather(own), strict=True)
         finally:
             before.restore()
-        cap = min((size for size in caps if size is not None), default=None)
+        cap = min((cap for cap in all_caps if cap is not None), default=None)
         self.longest_seq_len: int | None = max((length for length in lengths if length is not None), default=None)
         self._callbacks = active_callbacks(trainer, finder, options.probe_callbacks, extra_callbacks)
         self._limits = SearchLimits(
@@ -99,11 +98,9 @@ class StageTuner:
         self._predicted: int | None = None
 
     def tune(self, seq_lens: Sequence[int | None]) -> list[TuningResult]:
-        """Find the size of each length, and say what was found.
+        """Find the size of each length, the longest first, and say what was found.
 
-        Args:
-            seq_lens: the longest first. Where batches are split, lengths below one at which a batch fits whole are
-                left out.
+        Where batches are split, lengths below one at which a batch fits whole are left out.
 
         Raises:
             OutOfMemory: not even one sample fits.
@@ -115,16 +112,17 @@ class StageTuner:
         entries = self._entries(shapes)
         results: list[TuningResult] = []
         whole = self._config.split_batch_size
-
-        def warn(error: CacheFailed) -> None:
-            rank_zero_warn(
-                f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run are "
-                "not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
-            )
-
         with shown_trials(self._trainer) as on_trial, self._session:
             tuner = Tuner(
-                self._memory, self._limits, self._open_probe, hint=self._predict, on_trial=on_trial, warn=warn
+                self._memory,
+                self._limits,
+                self._open_probe,
+                hint=self._predict,
+                on_trial=on_trial,
+                warn=lambda error: rank_zero_warn(
+                    f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run "
+                    "are not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
+                ),
             )
             try:
                 for shape, entry in zip(shapes, entries, strict=True):
@@ -162,14 +160,18 @@ class StageTuner:
         before = capture_data(self._trainer, self._finder)
         try:
             for shape in shapes:
-
-                def key(shape: Shape = shape) -> CacheKey:
-                    sample = self._batches.batch(1, shape.seq_len)
-                    return make_key(
-                        self._trainer, self._config, shape, sample, self._memory, self._limits, self._callbacks.active
-                    )
-
-                first, *others = self._ranks.all_gather_call(key, "looked at the model and its data")
+                first, *others = self._ranks.all_gather_call(
+                    lambda shape=shape: make_key(  # type: ignore[misc]
+                        self._trainer,
+                        self._config,
+                        shape,
+                        self._batches.batch(1, shape.seq_len),
+                        self._memory,
+                        self._limits,
+                        self._callbacks.active,
+                    ),
+                    "looked at the model and its data",
+                )
                 if others:  # the other ranks' keys count where they differ
                     differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
                     first = replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
@@ -195,32 +197,31 @@ class StageTuner:
         wanted = self._device.type == "cuda" if options.predict is None else options.predict
         if not wanted or (cap is not None and cap <= _SMALL_CAP):
             return None
-
-        def on_first_rank() -> int | None:
-            if self._ranks.rank > 0:  # one process that records is enough, and the others' memory is better spent
-                return None
-            # The others wait meanwhile, for as long as a collective may take.
-            seconds = min(SECONDS, self._ranks.seconds / 2) if self._ranks.size > 1 else SECONDS
-            return predict_batch_size(
-                self._trainer,
-                self._finder,
-                self._config,
-                lambda batch_size: self._batches.batch(batch_size, shape.seq_len),
-                simulated_device(self._device, self._memory, max_peak_bytes, self._trainer.lightning_module),
-                cap,
-                seconds=seconds,
-            )
-
-        return self._ranks.all_gather_call(on_first_rank, "asked for a prediction")[0]
+        # One process that records is enough, and the others' memory is better spent. They wait meanwhile, for as long
+        # as a collective may take.
+        seconds = min(SECONDS, self._ranks.seconds / 2) if self._ranks.size > 1 else SECONDS
+        predicted = self._ranks.all_gather_call(
+            lambda: (
+                None
+                if self._ranks.rank > 0
+                else predict_batch_size(
+                    self._trainer,
+                    self._finder,
+                    self._config,
+                    lambda batch_size: self._batches.batch(batch_size, shape.seq_len),
+                    simulated_device(self._device, self._memory, max_peak_bytes, self._trainer.lightning_module),
+                    cap,
+                    seconds=seconds,
+                )
+            ),
+            "asked for a prediction",
+        )
+        return predicted[0]
 
 
 @contextmanager
 def shown_trials(trainer: Trainer) -> Iterator[Callable[[Trial], None]]:
-    """Show tries as the trainer's progress bar would; nothing before the first, nor where the trainer shows nothing.
-
-    Yields:
-        A function that shows one more try.
-    """
+    """Gives a function that shows one more try as the trainer's progress bar would; nothing before the first."""
     bar = trainer.progress_bar_callback
     shown = bar is not None and trainer.is_global_zero and not getattr(bar, "is_disabled", False)
     tries = 0
