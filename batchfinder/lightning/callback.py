@@ -59,12 +59,15 @@ class BatchFinder(Accumulating):
         make_batch: `make_batch(batch_size, seq_len)` returns a batch as a loader would; None to stretch the user's own.
         also: stages besides training to find sizes for: `validate`, `test`, `predict`; one of them, or several.
         headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
+        min_batch_size: no smaller size is tried: 2 for a BatchNorm1d or a loss over pairs.
         max_batch_size: no larger size is tried.
+        multiple_of: every size tried is a multiple of this; the target must be one as well.
         tolerance: share of the answer that may be left on the table for fewer tries; 0 for the exact maximum.
         budget: the most memory that may be used, in bytes or as `12GiB`; on a CPU, resident memory of the process.
         cache: where answers are kept (a path, an fsspec URL, a `Store`); None for the default place, False for none.
         certify: whether an answer from the cache is tried once before it is used.
-        batch_size_attribute: what the module, its hparams or the datamodule calls its batch size.
+        batch_size_attribute: what the module, its hparams or the datamodule calls its batch size; with dots
+            (`cfg.data.batch_size`) an attribute or key of what is found there.
         probe_callbacks: callbacks, or their classes, that take part in the tries.
         predict: whether a search starts from a simulated step, which is recorded in forks of this process and takes
             some seconds. None for on a GPU only, where it saves more tries than it costs. Where a step cannot be
@@ -102,7 +105,9 @@ class BatchFinder(Accumulating):
         make_batch: Callable[[int, int | None], Any] | None = None,
         also: str | Iterable[str] = (),
         headroom: float | int | str = 0.0,
+        min_batch_size: int = 1,
         max_batch_size: int | None = None,
+        multiple_of: int = 1,
         tolerance: float = 0.01,
         budget: int | str | None = None,
         cache: str | os.PathLike[str] | Store | bool | None = None,
@@ -121,7 +126,9 @@ class BatchFinder(Accumulating):
             make_batch=make_batch,
             also=(also,) if isinstance(also, str) else tuple(also),
             headroom=parse_headroom(headroom),
+            min_batch_size=min_batch_size,
             max_batch_size=max_batch_size,
+            multiple_of=multiple_of,
             tolerance=tolerance,
             budget=None if budget is None else parse_bytes(budget, option="budget"),
             cache=cache,
@@ -142,6 +149,19 @@ class BatchFinder(Accumulating):
         self._train: TrainBatches | None = None
         self._ranks = Ranks()
         self._micro_batching: MicroBatchingFit | None = None
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute.
+
+        Raises:
+            AttributeError: it is an option, which is read when the callback is made.
+        """
+        if name in FinderOptions.__dataclass_fields__:
+            raise AttributeError(
+                f"Setting finder.{name} has no effect: options are checked and kept when a BatchFinder is made. Make "
+                f"another one with BatchFinder({name}=...)."
+            )
+        super().__setattr__(name, value)
 
     @property
     def micro_batch_sizes(self) -> dict[int | None, int]:

@@ -15,7 +15,7 @@ from batchfinder.cache import Store
 from batchfinder.data.loss_weights import WEIGHTS, Weight
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.compat import callbacks_of, is_a
-from batchfinder.search.base import check_tolerance
+from batchfinder.measure.tuner import SearchLimits
 
 IN_ORDER = "in_order"
 EVALUATION_STAGES = ("validate", "test", "predict")
@@ -39,7 +39,9 @@ class FinderOptions:
     make_batch: Callable[[int, int | None], Any] | None
     also: tuple[str, ...]
     headroom: float | int
+    min_batch_size: int
     max_batch_size: int | None
+    multiple_of: int
     tolerance: float
     budget: int | None
     cache: str | os.PathLike[str] | Store | bool | None
@@ -52,16 +54,19 @@ class FinderOptions:
     recover: bool | None
 
     def __post_init__(self) -> None:
-        if self.target_batch_size is not None and self.target_batch_size < 1:
-            raise InvalidValue("target_batch_size", self.target_batch_size, "a size of at least 1")
-        if self.max_batch_size is not None and self.max_batch_size < 1:
-            raise InvalidValue("max_batch_size", self.max_batch_size, "a size of at least 1")
+        self.limits().bounds  # noqa: B018  there are sizes to try
+        if self.split_batches and (self.min_batch_size > 1 or self.multiple_of > 1):
+            name = "min_batch_size" if self.min_batch_size > 1 else "multiple_of"
+            raise InvalidValue(
+                name,
+                getattr(self, name),
+                "1 with split_batches=, where a batch's last micro-batch is what is left of it",
+            )
         if self.seq_lens is not None and (not self.seq_lens or min(self.seq_lens) < 1):
             raise InvalidValue("seq_lens", self.seq_lens, "lengths of at least 1, or None for the data's own")
         for stage in self.also:
             if stage not in EVALUATION_STAGES:
                 raise InvalidValue("also", stage, f"any of {', '.join(EVALUATION_STAGES)}")
-        check_tolerance(self.tolerance)
         if not isinstance(self.certify, bool):
             raise InvalidValue("certify", self.certify, "True or False")
         if not (self.predict is None or isinstance(self.predict, bool)):
@@ -72,6 +77,21 @@ class FinderOptions:
             raise InvalidValue("weight", self.weight, f"one of {', '.join(WEIGHTS)}, or a function of a micro-batch")
         if not (self.recover is None or isinstance(self.recover, bool)):
             raise InvalidValue("recover", self.recover, "True, False, or None for with a single process only")
+
+    def limits(self, **differing: Any) -> SearchLimits:
+        """What bounds a search, apart from what a stage and its data add to it."""
+        return SearchLimits(
+            **{
+                "max_batch_size": self.max_batch_size,
+                "tolerance": self.tolerance,
+                "headroom": self.headroom,
+                "min_batch_size": self.min_batch_size,
+                "multiple_of": self.multiple_of,
+                "target_batch_size": self.target_batch_size,
+                "certify": self.certify,
+                **differing,
+            }
+        )
 
     @property
     def in_order(self) -> bool:

@@ -16,6 +16,7 @@ from batchfinder.cache import Store
 from batchfinder.cache.key import Json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
+from batchfinder.errors import InvalidValue
 from batchfinder.lightning.cache_key import make_key
 from batchfinder.lightning.compat import forget_used_parameters, is_a, progress_bar_console
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig
@@ -25,7 +26,7 @@ from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simula
 from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.trial import TrialSession
-from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
+from batchfinder.measure.tuner import Tuner, TuningResult
 from batchfinder.probe import Probe
 from batchfinder.results import Shape, Trial
 
@@ -81,15 +82,17 @@ class StageTuner:
         finally:
             before.restore()
         cap = min((cap for cap in all_caps if cap is not None), default=None)
+        smallest = options.limits().smallest
+        if cap is not None and cap < smallest:
+            if config.stage == "fit":
+                name = "min_batch_size" if options.min_batch_size > cap else "multiple_of"
+                expected = f"at most {cap}, the samples of an epoch on one device"
+                raise InvalidValue(name, getattr(options, name), expected)
+            cap = smallest
         self.longest_seq_len: int | None = max((length for length in lengths if length is not None), default=None)
         self._callbacks = active_callbacks(trainer, finder, options.probe_callbacks, extra_callbacks)
-        self._limits = SearchLimits(
-            cap,
-            options.tolerance,
-            headroom=options.headroom,
-            target_batch_size=config.target_batch_size,
-            num_devices=config.num_devices,
-            certify=options.certify,
+        self._limits = options.limits(
+            max_batch_size=cap, target_batch_size=config.target_batch_size, num_devices=config.num_devices
         ).with_memory(self._memory.free_bytes())
         self._session = TrialSession(
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
@@ -165,7 +168,7 @@ class StageTuner:
                         self._trainer,
                         self._config,
                         shape,
-                        self._batches.batch(1, shape.seq_len),
+                        self._batches.batch(self._limits.smallest, shape.seq_len),
                         self._memory,
                         self._limits,
                         self._callbacks.active,
