@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,24 +54,23 @@ def local_only(trainer: Trainer) -> Iterator[None]:
         strategy.model = wrapped
 
 
-@dataclass(frozen=True, eq=False)
 class GradientSync:
-    """When the gradients of a batch's micro-batches are all-reduced: in a single process, whose model is None, never.
+    """When DDP all-reduces the gradients of a batch that runs in micro-batches.
 
-    DDP's own way is to all-reduce them while the last backward runs. `afterwards`, when all ranks have finished the
-    batch, a rank that fails leaves none waiting: DDP's collectives before a forward (rebuilding buckets, broadcasting
-    buffers) run before the first micro-batch; after the last, a backward of a zero gradient makes DDP reduce what has
-    accumulated, with its buckets, communication hooks and unused parameters.
+    DDP's own way is to all-reduce while the last backward runs. `afterwards` all-reduces when all ranks have finished
+    the batch, so that a rank that fails leaves none waiting: DDP's collectives before a forward (rebuilding buckets,
+    broadcasting buffers) run before the first micro-batch; after the last, a backward of a zero gradient makes DDP
+    reduce what has accumulated, with its buckets, communication hooks and unused parameters.
     """
 
-    model: DistributedDataParallel | None
+    model: DistributedDataParallel | None = None  # a single process, where nothing is synchronized
     afterwards: bool = False
 
     def begin(self) -> None:
         """Called before the first micro-batch of a batch."""
         if self.model is not None and self.afterwards:
             synchronize_before_forward(self.model)
-            self.model.require_forward_param_sync = False  # else each forward broadcasts, and a rank that failed waits
+            self.model.require_forward_param_sync = False  # else each forward broadcasts; a rank that failed waits
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """A context for a forward and backward; `last` for the last ones of a batch."""
@@ -83,19 +81,18 @@ class GradientSync:
 
     def finish(self) -> None:
         """Called after the last micro-batch of a batch, on all ranks."""
-        model: Any = self.model
-        if model is None or not self.afterwards:
+        if self.model is None or not self.afterwards:
             return
-        module = model.module
+        module: Any = self.model.module
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if model.find_unused_parameters:  # one without a gradient is to look unused, as after any other backward
+        if self.model.find_unused_parameters:  # one without a gradient is to look unused, as after any other backward
             trained = [parameter for parameter in trained if parameter.grad is not None] or trained
         with torch.enable_grad():
             forward = vars(module).get("forward")
             add_nothing: Any = _AddNothing.apply
             module.forward = lambda anchor: add_nothing(anchor, *trained)
             try:
-                loss = model(torch.zeros((), device=trained[0].device))
+                loss = self.model(torch.zeros((), device=trained[0].device))
             finally:
                 del module.forward
                 if forward is not None:
@@ -104,21 +101,21 @@ class GradientSync:
 
 
 def gradient_sync(strategy: Strategy, recover: bool) -> GradientSync:
-    """When the gradients of a trainer's ranks are all-reduced; with `recover` a batch may be run again.
+    """When gradients are all-reduced; `recover` says whether a batch may be run again after an out-of-memory error.
 
     Raises:
         MisconfigurationException: DDP has a static graph, which has as many backwards in each step.
     """
     model = strategy.model
     if not isinstance(model, DistributedDataParallel):
-        return GradientSync(None)
+        return GradientSync()
     if model.static_graph:
         raise MisconfigurationException(
             "BatchFinder(split_batches=True) makes as many micro-batches as a batch's lengths ask for, and "
             "DDPStrategy(static_graph=True) expects the same backwards each time. Leave static_graph out."
         )
     # With unused parameters DDP looks at the last backward alone, and would leave out what only earlier ones used.
-    return GradientSync(model, recover or bool(model.find_unused_parameters))
+    return GradientSync(model, afterwards=recover or model.find_unused_parameters)
 
 
 class _AddNothing(torch.autograd.Function):
@@ -127,16 +124,22 @@ class _AddNothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *parameters: Tensor) -> Tensor:
         ctx.like = [
-            (like.shape, like.dtype, like.device, like.grad is not None and like.grad.is_sparse) for like in parameters
+            (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+                parameter.grad is not None and parameter.grad.is_sparse,
+            )
+            for parameter in parameters
         ]
         return torch.zeros_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        zeros: list[Tensor | None] = [None]
+        zeros = []
         for shape, dtype, device, sparse in ctx.like:
             if sparse:  # a dense one would make the gradient dense
                 zeros.append(torch.zeros(shape, dtype=dtype, device=device, layout=torch.sparse_coo))
             else:
                 zeros.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
-        return tuple(zeros)
+        return (None, *zeros)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
@@ -69,7 +69,7 @@ class StageTuner:
         self._ranks = ranks
         self._device = trainer.strategy.root_device
         memory = memory_of(self._device, options.budget)
-        self._memory: Memory = memory if ranks.size == 1 else AgreedMemory(memory, ranks)
+        self._memory = memory if ranks.size == 1 else cast(Memory, AgreedMemory(memory, ranks))
         before = capture_data(trainer, finder)
         try:
             size, length = ranks.barrier_call(
