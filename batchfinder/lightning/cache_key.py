@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import Callback
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
-from batchfinder.lightning.compat import detects_anomaly, is_compiled, package_of
+from batchfinder.lightning.compat import compiler_context, detects_anomaly, package_of
 from batchfinder.lightning.dry_run import TrialConfig
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
@@ -31,14 +31,8 @@ def make_key(
 ) -> CacheKey:
     """Name everything that changes the answer.
 
-    Args:
-        trainer: set up.
-        config: what is tried.
-        shape: one sample's shape.
-        sample: a batch of one sample: the data's own shapes and types, which the model's code may not tell.
-        memory: the device's memory.
-        limits: what bounds the search.
-        callbacks: those that take part in the tries.
+    `sample` is a batch of one sample: the data's own shapes and types, which the model's code may not tell. `callbacks`
+    are those that take part in the tries.
     """
     module = trainer.lightning_module
     optimizers = [] if config.alone else trainer.optimizers
@@ -56,7 +50,7 @@ def make_key(
         "detect_anomaly": detects_anomaly(trainer),
         "callbacks": sorted(type(callback).__qualname__ for callback in callbacks),
         "threads": torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,
-        "compiled": is_compiled(module),
+        "compiled": compiler_context(module) is not None,
     }
     return CacheKey(
         **measured_key_fields(memory, limits, trainer.strategy.root_device, shape, optimizers),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from pytorch_lightning import LightningModule, Trainer
@@ -20,8 +20,8 @@ from batchfinder.data.loss_weights import Weight
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError, CacheFailed
 from batchfinder.lightning.accumulation import Accumulating
-from batchfinder.lightning.batch_size import Applied, apply_batch_size, check_loaders, has_size
-from batchfinder.lightning.compat import StageLoop, callbacks_of, is_fast_dev_run, loader_source, set_attributes
+from batchfinder.lightning.batch_size import Applied, apply_batch_size, check_loaders
+from batchfinder.lightning.compat import is_fast_dev_run, loader_source, running_stage
 from batchfinder.lightning.ddp import ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig
 from batchfinder.lightning.dry_run_scope import capture_data, move_ahead_of_tuners
@@ -34,6 +34,9 @@ from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
 from batchfinder.units import parse_bytes, parse_headroom
+
+if TYPE_CHECKING:
+    from batchfinder.lightning.compat import StageLoop
 
 
 class BatchFinder(Accumulating):
@@ -56,12 +59,15 @@ class BatchFinder(Accumulating):
         make_batch: `make_batch(batch_size, seq_len)` returns a batch as a loader would; None to stretch the user's own.
         also: stages besides training to find sizes for: `validate`, `test`, `predict`; one of them, or several.
         headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
+        min_batch_size: no smaller size is tried: 2 for a BatchNorm1d or a loss over pairs.
         max_batch_size: no larger size is tried.
+        multiple_of: every size tried is a multiple of this; the target must be one as well.
         tolerance: share of the answer that may be left on the table for fewer tries; 0 for the exact maximum.
         budget: the most memory that may be used, in bytes or as `12GiB`; on a CPU, resident memory of the process.
         cache: where answers are kept (a path, an fsspec URL, a `Store`); None for the default place, False for none.
         certify: whether an answer from the cache is tried once before it is used.
-        batch_size_attribute: what the module, its hparams or the datamodule calls its batch size.
+        batch_size_attribute: what the module, its hparams or the datamodule calls its batch size; with dots
+            (`cfg.data.batch_size`) an attribute or key of what is found there.
         probe_callbacks: callbacks, or their classes, that take part in the tries.
         predict: whether a search starts from a simulated step, which is recorded in forks of this process and takes
             some seconds. None for on a GPU only, where it saves more tries than it costs. Where a step cannot be
@@ -99,7 +105,9 @@ class BatchFinder(Accumulating):
         make_batch: Callable[[int, int | None], Any] | None = None,
         also: str | Iterable[str] = (),
         headroom: float | int | str = 0.0,
+        min_batch_size: int = 1,
         max_batch_size: int | None = None,
+        multiple_of: int = 1,
         tolerance: float = 0.01,
         budget: int | str | None = None,
         cache: str | os.PathLike[str] | Store | bool | None = None,
@@ -118,7 +126,9 @@ class BatchFinder(Accumulating):
             make_batch=make_batch,
             also=(also,) if isinstance(also, str) else tuple(also),
             headroom=parse_headroom(headroom),
+            min_batch_size=min_batch_size,
             max_batch_size=max_batch_size,
+            multiple_of=multiple_of,
             tolerance=tolerance,
             budget=None if budget is None else parse_bytes(budget, option="budget"),
             cache=cache,
@@ -140,6 +150,19 @@ class BatchFinder(Accumulating):
         self._ranks = Ranks()
         self._micro_batching: MicroBatchingFit | None = None
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute.
+
+        Raises:
+            AttributeError: it is an option, which is read when the callback is made.
+        """
+        if name in FinderOptions.__dataclass_fields__:
+            raise AttributeError(
+                f"Setting finder.{name} has no effect: options are checked and kept when a BatchFinder is made. Make "
+                f"another one with BatchFinder({name}=...)."
+            )
+        super().__setattr__(name, value)
+
     @property
     def micro_batch_sizes(self) -> dict[int | None, int]:
         """Where batches are split, the largest micro-batch of each length as it is now; empty before, and elsewhere."""
@@ -149,7 +172,7 @@ class BatchFinder(Accumulating):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo an earlier run's sizes, and watch for what asks for the loaders before this run's are known."""
         self._in_use = {}
-        running = _running_stage(trainer)
+        running = running_stage(trainer)
         for earlier in ("fit", "validate") if stage == "fit" else (running,):
             self._applied.pop(earlier, Applied()).undo()
         if stage == "fit":
@@ -158,7 +181,7 @@ class BatchFinder(Accumulating):
         if is_fast_dev_run(trainer):
             return
         if stage == "fit":
-            set_attributes(trainer, callbacks=move_ahead_of_tuners(callbacks_of(trainer), self))
+            move_ahead_of_tuners(trainer, self)
             self._scheduler_setup.watch(trainer)
         elif stage in self.options.also:
             self._evaluation_restart.watch(getattr(trainer, f"{running}_loop"))
@@ -189,17 +212,17 @@ class BatchFinder(Accumulating):
             self._micro_batching.begin(trainer, self, training, results, self._ranks)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find and set the size of `trainer.validate`."""
-        if trainer.state.fn == "validate":
-            self._tune_evaluation(trainer, "validate", trainer.validate_loop)
+        """Find and set the size of `trainer.validate`, `test` or `predict`; its loaders have been asked for already."""
+        stage = running_stage(trainer)
+        if stage == "fit" or stage not in self.options.also or is_fast_dev_run(trainer):
+            return
+        check_trainer(trainer, self.options)
+        self._ranks = ranks_of(trainer)
+        loop = getattr(trainer, f"{stage}_loop")
+        self._tune(trainer, stage, self._probe_batches(trainer, stage, loop))
+        self._evaluation_restart.restart(loop)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find and set the size of `trainer.test`."""
-        self._tune_evaluation(trainer, "test", trainer.test_loop)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find and set the size of `trainer.predict`."""
-        self._tune_evaluation(trainer, "predict", trainer.predict_loop)
+    on_test_start = on_predict_start = on_validation_start
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the user's own accumulation and loop back, from which the next fit starts."""
@@ -214,14 +237,34 @@ class BatchFinder(Accumulating):
         self._scheduler_setup.unwatch(trainer)
         self._accumulated.undo()
         self._train = None
-        stage = "validate" if trainer.validating or trainer.sanity_checking else _running_stage(trainer)
+        stage = "validate" if trainer.validating or trainer.sanity_checking else running_stage(trainer)
         found, recovers = self._in_use.get(stage), False
         if self._micro_batching is not None:
             if stage == "fit":
                 found, recovers = self._micro_batching.in_use(), self._micro_batching.recovers
             self._micro_batching.end()
-        if found is not None:
-            on_oom(found, stage, exception, trainer.strategy.root_device.type, recovers)
+        if found is None or isinstance(exception, BatchFinderError):  # of the next search, before training began
+            return
+        verdict = classify(exception, device=trainer.strategy.root_device.type)
+        if verdict not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
+            return
+        size, advice = found.batch_size, "Leave more free with BatchFinder(headroom=0.05)."
+        happened = f"BatchFinder: {stage} ran out of memory at batch size {size}, which ran when it was tried."
+        if recovers:
+            happened += (
+                " It did so outside forward and backward, which alone are run again; perhaps in optimizer.step()."
+            )
+        if found.entry is not None:
+            try:
+                lowered = lower(found.entry, size, str(exception))
+                advice = f"The cache now says {lowered}, which the next start tries before it uses it."
+            except CacheFailed as error:
+                advice += (
+                    f" The cache at {error.url} still says {size}, since it cannot be written: "
+                    f"{error.reason.rstrip('.')}."
+                )
+        # A warning of this process, since it may be another rank than the first that ran out.
+        warnings.warn(f"{happened} {advice}", stacklevel=2)
 
     def _probe_batches(self, trainer: Trainer, stage: str, loop: StageLoop) -> ProbeBatches:
         """Where a stage's batches come from; loaders that cannot be given a size are refused before any is tried."""
@@ -231,19 +274,10 @@ class BatchFinder(Accumulating):
         try:
             batches = ProbeBatches(trainer, module, source, options.make_batch)
             if self._ranks.barrier_call(lambda: batches.loaders, "made its loaders") is not None and resized:
-                check_loaders(source, batches.loaders, stage, has_size(module, options.batch_size_attribute))
+                check_loaders(source, batches.loaders, stage, module, options.batch_size_attribute)
         finally:
             before.restore()
         return batches
-
-    def _tune_evaluation(self, trainer: Trainer, stage: str, loop: StageLoop) -> None:
-        """Find and set the size of a stage that runs without a fit, whose loaders have been asked for already."""
-        if stage not in self.options.also or is_fast_dev_run(trainer):
-            return
-        check_trainer(trainer, self.options)
-        self._ranks = ranks_of(trainer)
-        self._tune(trainer, stage, self._probe_batches(trainer, stage, loop))
-        self._evaluation_restart.restart(loop)
 
     def _tune(self, trainer: Trainer, stage: str, batches: ProbeBatches) -> list[TuningResult]:
         """Find each length's size, and set that of the longest; where batches are split, the whole batch's."""
@@ -275,45 +309,3 @@ class BatchFinder(Accumulating):
             attribute = options.batch_size_attribute
             self._applied[stage] = apply_batch_size(trainer, trainer.lightning_module, stage, size, attribute)
         return results
-
-
-def _running_stage(trainer: Trainer) -> str:
-    """What the trainer was called for: `fit`, `validate`, `test` or `predict`."""
-    assert trainer.state.fn is not None
-    return str(trainer.state.fn.value)
-
-
-def on_oom(found: TuningResult, stage: str, exception: BaseException, device: str, recovers: bool = False) -> None:
-    """Lower the record where an exception says that memory ran out; say nothing of any other.
-
-    Args:
-        found: what the stage ran with.
-        stage: `fit`, `validate`, `test` or `predict`.
-        exception: what ended the run.
-        device: the type of the device.
-        recovers: whether batches that run out of memory are run again.
-    """
-    if isinstance(exception, BatchFinderError):
-        return  # of the next search, which ended before training began
-    if classify(exception, device=device) not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
-        return
-    happened = f"BatchFinder: {stage} ran out of memory at batch size {found.batch_size}, which ran when it was tried."
-    if recovers:
-        happened += " It did so outside forward and backward, which alone are run again; perhaps in optimizer.step()."
-    # A warning of this process, since it may be another rank than the first that ran out.
-    warnings.warn(f"{happened} {_lowered(found, str(exception))}", stacklevel=2)
-
-
-def _lowered(found: TuningResult, message: str) -> str:
-    """Lower the record; returns what a person should know of it."""
-    advice = "Leave more free with BatchFinder(headroom=0.05)."
-    if found.entry is None:
-        return advice
-    try:
-        lowered = lower(found.entry, found.batch_size, message)
-    except CacheFailed as error:
-        return (
-            f"{advice} The cache at {error.url} still says {found.batch_size}, since it cannot be written: "
-            f"{error.reason.rstrip('.')}."
-        )
-    return f"The cache now says {lowered}, which the next start tries before it uses it."

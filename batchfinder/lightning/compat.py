@@ -12,71 +12,36 @@ from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.utilities.parsing import _lightning_get_all_attr_holders
+from pytorch_lightning.utilities.parsing import _lightning_get_all_attr_holders as attribute_holders
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_unflatten
 
 if TYPE_CHECKING:
+    from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
     from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
     from pytorch_lightning.loops.optimization.automatic import Closure, ClosureResult
     from pytorch_lightning.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+    from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+    from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource as LoaderSource
     from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata as LogMetadata
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
     from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
-    __all__ = ["AutomaticOptimization", "Closure", "ClosureResult", "FitLoop", "LogMetadata", "ResultCollection"]
+    __all__ = ["AutomaticOptimization", "Closure", "ClosureResult", "FitLoop", "LoaderSource", "LogMetadata"]
+    __all__ += ["ResultCollection", "attribute_holders"]
+
+    StageLoop = FitLoop | _EvaluationLoop | _PredictionLoop
+    """A trainer's loop that asks for loaders: the one that fits, validates, tests or predicts."""
 
 _PACKAGES = ("pytorch_lightning.", "lightning.pytorch.", "lightning_fabric.", "lightning.fabric.")
 _RECORDED_CALLS = "__pl_attrs_record"
-
-
-class LoaderSource(Protocol):
-    """Where a loop's loaders come from: loaders that were passed in, or a module or datamodule with a hook.
-
-    Attributes:
-        instance: the loaders, the module or the datamodule.
-        name: the hook's.
-    """
-
-    instance: Any
-    name: str
-
-    def dataloader(self) -> Any:
-        """The loaders."""
-        ...
-
-    def is_defined(self) -> bool:
-        """Whether there are loaders to ask for."""
-        ...
-
-    def is_module(self) -> bool:
-        """Whether a hook makes the loaders."""
-        ...
-
-
-class StageLoop(Protocol):
-    """A trainer's loop that asks for loaders: the one that fits, validates, tests or predicts."""
-
-    _data_source: Any
-    _combined_loader: Any
-
-    def setup_data(self) -> None:
-        """Ask for the loaders, where that is due."""
-        ...
-
-    def reset(self) -> None:
-        """Start to iterate them."""
-        ...
-
-    def run(self) -> Any:
-        """Run from start to end."""
-        ...
 
 
 def is_a(thing: object, *names: str) -> bool:
@@ -85,13 +50,8 @@ def is_a(thing: object, *names: str) -> bool:
 
 
 def is_lightnings_own(thing: object) -> bool:
-    """Whether an object's class is defined in Lightning."""
-    return type(thing).__module__.startswith(_PACKAGES)
-
-
-def is_overridden(name: str, thing: object) -> bool:
-    """Whether a hook of a module or datamodule, of either package, is the user's own."""
-    return not str(getattr(getattr(type(thing), name), "__module__", "")).startswith(_PACKAGES)
+    """Whether the class of an object, or a function, is defined in Lightning."""
+    return str(getattr(thing, "__module__", "")).startswith(_PACKAGES)
 
 
 def package_of(trainer: Trainer) -> str:
@@ -103,62 +63,51 @@ def package_of(trainer: Trainer) -> str:
 
 
 def class_for(trainer: Trainer, module: str, name: str) -> Any:
-    """A class of the trainer's own package.
-
-    Args:
-        trainer: of either package.
-        module: the class's module below the package, such as `profilers`.
-        name: the class's name.
-    """
+    """A class of the trainer's own package, from a module below it such as `profilers`."""
     return getattr(import_module(f"{package_of(trainer)}.{module}"), name)
 
 
-def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The trainer's callbacks; a public attribute that its class does not declare."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
+# Attributes that are only read: of the trainer (the first three are public, and its class does not declare them) ...
 
+callbacks_of: Callable[[Trainer], list[Callback]] = attrgetter("callbacks")
+datamodule_of: Callable[[Trainer], object | None] = attrgetter("datamodule")
+is_fast_dev_run: Callable[[Trainer], bool | int] = attrgetter("fast_dev_run")
+running_stage: Callable[[Trainer], str] = attrgetter("state.fn.value")
+"""What the trainer was called for: `fit`, `validate`, `test` or `predict`."""
+detects_anomaly: Callable[[Trainer], bool] = attrgetter("_detect_anomaly")
+logged_results: Callable[[Trainer], ResultCollection] = attrgetter("_results")
+"""What the running loop collects of `self.log`."""
+needs_distributed_sampler: Callable[[Trainer], Callable[[object], bool]] = attrgetter(
+    "_data_connector._requires_distributed_sampler"
+)
+"""Says of a loader whether Lightning will put a distributed sampler into it."""
+signal_connector: Callable[[Trainer], object] = attrgetter("_signal_connector")
+"""What holds the process's own signal handlers, through which all of a program can be reached."""
 
-def datamodule_of(trainer: Trainer) -> object | None:
-    """The trainer's datamodule; a public attribute that its class does not declare."""
-    datamodule: object | None = trainer.datamodule  # type: ignore[attr-defined]
-    return datamodule
+# ... and of what it holds.
 
-
-def is_fast_dev_run(trainer: Trainer) -> bool:
-    """Whether `Trainer(fast_dev_run=...)` was asked for; a public attribute that its class does not declare."""
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-
-
-def set_attributes(trainer: Trainer, **values: object) -> None:
-    """Set public attributes of a trainer, most of which its class does not declare."""
-    for name, value in values.items():
-        setattr(trainer, name, value)
+loader_source: Callable[[StageLoop], LoaderSource] = attrgetter("_data_source")
+"""Where a loop's loaders come from: loaders that were passed in, or a module or datamodule with a hook."""
+combined_loader: Callable[[StageLoop], CombinedLoader | None] = attrgetter("_combined_loader")
+"""The loaders that a loop holds; None until it has asked for them."""
+combined_mode: Callable[[CombinedLoader], str] = attrgetter("_mode")
+compiler_context: Callable[[LightningModule], object | None] = attrgetter("_compiler_ctx")
+"""How the module was compiled with `torch.compile`; None if it was not."""
+progress_bar_console: Callable[[object], dict[str, Any]] = attrgetter("_console_kwargs")
+"""The options of the console that a RichProgressBar writes to."""
+collective_timeout: Callable[[Strategy], timedelta | None] = attrgetter("_timeout")
+"""How long a collective of a DDPStrategy may take; None for PyTorch's own limit."""
+closure_functions: Callable[[Closure], tuple[Callable[[], None] | None, Callable[[torch.Tensor], None] | None]]
+closure_functions = attrgetter("_zero_grad_fn", "_backward_fn")
+"""What zeroes the gradients, and what runs backward; None where nothing is trained."""
 
 
 # Loops and their loaders
 
 
-def loader_source(loop: StageLoop) -> LoaderSource:
-    """Where a loop's loaders come from."""
-    source: LoaderSource = loop._data_source
-    return source
-
-
-def set_loader_source(loop: StageLoop, source: LoaderSource) -> None:
-    """Let a loop take its loaders from another source."""
-    loop._data_source = source
-
-
 def set_loader(loop: StageLoop, loader: object) -> None:
     """Let a loop iterate one loader, as if it had been passed in."""
     loop._data_source = type(loop._data_source)(loader, loop._data_source.name)
-
-
-def combined_loader(loop: StageLoop) -> CombinedLoader | None:
-    """The loaders that a loop holds; None until it has asked for them."""
-    combined: CombinedLoader | None = loop._combined_loader
-    return combined
 
 
 def drop_loaders(loop: StageLoop) -> None:
@@ -168,18 +117,24 @@ def drop_loaders(loop: StageLoop) -> None:
         loop._combined_loader = None
 
 
-def is_sequential(combined: CombinedLoader) -> bool:
-    """Whether loaders take turns, so that a batch comes from one of them."""
-    return combined._mode == "sequential"
-
-
 def combine_batches(combined: CombinedLoader, batches: list[Any]) -> Any:
-    """What training gets of one batch from each loader: a batch, or a list or dict of them."""
+    """What a loop gets of one batch from each loader: a batch, or a list or dict of them; the first in turn."""
+    if combined._mode == "sequential":
+        return batches[0]
     return tree_unflatten(batches, combined._spec)  # type: ignore[arg-type, unused-ignore]
 
 
 def new_fit_loop(trainer: Trainer) -> FitLoop:
-    """Put a fit loop at its beginning, of one epoch, in place of the trainer's; and forget what was logged."""
+    """Put a fit loop at its beginning, of one epoch, in place of the trainer's, and forget what was logged.
+
+    A step that is skipped, because gradients scaled for 16-mixed overflow, leaves Adam's state unmade, which the peak
+    would lack: the loss scale is set to 1. It takes no part in the memory.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+        scaler._init_scale = 1.0
+        if scaler._scale is not None:
+            scaler._scale.fill_(1.0)
     trainer.fit_loop = loop = type(trainer.fit_loop)(trainer, min_epochs=0, max_epochs=1)
     trainer._logger_connector.reset_results()
     trainer._logger_connector.reset_metrics()
@@ -201,11 +156,6 @@ def new_evaluation_loop(trainer: Trainer) -> StageLoop:
     return loop
 
 
-def needs_distributed_sampler(trainer: Trainer, loader: object) -> bool:
-    """Whether Lightning will put a distributed sampler into a loader."""
-    return bool(trainer._data_connector._requires_distributed_sampler(loader))  # type: ignore[arg-type]
-
-
 def inner_batch_sampler(batch_sampler: object) -> Any:
     """What Lightning's batch sampler for prediction wraps; None for any other."""
     return getattr(batch_sampler, "_batch_sampler", None)
@@ -216,10 +166,16 @@ def recorded_calls(loader: object) -> list[tuple[tuple[Any, ...], Callable[..., 
     return list(getattr(loader, _RECORDED_CALLS, ()))
 
 
-def set_recorded_calls(loader: object, calls: list[tuple[tuple[Any, ...], Callable[..., object]]]) -> None:
-    """Replace the calls that Lightning repeats; a loader without attributes is left alone."""
+def record_call(loader: object, function: Callable[..., object], arguments: tuple[Any, ...] | None) -> None:
+    """Let Lightning call a function on a loader that it makes anew of this one, in place of an earlier call of it.
+
+    `arguments` follow the new loader; None leaves the function out. A loader without attributes is left alone.
+    """
     if not hasattr(loader, "__dict__"):
         return
+    calls = [call for call in recorded_calls(loader) if call[1] is not function]
+    if arguments is not None:
+        calls.append((arguments, function))
     if calls:
         object.__setattr__(loader, _RECORDED_CALLS, calls)  # Lightning may record a plain assignment as well
     else:
@@ -229,29 +185,19 @@ def set_recorded_calls(loader: object, calls: list[tuple[tuple[Any, ...], Callab
 # The trainer and its module
 
 
-def detects_anomaly(trainer: Trainer) -> bool:
-    """Whether `Trainer(detect_anomaly=True)` was asked for."""
-    return trainer._detect_anomaly
-
-
-def never_validate_by_time(trainer: Trainer) -> None:
-    """Drop an interval in time between validations."""
+def silence(trainer: Any, callbacks: list[Callback]) -> None:
+    """Let a trainer's loops write, show, save and validate nothing, and call these callbacks alone."""
+    trainer.callbacks = callbacks
+    trainer.loggers = [class_for(trainer, "loggers.logger", "DummyLogger")()] if trainer.loggers else []
+    trainer.profiler = class_for(trainer, "profilers", "PassThroughProfiler")()
+    trainer.log_every_n_steps = 1
+    trainer.should_stop = False
+    trainer.limit_train_batches = trainer.limit_val_batches = 1.0
+    trainer.limit_test_batches = trainer.limit_predict_batches = 1.0
+    trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1
     vars(trainer)["_val_check_time_interval"] = None  # since Lightning 2.6; earlier ones do not look at it
-
-
-def signal_connector(trainer: Trainer) -> object:
-    """What holds the process's own signal handlers, through which all of a program can be reached."""
-    return trainer._signal_connector
-
-
-def is_compiled(module: LightningModule) -> bool:
-    """Whether the module was compiled with `torch.compile`."""
-    return module._compiler_ctx is not None
-
-
-def attribute_holders(module: LightningModule, name: str) -> list[Any]:
-    """Those of the module, its hparams, the datamodule and its hparams that have an attribute or key by a name."""
-    return _lightning_get_all_attr_holders(module, name)
+    trainer.reload_dataloaders_every_n_epochs = 0
+    trainer.overfit_batches = 0
 
 
 def transfer_batch(trainer: Trainer, batch: Any) -> Any:
@@ -263,21 +209,6 @@ def transfer_batch(trainer: Trainer, batch: Any) -> Any:
 def training_step_arguments(trainer: Trainer, batch: Any) -> list[Any]:
     """What `training_step` is called with for a batch, as the first of an epoch."""
     return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
-
-
-def progress_bar_console(bar: object) -> dict[str, Any]:
-    """The options of the console that a RichProgressBar writes to."""
-    options: dict[str, Any] = getattr(bar, "_console_kwargs", {})
-    return options
-
-
-def set_loss_scale(plugin: object, scale: float) -> None:
-    """Set the loss scale of a precision plugin; nothing happens where it does not scale."""
-    scaler = getattr(plugin, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-        scaler._init_scale = scale
-        if scaler._scale is not None:
-            scaler._scale.fill_(scale)
 
 
 # Automatic optimization and logging
@@ -297,11 +228,6 @@ def restore_make_closure(loop: AutomaticOptimization) -> None:
     vars(loop).pop("_make_closure", None)
 
 
-def closure_functions(closure: Closure) -> tuple[Callable[[], None] | None, Callable[[torch.Tensor], None] | None]:
-    """What zeroes the gradients, and what runs backward; None where nothing is trained."""
-    return closure._zero_grad_fn, closure._backward_fn
-
-
 def replace_closure_step(closure: Closure, step: Callable[[], ClosureResult]) -> None:
     """Let a closure do nothing but call `step`, which zeroes gradients and runs backward itself."""
     closure._step_fn, closure._zero_grad_fn, closure._backward_fn = step, None, None
@@ -312,32 +238,30 @@ def run_training_step(loop: AutomaticOptimization, kwargs: OrderedDict[str, Any]
     return loop._make_step_fn(kwargs)()
 
 
-def logged_results(trainer: Trainer) -> ResultCollection:
-    """What the running loop collects of `self.log`."""
-    results = trainer._results
-    assert results is not None
-    return results
-
-
 # Strategies and DDP
 
 
-def collective_timeout(strategy: Strategy) -> timedelta | None:
-    """How long a collective of the strategy may take; None for PyTorch's own limit."""
-    timeout: timedelta | None = getattr(strategy, "_timeout", None)
-    return timeout
+def forget_used_parameters(trainer: Trainer) -> None:
+    """Wrap the module in DDP again where DDP records which parameters a backward reaches: the tries are in its record.
 
-
-def rewrap_in_ddp(strategy: Strategy, module: LightningModule) -> None:
-    """Wrap the module in a new DistributedDataParallel by a DDPStrategy's options, and broadcast no weights."""
-    ddp: Any = strategy
-    options = ddp._ddp_kwargs
-    ddp.model = module
-    ddp._ddp_kwargs = {**options, "init_sync": False}
+    With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
+    with `static_graph` it would wait for as many gradients as all tries had. The weights are not broadcast again.
+    """
+    strategy: Any = trainer.strategy
+    wrapped = strategy.model
+    if not isinstance(wrapped, DistributedDataParallel):
+        return
+    if not (wrapped.find_unused_parameters or wrapped.static_graph):
+        return
+    strategy.model = None
+    del wrapped  # its hooks on the parameters go with it
+    options = strategy._ddp_kwargs
+    strategy.model = trainer.lightning_module
+    strategy._ddp_kwargs = {**options, "init_sync": False}
     try:
-        ddp.configure_ddp()
+        strategy.configure_ddp()
     finally:
-        ddp._ddp_kwargs = options
+        strategy._ddp_kwargs = options
 
 
 def synchronize_before_forward(model: DistributedDataParallel) -> None:

@@ -25,16 +25,13 @@ from batchfinder.lightning.compat import (
     inner_batch_sampler,
     is_a,
     needs_distributed_sampler,
+    record_call,
     recorded_calls,
-    set_recorded_calls,
 )
 
 
 def flattened(loaders: Any) -> list[Any]:
-    """The single loaders in what a `*_dataloader()` hook returned: one, a list, a dict or a CombinedLoader.
-
-    Nothing is iterated.
-    """
+    """The single loaders in what a `*_dataloader()` hook returned: one, a list, a dict or a CombinedLoader."""
     combined = loaders if is_a(loaders, "CombinedLoader") else CombinedLoader(loaders)
     return list(combined.flattened)
 
@@ -48,10 +45,7 @@ def batch_size_of(loader: Any) -> int | None:
 def check_resizable(loader: object, what: str, hook: str) -> None:
     """Make sure that a loader's batch size can be changed.
 
-    Args:
-        loader: a DataLoader or any iterable.
-        what: the loader as the message calls it.
-        hook: the hook that could make such a loader (`train_dataloader`), for the message.
+    `what` is the loader, and `hook` what could make such a loader (`train_dataloader`), as the message calls them.
 
     Raises:
         MisconfigurationException: it cannot.
@@ -75,23 +69,15 @@ def check_resizable(loader: object, what: str, hook: str) -> None:
 
 
 def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
-    """Give a loader another batch size, and nothing else.
+    """Give a loader that `check_resizable` lets pass another batch size, and nothing else; returns what undoes it.
 
     A sampler that has the loader's old batch size as its own `batch_size` (grouping by length does) is changed too.
-
-    Args:
-        loader: one that `check_resizable` lets pass.
-        batch_size: samples per batch from now on.
-        stage: what the loader is for; a loader shared with another stage cannot have two sizes.
-
-    Returns:
-        A function that puts the old sizes back.
 
     Raises:
         MisconfigurationException: another stage uses the same loader at another size, or the size does not stick.
     """
     for arguments, function in recorded_calls(loader):
-        if function is not _repeat:
+        if function is not resize:
             continue
         other_size, other_stage = arguments
         if other_stage != stage and other_size != batch_size:
@@ -104,14 +90,14 @@ def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
     before = [(_reference(holder), holder.batch_size) for holder in holders]
     for holder in holders:
         _set(holder, batch_size)
-    _record(loader, (batch_size, stage))
+    record_call(loader, resize, (batch_size, stage))
     whole = _reference(loader)
 
     def undo() -> None:
         for reference, size in before:
             if (holder := reference()) is not None:
                 _set(holder, size)
-        _record(whole(), None)
+        record_call(whole(), resize, None)
 
     return undo
 
@@ -121,7 +107,7 @@ def samples_per_epoch(trainer: Trainer, loader: Any) -> int | None:
     if not isinstance(loader, DataLoader) or has_iterable_dataset(loader) or loader.batch_sampler is None:
         return None
     sampler = getattr(loader.batch_sampler, "sampler", None)
-    if needs_distributed_sampler(trainer, loader):
+    if needs_distributed_sampler(trainer)(loader):
         whole = loader.dataset if sampler is None or isinstance(sampler, RandomSampler | SequentialSampler) else sampler
         samples = sized_len(whole)
         replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
@@ -130,12 +116,7 @@ def samples_per_epoch(trainer: Trainer, loader: Any) -> int | None:
 
 
 def samples_in_batch(loader: Any, batch_idx: int) -> int | None:
-    """How many samples a batch of an epoch has, by the loader's own sizes; None where only the batch itself tells.
-
-    Args:
-        loader: a DataLoader or any iterable.
-        batch_idx: the batch's number in the epoch, from 0.
-    """
+    """Samples in batch `batch_idx` of an epoch, by the loader's own sizes; None where only the batch itself tells."""
     if not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
         return None
     batch_sampler: Any = loader.batch_sampler
@@ -180,19 +161,6 @@ def _set(holder: Any, batch_size: int) -> None:
             f"The batch_size of {type(holder).__name__} was set to {batch_size} and is still {holder.batch_size}."
             " Let it be set, and read it each time a batch is made."
         )
-
-
-def _repeat(loader: Any, batch_size: int, stage: str) -> None:
-    """What Lightning does to a loader that it built anew."""
-    resize(loader, batch_size, stage)
-
-
-def _record(loader: Any, arguments: tuple[int, str] | None) -> None:
-    """Enter a size in the calls that Lightning repeats on a copy, in place of an earlier one; None takes it out."""
-    calls: list[tuple[tuple[Any, ...], Callable[..., object]]] = [
-        call for call in recorded_calls(loader) if call[1] is not _repeat
-    ]
-    set_recorded_calls(loader, calls if arguments is None else [*calls, (arguments, _repeat)])
 
 
 def _reference(holder: Any) -> Callable[[], Any]:

@@ -9,47 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from pytorch_lightning import Trainer
 
 from batchfinder.lightning.compat import (
-    StageLoop,
-    class_for,
     detects_anomaly,
-    never_validate_by_time,
     new_evaluation_loop,
     new_fit_loop,
-    set_attributes,
     set_loader,
-    set_loss_scale,
+    silence,
 )
 from batchfinder.lightning.ddp import local_only
 from batchfinder.lightning.dry_run_scope import ActiveCallbacks
+from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
 from batchfinder.results import Measurement, Shape
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 
 if TYPE_CHECKING:
-    from batchfinder.lightning.compat import FitLoop
+    from batchfinder.lightning.compat import StageLoop
 
 MakeBatch = Callable[[], Any]
 
 
+@dataclass(eq=False)
 class DryRun:
-    """Plays what a stage of the trainer does with batches of a size.
+    """Plays what a stage of the trainer does with batches of a size. The trainer is set up, its model on the device."""
 
-    Args:
-        trainer: set up, with its model on the device.
-        callbacks: those that take part.
-    """
-
-    def __init__(self, trainer: Trainer, callbacks: ActiveCallbacks) -> None:
-        self.trainer = trainer
-        self.callbacks = callbacks
+    trainer: Trainer
+    callbacks: ActiveCallbacks
 
     def fit(self, make_batch: MakeBatch, length: int, micro_batches: int, check: SteadyStateCheck) -> None:
         """Take two optimizer steps, or more, in which no process waits for another.
@@ -62,20 +54,19 @@ class DryRun:
         """
         trainer = self.trainer
         module = trainer.lightning_module
-        self._silence()
+        silence(trainer, self.callbacks.active)
         trainer.limit_val_batches = 0  # a validation of its own would ask for the user's loaders
         trainer.accumulate_grad_batches = micro_batches if module.automatic_optimization else 1
-        # A step that is skipped, because the scaled gradients overflow, leaves Adam's state unmade, which the peak
-        # would lack. The scale takes no part in the memory.
-        set_loss_scale(trainer.precision_plugin, 1.0)
         loop = new_fit_loop(trainer)
+        steps = PEAK_STEPS * len(trainer.optimizers)
         loader = ProbeLoader(
             make_batch,
             PEAK_STEPS * micro_batches,
             length,
             check.goes_on,
             trainer.accumulate_grad_batches,
-            self._has_stepped(loop),
+            # Manual optimization steps when it likes.
+            lambda: module.automatic_optimization or loop.epoch_loop.global_step >= steps,
         )
         set_loader(loop, loader)
         with local_only(trainer), torch.autograd.set_detect_anomaly(detects_anomaly(trainer)):
@@ -90,106 +81,52 @@ class DryRun:
                 loop.on_advance_start()
                 loop.advance()
 
-    def validate(self, make_batch: MakeBatch, length: int, check: SteadyStateCheck) -> None:
-        """Validate after `fit`, as an epoch does, with the optimizer's state in memory."""
+    def evaluate(self, make_batch: MakeBatch, length: int, check: SteadyStateCheck, after_fit: bool = False) -> None:
+        """Validate, test or predict, whichever the trainer is doing, for two batches or more; arguments as in `fit`.
+
+        After a fit, validate as its epoch does, with the optimizer's state in memory.
+        """
         trainer = self.trainer
-        trainer.validating = True
-        trainer.limit_val_batches = 1.0
-        trainer.lightning_module.on_validation_model_zero_grad()
-        self._run(trainer.fit_loop.epoch_loop.val_loop, make_batch, length, check)
-
-    def evaluate(self, make_batch: MakeBatch, length: int, check: SteadyStateCheck) -> None:
-        """Validate, test or predict on its own, whichever the trainer is doing."""
-        self._silence()
-        self._run(new_evaluation_loop(self.trainer), make_batch, length, check)
-
-    def _run(self, loop: StageLoop, make_batch: MakeBatch, length: int, check: SteadyStateCheck) -> None:
+        if after_fit:
+            trainer.validating = True
+            trainer.limit_val_batches = 1.0
+            trainer.lightning_module.on_validation_model_zero_grad()
+            loop: StageLoop = trainer.fit_loop.epoch_loop.val_loop
+        else:
+            silence(trainer, self.callbacks.active)
+            loop = new_evaluation_loop(trainer)
         set_loader(loop, ProbeLoader(make_batch, PEAK_STEPS, length, check.goes_on))
-        with local_only(self.trainer):
+        with local_only(trainer):
             loop.run()
 
-    def _silence(self) -> None:
-        """Let nothing be written, shown or stopped early."""
-        trainer = self.trainer
-        set_attributes(
-            trainer,
-            callbacks=self.callbacks.active,
-            loggers=[class_for(trainer, "loggers.logger", "DummyLogger")()] if trainer.loggers else [],
-            profiler=class_for(trainer, "profilers", "PassThroughProfiler")(),
-            log_every_n_steps=1,
-            should_stop=False,
-            limit_train_batches=1.0,
-            limit_val_batches=1.0,
-            limit_test_batches=1.0,
-            limit_predict_batches=1.0,
-            val_check_interval=1.0,
-            check_val_every_n_epoch=1,
-            reload_dataloaders_every_n_epochs=0,
-            overfit_batches=0,
-        )
-        never_validate_by_time(trainer)
 
-    def _has_stepped(self, loop: FitLoop) -> Callable[[], bool]:
-        """Whether each optimizer has stepped often enough; manual optimization steps when it likes."""
-        if self.trainer.lightning_module.automatic_optimization:
-            return lambda: True
-        steps = PEAK_STEPS * len(self.trainer.optimizers)
-        return lambda: loop.epoch_loop.global_step >= steps
-
-
+@dataclass(eq=False)
 class ProbeLoader:
     """An iterable that ends when enough steps were taken, and says it is longer, so that no epoch comes to its end.
 
-    Args:
-        make_batch: returns a new batch.
-        least: batches to give.
-        length: batches it is said to have.
-        keep_going: asked after that many, and after each further step, for another.
-        micro_batches: how many a step takes.
-        has_stepped: asked before `keep_going`; until it says yes, batches are given, up to `MAX_BATCHES_WITHOUT_STEP`.
+    It gives `least` batches. Then, after each step of `micro_batches`, it gives more until `has_stepped`, up to
+    `MAX_BATCHES_WITHOUT_STEP`, and while it is to `keep_going`.
     """
 
-    def __init__(
-        self,
-        make_batch: MakeBatch,
-        least: int,
-        length: int,
-        keep_going: Callable[[], bool],
-        micro_batches: int = 1,
-        has_stepped: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._make_batch = make_batch
-        self._least = least
-        self._length = max(length, least + 1, MAX_BATCHES_WITHOUT_STEP + 1)
-        self._keep_going = keep_going
-        self._micro_batches = micro_batches
-        self._has_stepped = has_stepped
+    make_batch: MakeBatch
+    least: int
+    length: int
+    keep_going: Callable[[], bool]
+    micro_batches: int = 1
+    has_stepped: Callable[[], bool] = field(default=lambda: True)
 
     def __len__(self) -> int:
-        return self._length
+        return max(self.length, self.least + 1, MAX_BATCHES_WITHOUT_STEP + 1)
 
     def __iter__(self) -> Iterator[Any]:
         given = 0
-        while given < self._least or self._another(given):
-            yield self._make_batch()
+        while True:
+            more = given - self.least
+            after_a_step = more >= 0 and more % self.micro_batches == 0
+            if after_a_step and (given >= MAX_BATCHES_WITHOUT_STEP or (self.has_stepped() and not self.keep_going())):
+                return
+            yield self.make_batch()
             given += 1
-
-    def _another(self, given: int) -> bool:
-        if (given - self._least) % self._micro_batches:
-            return True
-        return given < MAX_BATCHES_WITHOUT_STEP and (not self._has_stepped() or self._keep_going())
-
-
-class Batches(Protocol):
-    """Where batches of any size come from; see `probe_batches.py`."""
-
-    def batch(self, batch_size: int, seq_len: int | None) -> Any:
-        """A batch on the host."""
-        ...
-
-    def dataset_size(self) -> int | None:
-        """Samples in the dataset; None where only reading would tell."""
-        ...
 
 
 class TrainBatches(NamedTuple):
@@ -197,7 +134,7 @@ class TrainBatches(NamedTuple):
 
     batch_size: int
     shape: Shape
-    batches: Batches
+    batches: ProbeBatches
 
 
 @dataclass(frozen=True)
@@ -233,45 +170,36 @@ class TrialConfig:
         return 2 if accumulates else 1
 
 
+@dataclass(eq=False)
 class LightningProbe:
-    """Tries a size on the trainer as it stands, and leaves no trace.
+    """Tries a size on the trainer as it stands, and leaves no trace: the session puts all back after each try."""
 
-    Args:
-        dry_run: plays the stage.
-        config: what to play.
-        batches: where batches come from.
-        session: what to put back after each try, and the memory to measure.
-    """
-
-    source = "measured"
-    unmodelled: tuple[str, ...] = ()
-
-    def __init__(self, dry_run: DryRun, config: TrialConfig, batches: Batches, session: TrialSession) -> None:
-        self._dry_run = dry_run
-        self._config = config
-        self._batches = batches
-        self._session = session
+    dry_run: DryRun
+    config: TrialConfig
+    batches: ProbeBatches
+    session: TrialSession
+    source: ClassVar[str] = "measured"
+    unmodelled: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size.
+        """Try one size. What the user's code raises that is not about the size comes unchanged, with all put back."""
+        config, dry_run, session = self.config, self.dry_run, self.session
 
-        Raises:
-            Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
-        """
-        config, dry_run, session = self._config, self._dry_run, self._session
-        loaded = _loaded(self._batches, batch_size, shape)
+        def loaded(batches: ProbeBatches, size: int, shape: Shape) -> tuple[MakeBatch, int]:
+            return partial(batches.batch, size, shape.seq_len), -(-(batches.dataset_size() or 0) // size)
 
-        def fit_and_validate(check: SteadyStateCheck) -> None:
-            assert config.train is not None
-            size, train_shape, batches = config.train
-            dry_run.fit(*_loaded(batches, size, train_shape), min(PEAK_MICRO_BATCHES, config.accumulation), check)
-            dry_run.validate(*loaded, check)
+        tried = loaded(self.batches, batch_size, shape)
 
-        steps: Callable[[SteadyStateCheck], None] = fit_and_validate
-        if config.alone:
-            steps = partial(dry_run.evaluate, *loaded)
-        elif config.train is None:
-            steps = partial(dry_run.fit, *loaded, config.micro_batches(batch_size))
+        def steps(check: SteadyStateCheck) -> None:
+            if config.alone:
+                dry_run.evaluate(*tried, check)
+            elif config.train is None:
+                dry_run.fit(*tried, config.micro_batches(batch_size), check)
+            else:
+                size, train_shape, batches = config.train
+                dry_run.fit(*loaded(batches, size, train_shape), min(PEAK_MICRO_BATCHES, config.accumulation), check)
+                dry_run.evaluate(*tried, check, after_fit=True)
+
         try:
             return run_trial(
                 steps,
@@ -289,8 +217,3 @@ class LightningProbe:
                     "probe_callbacks=."
                 )
             raise
-
-
-def _loaded(batches: Batches, batch_size: int, shape: Shape) -> tuple[MakeBatch, int]:
-    """How to make a batch, and batches per epoch."""
-    return partial(batches.batch, batch_size, shape.seq_len), -(-(batches.dataset_size() or 0) // batch_size)

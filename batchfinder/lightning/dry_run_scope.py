@@ -28,10 +28,8 @@ _INACTIVE = (
 class ActiveCallbacks:
     """A trainer's callbacks, as a dry run sees them.
 
-    Attributes:
-        active: those that take part.
-        not_started: those of them that have not seen `on_fit_start` yet.
-        inactive: names of the user's own that take no part.
+    `not_started` are those of the active that have not seen `on_fit_start` yet, `inactive` the names of the user's own
+    that take no part.
     """
 
     active: list[Callback]
@@ -42,51 +40,40 @@ class ActiveCallbacks:
 def active_callbacks(
     trainer: Trainer, finder: Callback, named: Iterable[Callback | type[Callback]], extra: Iterable[Callback] = ()
 ) -> ActiveCallbacks:
-    """Choose the callbacks that take part in dry runs.
+    """Choose the callbacks that take part in dry runs: the `named` (or their classes), whatever they hold, among them.
 
     Callbacks that change which layers train, or hold tensors or modules, take memory beside the step's. Others log,
-    save or stop, which a dry run must not.
-
-    Args:
-        trainer: whose callbacks.
-        finder: the callback that asks, which takes no part.
-        named: callbacks or classes of them that take part whatever they hold.
-        extra: callbacks that take part and are not the trainer's.
+    save or stop, which a dry run must not. `extra` ones take part and are not the trainer's.
     """
     named = tuple(named)
     classes = tuple(item for item in named if isinstance(item, type))
-
-    def is_active(callback: Callback) -> bool:
-        if callback is finder:
-            return False
-        if any(callback is item for item in named) or isinstance(callback, classes) or is_a(callback, *_ACTIVE):
-            return True
-        return not is_a(callback, *_INACTIVE) and _holds_tensors(vars(callback))
-
+    active, not_started, inactive = [], [], []
     callbacks = callbacks_of(trainer)
-    active = [callback for callback in callbacks if is_active(callback)]
-    later = callbacks[callbacks.index(finder) + 1 :]
-    return ActiveCallbacks(
-        [*active, *extra],
-        [callback for callback in active if any(callback is other for other in later)],
-        [
-            type(callback).__name__
-            for callback in callbacks
-            if callback is not finder and callback not in active and not is_lightnings_own(callback)
-        ],
-    )
+    for index, callback in enumerate(callbacks):
+        if callback is finder:
+            continue
+        takes_part = any(callback is item for item in named) or isinstance(callback, classes)
+        if not takes_part and not is_a(callback, *_INACTIVE):
+            takes_part = _holds_tensors(vars(callback))
+        if takes_part or is_a(callback, *_ACTIVE):
+            active.append(callback)
+            if index > callbacks.index(finder):
+                not_started.append(callback)
+        elif not is_lightnings_own(callback):
+            inactive.append(type(callback).__name__)
+    return ActiveCallbacks([*active, *extra], not_started, inactive)
 
 
-def move_ahead_of_tuners(callbacks: list[Callback], finder: Callback) -> list[Callback]:
-    """The callbacks with the finder before a LearningRateFinder, which Lightning has put first.
+def move_ahead_of_tuners(trainer: Trainer, finder: Callback) -> None:
+    """Move the finder before a LearningRateFinder, which Lightning has put first.
 
     A learning rate is right for one batch size: it has to be looked for with the size that will train.
     """
+    callbacks = callbacks_of(trainer)
     tuners = [index for index, callback in enumerate(callbacks) if is_a(callback, "LearningRateFinder")]
-    if not tuners or callbacks.index(finder) < tuners[0]:
-        return callbacks
-    others = [callback for callback in callbacks if callback is not finder]
-    return [*others[: tuners[0]], finder, *others[tuners[0] :]]
+    if tuners and callbacks.index(finder) > tuners[0]:
+        others = [callback for callback in callbacks if callback is not finder]
+        vars(trainer)["callbacks"] = [*others[: tuners[0]], finder, *others[tuners[0] :]]
 
 
 def _holds_tensors(value: object, depth: int = 2) -> bool:
@@ -99,13 +86,15 @@ def _holds_tensors(value: object, depth: int = 2) -> bool:
     return False
 
 
-def capture(trainer: Trainer, finder: Callback) -> TrainingState:
+def capture(trainer: Trainer, finder: Callback, *left_alone: object) -> TrainingState:
     """Capture the trainer, its model, optimizers, schedulers, scaler, loops, loaders, callbacks and data.
 
     The loggers are left alone: a dry run has dummies in their place. So are the finder, which keeps what it found,
     and the progress bar, whose terminal the finder's own bar shares.
     """
-    return TrainingState.capture(trainer, trainer.lightning_module, left_alone=_left_alone(trainer, finder))
+    bar = trainer.progress_bar_callback
+    alone = [finder, signal_connector(trainer), *trainer.loggers, *([] if bar is None else [bar]), *left_alone]
+    return TrainingState.capture(trainer, trainer.lightning_module, left_alone=alone)
 
 
 def capture_data(trainer: Trainer, finder: Callback) -> TrainingState:
@@ -113,10 +102,4 @@ def capture_data(trainer: Trainer, finder: Callback) -> TrainingState:
 
     Takes a few milliseconds for any model, since the tensors are neither copied nor put back.
     """
-    alone = [*_left_alone(trainer, finder), trainer.strategy, torch.Tensor, torch.optim.Optimizer]
-    return TrainingState.capture(trainer, trainer.lightning_module, left_alone=alone)
-
-
-def _left_alone(trainer: Trainer, finder: Callback) -> list[object]:
-    bar = trainer.progress_bar_callback
-    return [finder, signal_connector(trainer), *trainer.loggers, *([] if bar is None else [bar])]
+    return capture(trainer, finder, trainer.strategy, torch.Tensor, torch.optim.Optimizer)

@@ -15,7 +15,7 @@ from batchfinder.cache import Store
 from batchfinder.data.loss_weights import WEIGHTS, Weight
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.compat import callbacks_of, is_a
-from batchfinder.search.base import check_tolerance
+from batchfinder.measure.tuner import SearchLimits
 
 IN_ORDER = "in_order"
 EVALUATION_STAGES = ("validate", "test", "predict")
@@ -39,7 +39,9 @@ class FinderOptions:
     make_batch: Callable[[int, int | None], Any] | None
     also: tuple[str, ...]
     headroom: float | int
+    min_batch_size: int
     max_batch_size: int | None
+    multiple_of: int
     tolerance: float
     budget: int | None
     cache: str | os.PathLike[str] | Store | bool | None
@@ -52,16 +54,19 @@ class FinderOptions:
     recover: bool | None
 
     def __post_init__(self) -> None:
-        if self.target_batch_size is not None and self.target_batch_size < 1:
-            raise InvalidValue("target_batch_size", self.target_batch_size, "a size of at least 1")
-        if self.max_batch_size is not None and self.max_batch_size < 1:
-            raise InvalidValue("max_batch_size", self.max_batch_size, "a size of at least 1")
+        self.limits().bounds  # noqa: B018  there are sizes to try
+        if self.split_batches and (self.min_batch_size > 1 or self.multiple_of > 1):
+            name = "min_batch_size" if self.min_batch_size > 1 else "multiple_of"
+            raise InvalidValue(
+                name,
+                getattr(self, name),
+                "1 with split_batches=, where a batch's last micro-batch is what is left of it",
+            )
         if self.seq_lens is not None and (not self.seq_lens or min(self.seq_lens) < 1):
             raise InvalidValue("seq_lens", self.seq_lens, "lengths of at least 1, or None for the data's own")
         for stage in self.also:
             if stage not in EVALUATION_STAGES:
                 raise InvalidValue("also", stage, f"any of {', '.join(EVALUATION_STAGES)}")
-        check_tolerance(self.tolerance)
         if not isinstance(self.certify, bool):
             raise InvalidValue("certify", self.certify, "True or False")
         if not (self.predict is None or isinstance(self.predict, bool)):
@@ -73,18 +78,25 @@ class FinderOptions:
         if not (self.recover is None or isinstance(self.recover, bool)):
             raise InvalidValue("recover", self.recover, "True, False, or None for with a single process only")
 
+    def limits(self, **differing: Any) -> SearchLimits:
+        """What bounds a search, apart from what a stage and its data add to it."""
+        return SearchLimits(
+            **{
+                "max_batch_size": self.max_batch_size,
+                "tolerance": self.tolerance,
+                "headroom": self.headroom,
+                "min_batch_size": self.min_batch_size,
+                "multiple_of": self.multiple_of,
+                "target_batch_size": self.target_batch_size,
+                "certify": self.certify,
+                **differing,
+            }
+        )
+
     @property
     def in_order(self) -> bool:
         """Whether a split batch keeps the order of its samples although their lengths are known."""
         return self.split_batches == IN_ORDER
-
-    def store(self) -> Store | None:
-        """Where answers are kept; None to keep none."""
-        if self.cache is False:
-            return None
-        if isinstance(self.cache, Store):
-            return self.cache
-        return Store(None if self.cache is True else self.cache)
 
 
 _SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
@@ -116,7 +128,8 @@ def check_trainer(trainer: Trainer, options: FinderOptions) -> None:
             f"BatchFinder can limit and measure the memory of CUDA devices and of the CPU, and this trainer's device "
             f"is {trainer.strategy.root_device}. Pass Trainer(accelerator='cpu') or 'gpu', or remove the callback."
         )
-    if sum(_is_finder(callback) for callback in callbacks) > 1:
+    names = [{f"{base.__module__}.{base.__name__}" for base in type(callback).__mro__} for callback in callbacks]
+    if sum(_FINDER in bases for bases in names) > 1:
         raise MisconfigurationException(
             "This trainer has more than one BatchFinder, and each would set the batch size. Keep one of them."
         )
@@ -128,46 +141,36 @@ def check_trainer(trainer: Trainer, options: FinderOptions) -> None:
         )
     if trainer.state.fn != "fit":
         return
+    module, target = trainer.lightning_module, options.target_batch_size
+    scheduled = any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks)
     if options.split_batches:
-        _check_split(trainer)
-    elif options.target_batch_size is not None:
-        _check_target(trainer, options.target_batch_size)
-
-
-def _check_target(trainer: Trainer, target_batch_size: int) -> None:
-    if any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks_of(trainer)):
-        raise MisconfigurationException(
-            f"BatchFinder(target_batch_size={target_batch_size}) and GradientAccumulationScheduler would both set how "
-            "many batches are accumulated. Remove the scheduler, or the target."
-        )
-    if not trainer.lightning_module.automatic_optimization:
-        raise MisconfigurationException(
-            f"BatchFinder(target_batch_size={target_batch_size}) cannot accumulate for a model with manual "
-            "optimization: its training_step decides when to step. Leave out target_batch_size; "
-            f"batchfinder.plan_accumulation({target_batch_size}, finder.batch_size) says what to accumulate."
-        )
-
-
-def _check_split(trainer: Trainer) -> None:
-    split, module = "BatchFinder(split_batches=True)", trainer.lightning_module
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"{split} cannot split batches for {type(module).__name__}, which optimizes manually: its training_step "
-            "decides what runs backward and when to step. Leave split_batches out, or call batchfinder.split_batch in "
-            "training_step."
-        )
-    if any(is_a(callback, "GradientAccumulationScheduler") for callback in callbacks_of(trainer)):
-        raise MisconfigurationException(
-            f"{split} takes one optimizer step for each batch, and GradientAccumulationScheduler one for several. "
-            "Remove the scheduler, and pass target_batch_size=, the samples of an optimizer step."
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise MisconfigurationException(
-            f"{split} takes one optimizer step for each batch, and this trainer accumulates "
-            f"{trainer.accumulate_grad_batches} batches. Leave Trainer(accumulate_grad_batches=) at 1, and pass "
-            "BatchFinder target_batch_size=, the samples of an optimizer step."
-        )
-
-
-def _is_finder(callback: Callback) -> bool:
-    return any(f"{base.__module__}.{base.__name__}" == _FINDER for base in type(callback).__mro__)
+        split = "BatchFinder(split_batches=True)"
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{split} cannot split batches for {type(module).__name__}, which optimizes manually: its "
+                "training_step decides what runs backward and when to step. Leave split_batches out, or call "
+                "batchfinder.split_batch in training_step."
+            )
+        if scheduled:
+            raise MisconfigurationException(
+                f"{split} takes one optimizer step for each batch, and GradientAccumulationScheduler one for several. "
+                "Remove the scheduler, and pass target_batch_size=, the samples of an optimizer step."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise MisconfigurationException(
+                f"{split} takes one optimizer step for each batch, and this trainer accumulates "
+                f"{trainer.accumulate_grad_batches} batches. Leave Trainer(accumulate_grad_batches=) at 1, and pass "
+                "BatchFinder target_batch_size=, the samples of an optimizer step."
+            )
+    elif target is not None:
+        if scheduled:
+            raise MisconfigurationException(
+                f"BatchFinder(target_batch_size={target}) and GradientAccumulationScheduler would both set how many "
+                "batches are accumulated. Remove the scheduler, or the target."
+            )
+        if not module.automatic_optimization:
+            raise MisconfigurationException(
+                f"BatchFinder(target_batch_size={target}) cannot accumulate for a model with manual optimization: its "
+                "training_step decides when to step. Leave out target_batch_size; "
+                f"batchfinder.plan_accumulation({target}, finder.batch_size) says what to accumulate."
+            )

@@ -25,7 +25,7 @@ from batchfinder.devices import Device
 from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.distributed.local_group import leave_groups
 from batchfinder.find import find_max_batch_size
-from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own, is_overridden
+from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own
 from batchfinder.lightning.dry_run import TrialConfig
 from batchfinder.lightning.dry_run_scope import capture_data
 from batchfinder.measure.device_memory import Memory
@@ -101,11 +101,28 @@ def predict_batch_size(
         step cannot be recorded.
     """
     try:
-        precision, dtype = _check(trainer, config)
+        module, plugin, datamodule = trainer.lightning_module, trainer.precision_plugin, datamodule_of(trainer)
+        if not hasattr(os, "fork"):
+            raise NotRecordable("this system cannot fork")
+        if not is_a(trainer.strategy, "SingleDeviceStrategy", "DDPStrategy") or not is_lightnings_own(trainer.strategy):
+            raise NotRecordable(f"strategy {type(trainer.strategy).__name__}")
+        if not is_lightnings_own(plugin) or trainer.precision not in _PRECISIONS:
+            raise NotRecordable(f"precision plugin {type(plugin).__name__}")
+        if config.train is not None:
+            raise NotRecordable("validation during a fit")
+        hooks = [module.transfer_batch_to_device]
+        hooks += [] if datamodule is None else [getattr(datamodule, name) for name in _TRANSFERS]
+        if not all(is_lightnings_own(hook) for hook in hooks):
+            raise NotRecordable("transfer_batch_to_device is overridden, or a transfer hook of the datamodule")
+        if config.stage == "fit":
+            if not module.automatic_optimization:
+                raise NotRecordable("manual optimization")
+            if len(trainer.optimizers) != 1 or is_a(trainer.optimizers[0], "_MockOptimizer"):
+                raise NotRecordable(f"{len(trainer.optimizers)} optimizers, or none that steps")
+        precision, dtype = _PRECISIONS[trainer.precision]
         untouched = capture_data(trainer, finder)
         try:
-            convert = trainer.precision_plugin.convert_input
-            batches = {size: convert(make_batch(size)) for size in _RECORDED}
+            batches = {size: plugin.convert_input(make_batch(size)) for size in _RECORDED}
         finally:
             untouched.restore()
         mode = "train" if config.stage == "fit" else "inference"
@@ -116,7 +133,14 @@ def predict_batch_size(
             torch.set_default_dtype(dtype)
             leave_groups()
             step = RecordedStep(trainer, config.stage, batches[batch_size])
-            return record_step(step.workload(), step_config, device.compute_capability, batch_size, None)
+            workload = Workload(
+                model=step,
+                make_batch=step.make_batch,
+                loss=lambda loss, batch: loss,
+                optimizer=lambda parameters: step.optimizer,
+                zero_grad_after_loss=True,
+            )
+            return record_step(workload, step_config, device.compute_capability, batch_size, None)
 
         recorded = record_in_forks(record, _RECORDED[:2], deadline)
 
@@ -143,14 +167,10 @@ def predict_batch_size(
 
 
 def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, module: nn.Module) -> Device:
-    """The device as the simulation counts its memory: with the module, and without what else the process holds.
+    """The device as the simulation counts its memory: with the module on it, and without what else the process holds.
 
-    Args:
-        device: where the module is.
-        memory: its memory.
-        max_peak_bytes: what a peak may come to. Peaks count all that the process holds, among it the module and what
-            training will not use.
-        module: what is trained, on the device.
+    `max_peak_bytes` is what a peak may come to. Peaks count all that the process holds, among it the module and what
+    training will not use.
     """
     storages = (tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers()))
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.device.type == device.type}
@@ -167,20 +187,14 @@ def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, 
 def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> int:
     """The largest size that the recorded step runs at.
 
-    Args:
-        probe: knows the GPU and the step.
-        cap: the largest size of use; where a line through two peaks ends at twice that, the line is answer enough.
+    `cap` is the largest of use; where a line through two peaks ends at twice that, the line is answer enough.
     """
     line = predict_max_batch_size(probe, Shape())
     return line if cap is not None and line > 2 * cap else search_simulated(probe, Shape()).max_batch_size
 
 
 def largest_on_host(probe: SimulatedProbe) -> int:
-    """A share of the largest size whose live bytes, not rounded and without a GPU's workspaces, fit.
-
-    Args:
-        probe: knows the memory and the step.
-    """
+    """A share of the largest size whose live bytes, not rounded and without a GPU's workspaces, fit."""
     usable = probe.memory.capacity_bytes
     function = FunctionProbe(lambda batch_size, shape: live_bytes(probe.trace(batch_size, shape)), usable)
     search = Secant(limit_bytes=usable, tolerance=0.0, predicted=predict_max_batch_size(probe, Shape()))
@@ -197,40 +211,10 @@ def live_bytes(trace: Trace) -> int:
     return most
 
 
-def _check(trainer: Trainer, config: TrialConfig) -> tuple[str, torch.dtype]:
-    """The precision, by the simulation's name, and the default type of new tensors.
-
-    Raises:
-        NotRecordable: the step is one that recording does not cover.
-    """
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    if not hasattr(os, "fork"):
-        raise NotRecordable("this system cannot fork")
-    if not is_a(trainer.strategy, "SingleDeviceStrategy", "DDPStrategy") or not is_lightnings_own(trainer.strategy):
-        raise NotRecordable(f"strategy {type(trainer.strategy).__name__}")
-    if not is_lightnings_own(plugin) or trainer.precision not in _PRECISIONS:
-        raise NotRecordable(f"precision plugin {type(plugin).__name__}")
-    if config.train is not None:
-        raise NotRecordable("validation during a fit")
-    datamodule = datamodule_of(trainer)
-    data = [] if datamodule is None else [(datamodule, name) for name in _TRANSFERS]
-    if any(is_overridden(name, thing) for thing, name in [(module, "transfer_batch_to_device"), *data]):
-        raise NotRecordable("transfer_batch_to_device is overridden, or a transfer hook of the datamodule")
-    if config.stage == "fit":
-        if not module.automatic_optimization:
-            raise NotRecordable("manual optimization")
-        if len(trainer.optimizers) != 1 or is_a(trainer.optimizers[0], "_MockOptimizer"):
-            raise NotRecordable(f"{len(trainer.optimizers)} optimizers, or none that steps")
-    return _PRECISIONS[trainer.precision]
-
-
 class RecordedStep(nn.Module):
     """A module whose forward is a trainer's step on a batch, given as the batch's tensors. Only for a forked child.
 
-    Args:
-        trainer: set up. It and all that it holds are left on the fake GPU.
-        stage: whose step: `fit`, `validate`, `test` or `predict`.
-        batch: on the host.
+    The trainer and all that it holds are left on the fake GPU; the batch is on the host.
     """
 
     def __init__(self, trainer: Trainer, stage: str, batch: Any) -> None:
@@ -239,22 +223,12 @@ class RecordedStep(nn.Module):
         self._step = getattr(self.module, _STEPS[stage])
         self._host_batch = self._batch = batch
         self._root: torch.device = trainer.strategy.root_device
-        self._optimizer: Any = trainer.optimizers[0] if stage == "fit" else None
+        self.optimizer: Any = trainer.optimizers[0] if stage == "fit" else None
         self._before = [*self.module.parameters(), *self.module.buffers()]
         trainer.loggers = [class_for(trainer, "loggers.logger", "DummyLogger")()] if trainer.loggers else []
         for part in self.module.modules():
             if is_a(part, "LightningModule"):
                 vars(part).update(dict.fromkeys(_LOGGING, lambda *args, **kwargs: None))
-
-    def workload(self) -> Workload:
-        """The step as `record_step` takes it."""
-        return Workload(
-            model=self,
-            make_batch=self._make_batch,
-            loss=_loss,
-            optimizer=lambda parameters: self._optimizer,
-            zero_grad_after_loss=True,
-        )
 
     def train(self, mode: bool = True) -> RecordedStep:
         """Called once the parameters are on the fake GPU: the optimizer and the module's plain attributes follow.
@@ -275,41 +249,46 @@ class RecordedStep(nn.Module):
                 moved[id(leaf)] = leaf, nn.Parameter(copy) if isinstance(leaf, nn.Parameter) else copy
             return moved[id(leaf)][1]
 
-        def move_state(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim() == 0:
-                return torch.tensor(leaf.numpy().item(), dtype=leaf.dtype)  # a count of steps, whose value is read
-            return move(leaf)
-
         for part in self.module.modules():
             for name, value in vars(part).items():
                 own = name not in ("_parameters", "_buffers", "_modules")
                 if own and any(isinstance(leaf, torch.Tensor | torch.device) for leaf in pytree.tree_leaves(value)):
                     vars(part)[name] = pytree.tree_map(move, value)
-        if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
                 group["params"] = [move(parameter) for parameter in group["params"]]
                 if self._root.type == "cpu" and group.get("foreach", 0) is None:
                     group["foreach"] = False
-            state = self._optimizer.state.items()
-            moved_state = {move(parameter): pytree.tree_map(move_state, own) for parameter, own in state}
-            self._optimizer.state = defaultdict(dict, moved_state)
+            state = self.optimizer.state.items()
+            moved_state = {
+                move(parameter): pytree.tree_map(
+                    lambda leaf: (
+                        torch.tensor(leaf.numpy().item(), dtype=leaf.dtype)  # a count of steps: it is read
+                        if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.dim() == 0
+                        else move(leaf)
+                    ),
+                    own,
+                )
+                for parameter, own in state
+            }
+            self.optimizer.state = defaultdict(dict, moved_state)
         return self if mode else super().train(False)
 
-    def _make_batch(self, batch_size: int, seq_len: int | None) -> tuple[torch.Tensor, ...]:
+    def make_batch(self, batch_size: int, seq_len: int | None) -> tuple[torch.Tensor, ...]:
+        """The tensors of the batch, after the module's first hook on it."""
         self._batch = self.module.on_before_batch_transfer(self._host_batch, 0)
         return tuple(tensor for _, tensor in tensors(self._batch))
 
     def forward(self, *moved: torch.Tensor) -> Any:
-        """Take the step on the batch's tensors, which are on the fake GPU."""
+        """Take the step on the batch's tensors, which are on the fake GPU; the loss, or what an evaluation returns."""
         left = iter(moved)
         batch = map_leaves(lambda path, leaf: next(left) if isinstance(leaf, torch.Tensor) else leaf, self._batch)
         with torch.autocast(fake_device.DEVICE_TYPE, enabled=False):
             batch = self.module.on_after_batch_transfer(batch, 0)
-        return call_step(self._step, batch)
-
-
-def _loss(output: Any, batch: Any) -> torch.Tensor:
-    loss = output["loss"] if isinstance(output, Mapping) else output
-    if not isinstance(loss, torch.Tensor):
-        raise NotRecordable(f"the step returned {type(loss).__name__} and no loss")
-    return loss
+        output = call_step(self._step, batch)
+        if self.optimizer is None:
+            return output
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor):
+            raise NotRecordable(f"the step returned {type(loss).__name__} and no loss")
+        return loss

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import LightningModule, Trainer
@@ -14,8 +15,11 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from batchfinder.data.batch import tensors
 from batchfinder.data.longest_samples import MadeBatches, SampleBatches, UnreadableData, batches_of
 from batchfinder.data.sequence_dim import SequenceDims, find_sequence
-from batchfinder.lightning.compat import LoaderSource, combine_batches, is_a, is_sequential
+from batchfinder.lightning.compat import combine_batches, combined_mode, is_a
 from batchfinder.lightning.dataloaders import samples_per_epoch
+
+if TYPE_CHECKING:
+    from batchfinder.lightning.compat import LoaderSource
 
 MakeBatch = Callable[[int, int | None], Any]
 
@@ -31,6 +35,7 @@ def _refused() -> Iterator[None]:
         raise MisconfigurationException(f"{error} {_MAKE_BATCH}") from None
 
 
+@dataclass(eq=False)
 class ProbeBatches:
     """Makes batches for probes, on the host.
 
@@ -41,25 +46,12 @@ class ProbeBatches:
 
     Reading the user's data may move random number generators on and change the user's own objects: the caller puts
     those back. Samplers and the loaders' generators stay where they are.
-
-    Args:
-        trainer: set up.
-        pl_module: its module.
-        source: where a loop's loaders come from (`compat.loader_source`).
-        make_batch: makes a batch of (batch_size, seq_len) instead; seq_len is None where none was asked for.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        source: LoaderSource,
-        make_batch: MakeBatch | None = None,
-    ) -> None:
-        self.trainer = trainer
-        self.pl_module = pl_module
-        self.source = source
-        self.make_batch = make_batch
+    trainer: Trainer
+    pl_module: LightningModule
+    source: LoaderSource
+    make_batch: MakeBatch | None = None
 
     @cached_property
     def loaders(self) -> Any:
@@ -79,41 +71,48 @@ class ProbeBatches:
 
     @_refused()
     def batch(self, batch_size: int, seq_len: int | None = None) -> Any:
-        """Make one batch.
+        """Make one batch of `batch_size` samples from each loader.
 
-        Args:
-            batch_size: its samples, from each loader.
-            seq_len: its sequence length; None for that of the longest samples.
+        Without a `seq_len` it is as long as the longest samples.
 
         Raises:
             MisconfigurationException: the data do not tell how to make one.
         """
         if self.make_batch is not None:
             return self.make_batch(batch_size, seq_len)
-        made = [self._stretched(index, batch_size, seq_len) for index in self._used]
-        if self._takes_turns:
-            return made[0]
+        made = []
+        for loader, samples in self._used:
+            batch = samples.batch(batch_size, longest=seq_len is None)
+            if batch is None:
+                raise MisconfigurationException(
+                    f"The batches of {type(loader).__name__} hold no tensor that tells how many samples there are. "
+                    f"{_MAKE_BATCH}"
+                )
+            if seq_len is not None:
+                found = find_sequence(*samples.extremes(longest=False))
+                if isinstance(found, str):
+                    raise MisconfigurationException(
+                        "BatchFinder cannot tell which dimension of the batches is the sequence, to make it "
+                        f"{seq_len} long: {found}. {_MAKE_BATCH}"
+                    )
+                batch = found.stretch(batch, seq_len)
+            made.append(batch)
         return combine_batches(self._combined, made)
 
     @_refused()
     def mixed(self, batch_size: int) -> Any:
-        """Make a batch of samples as they come, of whatever lengths; of the longest where batches come ready-made.
-
-        Args:
-            batch_size: its samples, from each loader.
-        """
+        """Make a batch of samples as they come, of whatever lengths; of the longest where batches come ready-made."""
         if self.make_batch is not None:
             return self.make_batch(batch_size, None)
-        made = [self._makers[index].mixed(batch_size) for index in self._used]
-        return made[0] if self._takes_turns else combine_batches(self._combined, made)
+        return combine_batches(self._combined, [samples.mixed(batch_size) for _, samples in self._used])
 
     @_refused()
     def longest_seq_len(self) -> int | None:
         """The sequence length of a batch of the longest samples; None for data without one, and for `make_batch`."""
         if self.make_batch is not None:
             return None
-        lengths = [found.length for found in map(self._sequence_or_none, self._used) if found is not None]
-        return max(lengths, default=None)
+        found = [find_sequence(*samples.extremes(), guess=False) for _, samples in self._used]
+        return max((dims.length for dims in found if isinstance(dims, SequenceDims)), default=None)
 
     def dataset_size(self) -> int | None:
         """The largest batch that makes sense: one device's samples in an epoch; None where only reading would tell.
@@ -124,8 +123,13 @@ class ProbeBatches:
         if self.loaders is None:
             return None
         sizes = [(loader, samples_per_epoch(self.trainer, loader)) for loader in self._combined.flattened]
-        dropping = [size for loader, size in sizes if size is not None and _drops_last(loader)]
-        known = [size for _, size in sizes if size is not None]
+        known, dropping = [], []
+        for loader, size in sizes:
+            if size is not None:
+                known.append(size)
+                batch_sampler = getattr(loader, "batch_sampler", None)
+                if getattr(batch_sampler, "drop_last", getattr(loader, "drop_last", False)):
+                    dropping.append(size)
         if dropping:
             return min(dropping)
         return max(known) if known and len(known) == len(sizes) else None
@@ -139,46 +143,12 @@ class ProbeBatches:
             self.loaders, "max_size_cycle" if self.source.name == "train_dataloader" else "sequential"
         )
 
-    @property
-    def _takes_turns(self) -> bool:
-        return is_sequential(self._combined)
-
     @cached_property
-    def _makers(self) -> list[SampleBatches | MadeBatches]:
-        return [batches_of(loader) for loader in self._combined.flattened]
-
-    @cached_property
-    def _used(self) -> list[int]:
-        every = list(range(len(self._makers)))
-        if not self._takes_turns or len(every) == 1:
+    def _used(self) -> list[tuple[Any, SampleBatches | MadeBatches]]:
+        """The loaders that make up a batch, and their samples: all; where they take turns, that with the largest."""
+        every = [(loader, batches_of(loader)) for loader in self._combined.flattened]
+        if combined_mode(self._combined) != "sequential" or len(every) == 1:
             return every
-        return [max(every, key=lambda index: _n_bytes(self._makers[index].batch(1)))]
-
-    def _stretched(self, index: int, batch_size: int, seq_len: int | None) -> Any:
-        batch = self._makers[index].batch(batch_size, longest=seq_len is None)
-        if batch is None:
-            loader = type(self._combined.flattened[index]).__name__
-            raise MisconfigurationException(
-                f"The batches of {loader} hold no tensor that tells how many samples there are. {_MAKE_BATCH}"
-            )
-        if seq_len is None:
-            return batch
-        found = find_sequence(*self._makers[index].extremes(longest=False))
-        if isinstance(found, str):
-            raise MisconfigurationException(
-                f"BatchFinder cannot tell which dimension of the batches is the sequence, to make it {seq_len} long:"
-                f" {found}. {_MAKE_BATCH}"
-            )
-        return found.stretch(batch, seq_len)
-
-    def _sequence_or_none(self, index: int) -> SequenceDims | None:
-        found = find_sequence(*self._makers[index].extremes(), guess=False)
-        return found if isinstance(found, SequenceDims) else None
-
-
-def _drops_last(loader: Any) -> bool:
-    return bool(getattr(getattr(loader, "batch_sampler", None), "drop_last", getattr(loader, "drop_last", False)))
-
-
-def _n_bytes(batch: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(batch))
+        parts = [tensors(samples.batch(1)) for _, samples in every]
+        sizes = [sum(tensor.numel() * tensor.element_size() for _, tensor in part) for part in parts]
+        return [every[sizes.index(max(sizes))]]

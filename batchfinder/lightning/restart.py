@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pytorch_lightning import Trainer
 
-from batchfinder.lightning.compat import StageLoop, combined_loader, drop_loaders
+from batchfinder.lightning.compat import combined_loader, drop_loaders
 from batchfinder.snapshot.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from batchfinder.lightning.compat import StageLoop
 
 
 class SchedulerSetup:
@@ -15,9 +20,8 @@ class SchedulerSetup:
     is started with the new size would make another, having drawn the same random numbers; so does the repetition.
     """
 
-    def __init__(self) -> None:
-        self._before: TrainingState | None = None
-        self._asked = False
+    _before: TrainingState | None = None
+    _asked = False
 
     def watch(self, trainer: Trainer) -> None:
         """Note the random numbers just before the strategy, not set up yet, makes the optimizers."""
@@ -39,10 +43,7 @@ class SchedulerSetup:
         vars(trainer.strategy).pop("setup_optimizers", None)
 
     def repeat_if_asked(self, trainer: Trainer) -> None:
-        """Make the optimizers again, with the new size and accumulation, where the loaders were asked for.
-
-        The random numbers stay where they are.
-        """
+        """Make the optimizers again, with the new size and accumulation; the random numbers stay where they are."""
         before, self._before = self._before, None
         self.unwatch(trainer)
         if before is None or not self._asked:
@@ -61,25 +62,20 @@ class EvaluationRestart:
     put back.
     """
 
-    def __init__(self) -> None:
-        self._before: TrainingState | None = None
+    _before: TrainingState | None = None
 
     def watch(self, loop: StageLoop) -> None:
         """Note the random numbers just before a loop that has not started asks for its loaders."""
-        self.unwatch(loop)
+        vars(loop).pop("setup_data", None)
+        self._before = None
         ask = loop.setup_data
 
         def setup_data() -> None:
-            self.unwatch(loop)
+            vars(loop).pop("setup_data", None)
             self._before = TrainingState.capture()
             ask()
 
-        loop.setup_data = setup_data  # type: ignore[method-assign]
-
-    def unwatch(self, loop: StageLoop) -> None:
-        """Stop watching."""
-        vars(loop).pop("setup_data", None)
-        self._before = None
+        vars(loop)["setup_data"] = setup_data
 
     def restart(self, loop: StageLoop) -> None:
         """Let a loop that has taken no batch yet ask for the loaders again, and start to iterate them."""

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 
-from batchfinder.cache import CacheKey
+from batchfinder.cache import Store
 from batchfinder.cache.key import Json
 from batchfinder.cache.store import ResultEntry
-from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks
-from batchfinder.errors import CacheFailed
+from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
+from batchfinder.errors import InvalidValue
 from batchfinder.lightning.cache_key import make_key
-from batchfinder.lightning.compat import is_a, progress_bar_console
-from batchfinder.lightning.ddp import agreed_data, agreed_memory, forget_used_parameters
+from batchfinder.lightning.compat import forget_used_parameters, is_a, progress_bar_console
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig
 from batchfinder.lightning.dry_run_scope import active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.lightning.probe_batches import ProbeBatches
-from batchfinder.measure.device_memory import memory_of
+from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.trial import TrialSession
-from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
+from batchfinder.measure.tuner import Tuner, TuningResult
 from batchfinder.probe import Probe
 from batchfinder.results import Shape, Trial
 
@@ -69,21 +68,31 @@ class StageTuner:
         self._batches = batches
         self._ranks = ranks
         self._device = trainer.strategy.root_device
-        self._memory = agreed_memory(memory_of(self._device, options.budget), ranks)
+        memory = memory_of(self._device, options.budget)
+        self._memory = memory if ranks.size == 1 else cast(Memory, AgreedMemory(memory, ranks))
         before = capture_data(trainer, finder)
         try:
-            own = ranks.barrier_call(self._look_at_data, "looked at the data")
-            cap, self.longest_seq_len = agreed_data(*own, ranks)
+            size, length = ranks.barrier_call(
+                lambda: (batches.dataset_size(), None if options.seq_lens else batches.longest_seq_len()),
+                "looked at the data",
+            )
+            caps = [cap for cap in (options.max_batch_size, config.split_batch_size, size) if cap is not None]
+            own = min(caps, default=None), length
+            all_caps, lengths = zip(*ranks.all_gather(own), strict=True)
         finally:
             before.restore()
+        cap = min((cap for cap in all_caps if cap is not None), default=None)
+        smallest = options.limits().smallest
+        if cap is not None and cap < smallest:
+            if config.stage == "fit":
+                name = "min_batch_size" if options.min_batch_size > cap else "multiple_of"
+                expected = f"at most {cap}, the samples of an epoch on one device"
+                raise InvalidValue(name, getattr(options, name), expected)
+            cap = smallest
+        self.longest_seq_len: int | None = max((length for length in lengths if length is not None), default=None)
         self._callbacks = active_callbacks(trainer, finder, options.probe_callbacks, extra_callbacks)
-        self._limits = SearchLimits(
-            cap,
-            options.tolerance,
-            headroom=options.headroom,
-            target_batch_size=config.target_batch_size,
-            num_devices=config.num_devices,
-            certify=options.certify,
+        self._limits = options.limits(
+            max_batch_size=cap, target_batch_size=config.target_batch_size, num_devices=config.num_devices
         ).with_memory(self._memory.free_bytes())
         self._session = TrialSession(
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
@@ -92,11 +101,9 @@ class StageTuner:
         self._predicted: int | None = None
 
     def tune(self, seq_lens: Sequence[int | None]) -> list[TuningResult]:
-        """Find the size of each length, and say what was found.
+        """Find the size of each length, the longest first, and say what was found.
 
-        Args:
-            seq_lens: the longest first. Where batches are split, lengths below one at which a batch fits whole are
-                left out.
+        Where batches are split, lengths below one at which a batch fits whole are left out.
 
         Raises:
             OutOfMemory: not even one sample fits.
@@ -108,13 +115,26 @@ class StageTuner:
         entries = self._entries(shapes)
         results: list[TuningResult] = []
         whole = self._config.split_batch_size
-        with Progress(self._trainer) as progress, self._session:
+        with shown_trials(self._trainer) as on_trial, self._session:
             tuner = Tuner(
-                self._memory, self._limits, self._open_probe, hint=self._predict, on_trial=progress.tried, warn=_warn
+                self._memory,
+                self._limits,
+                self._open_probe,
+                hint=self._predict,
+                on_trial=on_trial,
+                warn=lambda error: rank_zero_warn(
+                    f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run "
+                    "are not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
+                ),
             )
             try:
                 for shape, entry in zip(shapes, entries, strict=True):
-                    self._predicted = _scaled(results[-1], shape) if results and whole else None
+                    longer = results[-1].result if results and whole else None
+                    if longer is not None and longer.shape.seq_len is not None and shape.seq_len is not None:
+                        # As many tokens; more may fit, where attention took its part of the memory.
+                        self._predicted = longer.max_batch_size * longer.shape.seq_len // shape.seq_len
+                    else:
+                        self._predicted = None
                     # While ranks agree the first one alone reads and writes; on its own any of them may lower a record.
                     agreed = entry if entry is None or self._ranks.size == 1 else AgreedEntry(entry, self._ranks)
                     found = replace(tuner.find(shape, agreed), entry=entry)
@@ -132,40 +152,36 @@ class StageTuner:
             rank_zero_info(f"BatchFinder: {self._config.stage} {found}.")
         return results
 
-    def _look_at_data(self) -> tuple[int | None, int | None]:
-        """The largest size of use, and the longest length."""
-        options, config = self._options, self._config
-        caps = [options.max_batch_size, config.split_batch_size, self._batches.dataset_size()]
-        longest = None if options.seq_lens else self._batches.longest_seq_len()
-        return min((cap for cap in caps if cap is not None), default=None), longest
-
     def _entries(self, shapes: Sequence[Shape]) -> list[ResultEntry | None]:
         """Where the answer for each shape is kept; None without a cache."""
-        store = self._options.store()
-        if store is None:
+        cache = self._options.cache
+        if cache is False:
             return [None for _ in shapes]
+        store = cache if isinstance(cache, Store) else Store(None if cache is True else cache)
+        name = type(self._trainer.lightning_module).__name__
+        entries: list[ResultEntry | None] = []
         before = capture_data(self._trainer, self._finder)
         try:
-            keys = [self._key(shape) for shape in shapes]
+            for shape in shapes:
+                first, *others = self._ranks.all_gather_call(
+                    lambda shape=shape: make_key(  # type: ignore[misc]
+                        self._trainer,
+                        self._config,
+                        shape,
+                        self._batches.batch(self._limits.smallest, shape.seq_len),
+                        self._memory,
+                        self._limits,
+                        self._callbacks.active,
+                    ),
+                    "looked at the model and its data",
+                )
+                if others:  # the other ranks' keys count where they differ
+                    differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
+                    first = replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
+                entries.append(store.entry(first, name))
         finally:
             before.restore()
-        name = type(self._trainer.lightning_module).__name__
-        return [store.entry(key, name) for key in keys]
-
-    def _key(self, shape: Shape) -> CacheKey:
-        """This rank's key, with those of the other ranks where they differ."""
-
-        def own() -> CacheKey:
-            sample = self._batches.batch(1, shape.seq_len)
-            return make_key(
-                self._trainer, self._config, shape, sample, self._memory, self._limits, self._callbacks.active
-            )
-
-        keys = self._ranks.all_gather_call(own, "looked at the model and its data")
-        if len(keys) == 1:
-            return keys[0]
-        others: list[Json] = [*sorted({key.digest for key in keys} - {keys[0].digest})]
-        return replace(keys[0], extra={**keys[0].extra, "ranks": [len(keys), *others]})
+        return entries
 
     def _open_probe(self) -> tuple[Probe, int]:
         """The probe, made when it is first needed: it copies the training state."""
@@ -184,82 +200,54 @@ class StageTuner:
         wanted = self._device.type == "cuda" if options.predict is None else options.predict
         if not wanted or (cap is not None and cap <= _SMALL_CAP):
             return None
-
-        def on_first_rank() -> int | None:
-            if self._ranks.rank > 0:  # one process that records is enough, and the others' memory is better spent
-                return None
-            # The others wait meanwhile, for as long as a collective may take.
-            seconds = min(SECONDS, self._ranks.seconds / 2) if self._ranks.size > 1 else SECONDS
-            return predict_batch_size(
-                self._trainer,
-                self._finder,
-                self._config,
-                lambda batch_size: self._batches.batch(batch_size, shape.seq_len),
-                simulated_device(self._device, self._memory, max_peak_bytes, self._trainer.lightning_module),
-                cap,
-                seconds=seconds,
-            )
-
-        return self._ranks.all_gather_call(on_first_rank, "asked for a prediction")[0]
-
-
-def _scaled(found: TuningResult, shape: Shape) -> int | None:
-    """As many tokens as at another length; more may fit, where attention took its part of the memory."""
-    longer = found.result.shape.seq_len
-    if longer is None or shape.seq_len is None:
-        return None
-    return found.result.max_batch_size * longer // shape.seq_len
+        # One process that records is enough, and the others' memory is better spent. They wait meanwhile, for as long
+        # as a collective may take.
+        seconds = min(SECONDS, self._ranks.seconds / 2) if self._ranks.size > 1 else SECONDS
+        predicted = self._ranks.all_gather_call(
+            lambda: (
+                None
+                if self._ranks.rank > 0
+                else predict_batch_size(
+                    self._trainer,
+                    self._finder,
+                    self._config,
+                    lambda batch_size: self._batches.batch(batch_size, shape.seq_len),
+                    simulated_device(self._device, self._memory, max_peak_bytes, self._trainer.lightning_module),
+                    cap,
+                    seconds=seconds,
+                )
+            ),
+            "asked for a prediction",
+        )
+        return predicted[0]
 
 
-def _warn(error: CacheFailed) -> None:
-    rank_zero_warn(
-        f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run are not "
-        "cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
-    )
+@contextmanager
+def shown_trials(trainer: Trainer) -> Iterator[Callable[[Trial], None]]:
+    """Gives a function that shows one more try as the trainer's progress bar would; nothing before the first."""
+    bar = trainer.progress_bar_callback
+    shown = bar is not None and trainer.is_global_zero and not getattr(bar, "is_disabled", False)
+    tries = 0
+    with ExitStack() as stack:
+        status: Any = None
 
+        def on_trial(trial: Trial) -> None:
+            nonlocal status, tries
+            tries += 1
+            outcome = "fits" if trial.fits else "does not fit"
+            text = f"BatchFinder: batch size {trial.batch_size} {outcome} ({tries} {'try' if tries == 1 else 'tries'})"
+            if shown and is_a(bar, "RichProgressBar"):
+                from rich.console import Console
+                from rich.status import Status
 
-class Progress:
-    """Shows the tries; nothing is shown before the first, nor where the trainer shows nothing.
+                if status is None:  # written where the user wants Rich to write
+                    status = stack.enter_context(Status(text, console=Console(**progress_bar_console(bar))))
+                status.update(text)
+            elif shown and is_a(bar, "TQDMProgressBar"):
+                from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-    Args:
-        trainer: whose progress bar is imitated.
-    """
+                if status is None:
+                    status = stack.enter_context(tqdm(leave=False, bar_format="{desc}"))
+                status.set_description_str(text)
 
-    def __init__(self, trainer: Trainer) -> None:
-        bar = trainer.progress_bar_callback
-        shown = bar is not None and trainer.is_global_zero and not getattr(bar, "is_disabled", False)
-        self._rich = shown and is_a(bar, "RichProgressBar")
-        self._tqdm = shown and is_a(bar, "TQDMProgressBar")
-        self._console: dict[str, Any] = progress_bar_console(bar)  # where the user wants Rich to write
-        self._bar: Any = None
-        self._tries = 0
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop() if self._rich else self._bar.close()
-            self._bar = None
-
-    def tried(self, trial: Trial) -> None:
-        """Show one more."""
-        self._tries += 1
-        tries = "1 try" if self._tries == 1 else f"{self._tries} tries"
-        text = f"BatchFinder: batch size {trial.batch_size} {'fits' if trial.fits else 'does not fit'} ({tries})"
-        if self._rich:
-            from rich.console import Console
-            from rich.status import Status
-
-            if self._bar is None:
-                self._bar = Status(text, console=Console(**self._console))
-                self._bar.start()
-            self._bar.update(text)
-        elif self._tqdm:
-            from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-            if self._bar is None:
-                self._bar = tqdm(leave=False, bar_format="{desc}")
-            self._bar.set_description_str(text)
+        yield on_trial

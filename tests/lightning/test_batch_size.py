@@ -177,7 +177,7 @@ def test_next_fit_of_the_same_trainer():
     applied = apply_batch_size(runner, first, "fit", 3)
     source = runner.fit_loop._data_source
     applied.undo()
-    assert runner.fit_loop._data_source is source.source
+    assert "dataloader" not in vars(source)
     runner.fit_loop.epoch_progress.reset()
     runner.fit(second, DataLoader(Rows(6), batch_size=2))
     assert [len(batch) for batch in second.seen] == [2, 2, 2]
@@ -235,10 +235,11 @@ def test_refused_before_a_search():
     module.trainer = runner
     runner.fit_loop._data_source.instance = module
     loaders = module.train_dataloader()
-    check_loaders(runner.fit_loop._data_source, loaders, "fit", has_attribute=True)
-    check_loaders(runner.fit_loop._data_source, DataLoader(Rows(2)), "fit", has_attribute=False)
+    source = runner.fit_loop._data_source
+    check_loaders(source, loaders, "fit", module, "batch_size")
+    check_loaders(source, DataLoader(Rows(2)), "fit", module, "rows")
     with pytest.raises(MisconfigurationException) as caught:
-        check_loaders(runner.fit_loop._data_source, loaders, "fit", has_attribute=False)
+        check_loaders(source, loaders, "fit", module, "rows")
     assert str(caught.value) == (
         "batchfinder cannot change the batch size of the DataLoader that OwnBatches.train_dataloader() returned: its"
         " batches are made by a list, which has no integer attribute `batch_size`. Give it one that it reads each time"

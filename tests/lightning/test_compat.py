@@ -76,14 +76,15 @@ def test_every_private_attribute_of_ddp_is_there() -> None:
 
 
 def private_attributes(path: Path) -> set[str]:
-    """Those that a module touches on objects other than its own."""
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and re.match(r"_[a-z]", node.attr)
-        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "torch"))
-    }
+    """Those that a module touches on objects other than its own, by name or through an `attrgetter`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        own = ("self", "cls", "torch")
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id in own):
+            names.add(node.attr)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attrgetter":
+            names.update(name for path_ in node.args for name in ast.literal_eval(path_).split("."))
+    return {name for name in names if re.match(r"_[a-z]", name)}
 
 
 def test_private_attributes_are_touched_in_one_module() -> None:

@@ -125,6 +125,20 @@ def test_invalid_arguments(arguments: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("name", ["also", "target_batch_size", "headroom", "cache"])
+def test_an_option_set_after_construction_is_refused(name: str) -> None:
+    """It would be ignored; the message says what to do, and the option is what it was."""
+    finder = BatchFinder(also="test")
+    with pytest.raises(AttributeError) as caught:
+        setattr(finder, name, "validate")
+    assert str(caught.value) == (
+        f"Setting finder.{name} has no effect: options are checked and kept when a BatchFinder is made. Make another "
+        f"one with BatchFinder({name}=...)."
+    )
+    assert finder.options == BatchFinder(also="test").options
+    finder.note = "mine"  # an attribute that is no option is anyone's own
+
+
 def test_texts_are_read_as_elsewhere() -> None:
     """Shares and sizes as on the command line; one stage needs no list."""
     options = BatchFinder(headroom="5%", budget="1GiB", also="validate").options

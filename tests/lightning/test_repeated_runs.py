@@ -203,8 +203,12 @@ def test_many_fits_do_not_pile_up(sees: Sees) -> None:
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module)
     sources: list[Any] = [trainer.fit_loop._data_source, trainer.fit_loop.epoch_loop.val_loop._data_source]
-    assert [source.source for source in sources] == before
+    assert all(source is other for source, other in zip(sources, before, strict=True))
     assert sees.sizes == [4] * 24
+    assert all("dataloader" in vars(source) for source in sources)
+    for applied in finder._applied.values():
+        applied.undo()
+    assert not any("dataloader" in vars(source) for source in sources)
 
 
 def test_an_epoch_too_short_for_the_target_is_explained() -> None:

@@ -1,0 +1,122 @@
+"""`min_batch_size` and `multiple_of`: models that need two samples, or a multiple, are served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from batchfinder.errors import InvalidValue
+from batchfinder.lightning.callback import BatchFinder
+from tests.lightning import nets
+from tests.lightning.oom_net import MESSAGE
+
+
+class Normed(nets.Module):
+    """A BatchNorm1d, which needs two samples to train, and room for `most`."""
+
+    def __init__(self, batch_size: int = 4, most: int = 20) -> None:
+        super().__init__(batch_size)
+        self.most = most
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+        self.sizes: list[int] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        pictures, labels = batch
+        if len(pictures) > self.most:
+            raise torch.OutOfMemoryError(MESSAGE)
+        self.sizes.append(len(pictures))
+        return nn.functional.cross_entropy(self.net(pictures), labels)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(nets.Pictures(64, 4), batch_size=self.batch_size)
+
+
+class Pairs(Normed):
+    """Its loss takes samples in groups of four."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        groups = self.net(batch[0]).view(-1, 4, 10)
+        return super().loss(batch) + (groups[:, 0] - groups[:, 1]).pow(2).mean()
+
+
+def test_a_batch_norm_is_searched_from_two() -> None:
+    """No size below is tried."""
+    finder, module = BatchFinder(min_batch_size=2, tolerance=0, cache=False), Normed()
+    nets.trainer(callbacks=[finder]).fit(module)
+    assert finder.batch_size == 20
+    assert min(trial.batch_size for trial in finder.results["fit"][None].trials) == 2
+    assert module.sizes == [20, 20, 20, 4]
+
+
+def test_a_multiple_is_kept_by_every_trial_and_by_the_plan() -> None:
+    """The largest that fits is 20, a multiple of 4 makes up a target of 32 as 16 x 2."""
+    finder = BatchFinder(32, multiple_of=4, tolerance=0, cache=False)
+    nets.trainer(callbacks=[finder]).fit(Pairs())
+    assert all(trial.batch_size % 4 == 0 for trial in finder.results["fit"][None].trials)
+    assert (finder.batch_size, str(finder.plan)) == (16, "16 x 2 = 32")
+
+
+def test_a_certified_answer_keeps_them_and_another_minimum_is_another_question() -> None:
+    """The second start looks it up; a search from four is its own."""
+    sources = []
+    for least in (2, 2, 4):
+        finder = BatchFinder(min_batch_size=least)
+        nets.trainer(callbacks=[finder]).fit(Normed())
+        sources.append(finder.results["fit"][None].source)
+    assert sources == ["measured", "cache", "measured"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_batch_size": 0}, "min_batch_size: invalid value 0; expected a size of at least 1."),
+        ({"multiple_of": 0}, "multiple_of: invalid value 0; expected a size of at least 1."),
+        (
+            {"min_batch_size": 8, "max_batch_size": 4},
+            "max_batch_size: invalid value 4; expected at least 8, the smallest size that is at least 8.",
+        ),
+        (
+            {"target_batch_size": 30, "multiple_of": 4},
+            "target_batch_size: invalid value 30; expected a multiple of 4, as multiple_of asks of each size.",
+        ),
+        (
+            {"split_batches": True, "multiple_of": 4},
+            "multiple_of: invalid value 4; expected 1 with split_batches=, where a batch's last micro-batch is what is "
+            "left of it.",
+        ),
+    ],
+)
+def test_limits_that_leave_no_size_are_refused_when_the_callback_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
+    """With the argument and what it may be."""
+    with pytest.raises(InvalidValue) as caught:
+        BatchFinder(**arguments)
+    assert str(caught.value) == message
+
+
+def test_data_that_are_fewer_than_the_smallest_batch_are_refused() -> None:
+    """The number of samples is named; nothing is tried."""
+    finder = BatchFinder(min_batch_size=65, cache=False)
+    with pytest.raises(InvalidValue, match="expected at most 64, the samples of an epoch on one device"):
+        nets.trainer(callbacks=[finder]).fit(Normed())
+    assert finder.results == {}
+
+
+def test_a_validation_of_fewer_samples_is_one_batch() -> None:
+    """What is asked of training's batches does not stop a fit whose validation has less data."""
+
+    class Validates(Normed):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(nets.Pictures(3, 4), batch_size=1)
+
+    finder = BatchFinder(min_batch_size=8, also="validate", cache=False)
+    nets.trainer(callbacks=[finder]).fit(Validates())
+    assert (finder.batch_size, finder.results["validate"][None].max_batch_size) == (20, 8)
