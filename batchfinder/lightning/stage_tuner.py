@@ -110,7 +110,12 @@ class StageTuner:
         whole = self._config.split_batch_size
         with Progress(self._trainer) as progress, self._session:
             tuner = Tuner(
-                self._memory, self._limits, self._open_probe, hint=self._predict, on_trial=progress.tried, warn=_warn
+                self._memory.free_bytes,
+                self._limits,
+                self._open_probe,
+                hint=self._predict,
+                on_trial=progress.tried,
+                warn=_warn,
             )
             try:
                 for shape, entry in zip(shapes, entries, strict=True):

@@ -57,7 +57,7 @@ def tune_loop(
     sizes: dict[int | None, TunedBatchSize] = {}
     with TrialSession(memory, config.device, limits.reserve_bytes, config.capture) as session:
         probe = LoopProbe(config, limits, session)
-        tuner = Tuner(memory, limits, probe.open, on_trial=on_trial, warn=warn_not_cached)
+        tuner = Tuner(memory.free_bytes, limits, probe.open, on_trial=on_trial, warn=warn_not_cached)
         keys = [] if store is None else _keys(config, limits, memory, shapes, make_key)
         each = (time.perf_counter() - started) / len(shapes)
         for index, shape in enumerate(shapes):
@@ -75,7 +75,7 @@ def _keys(
     # No tensors: a step has not run, and a copy of them would take longer than the look-up.
     untouched = config.capture(left_alone=[torch.Tensor, Optimizer])
     try:
-        samples = (config.make_batch(limits.smallest, shape.seq_len) for shape in shapes)
+        samples = (config.make_batch(limits.bounds.first, shape.seq_len) for shape in shapes)
         return [make_key(config, shape, sample, memory, limits) for shape, sample in zip(shapes, samples, strict=True)]
     finally:
         untouched.restore()

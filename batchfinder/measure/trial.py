@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,13 +83,7 @@ class StageReadings:
         self.forward_bytes: int | None = None
 
     def __call__(self, step: int, stage: str, micro_batch: int) -> None:
-        """Called as each stage begins, as `on_stage` of `Step.run`.
-
-        Args:
-            step: which optimizer step, from 0.
-            stage: `batch`, `forward`, `loss`, `backward` or another.
-            micro_batch: which micro-batch of the step, from 0.
-        """
+        """Called as each stage begins, as `on_stage` of `Step.run`; steps and micro-batches count from 0."""
         if stage == "batch" and step == 0 and micro_batch == 0:
             self._before_bytes = self._held()
         elif stage == "batch" and step > 0:
@@ -186,7 +179,7 @@ def run_trial(
     return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
 
 
-class TrialSession:
+class TrialSession(AbstractContextManager["TrialSession"]):
     """A copy of the training state, made when something is tried for the first time, and let go of at the end.
 
     Args:
@@ -211,13 +204,14 @@ class TrialSession:
         self._start_bytes = 0
         self._froze = False
 
-    def __enter__(self) -> TrialSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        """Let go of the copy, and of all memory that is not in use."""
+        if self._froze:
+            gc.unfreeze()
+            self._froze = False
+        if self._state is not None:
+            self._state = None
+            clear(self.device)
 
     def open(self) -> TrainingState:
         """Return the copy; the first call makes it."""
@@ -238,12 +232,3 @@ class TrialSession:
         self.open()
         left_bytes = max(0, self.memory.held_bytes() - self._start_bytes)
         return max(1, self.memory.max_peak_bytes(self.held_bytes - left_bytes) - self.reserve_bytes)
-
-    def close(self) -> None:
-        """Let go of the copy, and of all memory that is not in use."""
-        if self._froze:
-            gc.unfreeze()
-            self._froze = False
-        if self._state is not None:
-            self._state = None
-            clear(self.device)
