@@ -23,12 +23,7 @@ from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCH
 
 
 class StepCounter:
-    """Counts the calls in which each optimizer stepped, and refuses what could not be put back.
-
-    Args:
-        session: has the copy of what will be put back.
-        config: the loop.
-    """
+    """Counts the calls in which each optimizer stepped, and refuses what the session's copy could not put back."""
 
     def __init__(self, session: TrialSession, config: LoopConfig) -> None:
         self._session = session
@@ -94,13 +89,7 @@ class StepCounter:
 
 
 class LoopProbe:
-    """Tries a size with steps of the user's, and puts everything back.
-
-    Args:
-        config: the loop.
-        limits: what the sizes are for: with a target, steps take micro-batches.
-        session: has the copy of the training state.
-    """
+    """Tries a size with steps of the user's, and puts everything back. With a target, steps take micro-batches."""
 
     source = "measured"
     unmodelled: tuple[str, ...] = ()

@@ -37,14 +37,7 @@ def tune_loop(
 ) -> TunedBatchSizes:
     """Find the size for each length, with one copy of the training state for all of them.
 
-    Args:
-        config: the loop.
-        limits: what bounds the search; the headroom is turned into bytes here.
-        budget_bytes: the most memory that may be used; None for what there is.
-        seq_lens: one sample's lengths, in the order they are to be tried.
-        store: where results are cached; None for no cache.
-        on_trial: called after each trial.
-        make_key: makes the key of a length, given a batch of the smallest size as well.
+    Lengths are tried in the order given. `make_key` is given a batch of the smallest size as well.
 
     Raises:
         OutOfMemory: not even the smallest size fits.

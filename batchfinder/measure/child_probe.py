@@ -23,15 +23,7 @@ WORKER = "batchfinder.measure.worker"
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU as PyTorch sees it.
-
-    Attributes:
-        name: as the driver prints it.
-        total_bytes: what it has.
-        free_bytes: what is free of it for the allocator of a process that has its context already.
-        compute_capability: major and minor.
-        versions: of PyTorch and of CUDA or HIP.
-    """
+    """A GPU as PyTorch sees it; `free_bytes` are those for the allocator of a process that has its context already."""
 
     name: str
     total_bytes: int
@@ -42,9 +34,6 @@ class GpuFacts:
 
 def query_gpu(device: str) -> GpuFacts:
     """Ask PyTorch for a GPU, in a process that ends then.
-
-    Args:
-        device: as `torch.device` takes it.
 
     Raises:
         InvalidValue: there is no such GPU, or PyTorch cannot use it.
@@ -138,9 +127,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
     def query_gpu(self) -> GpuFacts:
         """Ask for the GPU in the child that then takes the steps: what is free as they begin.
 
-        Raises:
-            InvalidValue: there is no such GPU, or PyTorch cannot use it.
-            UserCodeFailed: PyTorch raised, as it does where another process has the GPU for itself.
+        Raises: as the function `query_gpu` does.
         """
         self.close()
         self._child = Child(WORKER, environment=self._environment)
@@ -207,12 +194,6 @@ class CpuProbe(ChildProcessProbe):
     `peak_reserved_bytes` is the kernel's own high-water mark of the same count (`VmPeak`), so a size runs exactly when
     its peak is within the limit. What PyTorch's CPU allocator hands out is not counted, so `peak_allocated_bytes` is
     None.
-
-    Args:
-        spec: how to build the workload in the child.
-        config: how a step is taken.
-        limit_bytes: bytes for model and steps.
-        threads: threads of PyTorch's operators; None for PyTorch's own choice.
 
     Raises:
         InvalidValue: the limit is not positive.

@@ -36,10 +36,7 @@ _ULIMITS = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}
 class Memory(Protocol):
     """A device's memory. All figures are bytes that this process holds in all, on the device.
 
-    Attributes:
-        name: the device's name.
-        total_bytes: what the device has.
-        allowance_bytes: the limit as it was set, whatever is in use now; part of the cache's key.
+    `allowance_bytes` is the limit as it was set, whatever is in use now; it is part of the cache's key.
     """
 
     name: str
@@ -241,12 +238,7 @@ class HostMemory:
 
 
 def memory_of(device: torch.device, budget: int | None) -> Memory:
-    """The memory of the device that trains, a CUDA device or the CPU.
-
-    Args:
-        device: which.
-        budget: the most that may be used, in bytes; None for what there is.
-    """
+    """The memory of the device that trains, a CUDA device or the CPU; `budget` is the most that may be used of it."""
     return CudaMemory(device, budget) if device.type == "cuda" else HostMemory(budget)
 
 

@@ -77,10 +77,7 @@ def reset_resident_peak() -> bool:
 def limited_to(total_bytes: int) -> Iterator[None]:
     """Let no allocation inside make the address space larger than this: it fails as on a full machine.
 
-    A tighter limit that is there already stays.
-
-    Args:
-        total_bytes: bytes mapped in all, those of before included.
+    A tighter limit that is there already stays. The bytes are all that are mapped, those of before included.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     ceiling = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
@@ -96,11 +93,7 @@ def cgroup(
 ) -> tuple[int | None, int]:
     """The memory limit of this process's cgroup and of all cgroups around it, and what counts as used of it.
 
-    A job of Slurm or systemd-run lies in a cgroup within others, any of which may be limited.
-
-    Args:
-        membership: lists the cgroups of this process; see cgroups(7).
-        mount: where the cgroup file systems are mounted.
+    A job of Slurm or systemd-run lies in a cgroup within others, any of which may be limited; see cgroups(7).
 
     Returns:
         The lowest limit, and so many bytes that the difference of the two is the least that is left in any of the

@@ -25,9 +25,6 @@ from batchfinder.snapshot.training_state import TrainingState
 class SteadyStateCheck:
     """Lets a trial take more steps until one goes by in which the allocator kept its cache.
 
-    Args:
-        retries: says how often the allocator has given back its cache to go on, in all.
-
     Attributes:
         settled: False once `MORE_STEPS` were taken, each of which gave it back.
     """
@@ -66,10 +63,6 @@ class StageReadings:
     At small sizes a step's peak is the optimizer's, whatever the size. These two are not: what stays between steps is
     where the peaks of large sizes begin, and the first forward takes nearly what a sample adds to them.
 
-    Args:
-        held: bytes held now, counted as peaks are.
-        peak: the most bytes held so far.
-
     Attributes:
         resting_bytes: held as the last micro-batch of a later step begins; None before.
         forward_bytes: the most the first forward, loss included, took beyond what was held before; None before.
@@ -98,9 +91,7 @@ def read_stages(memory: Memory) -> Iterator[StageReadings]:
 
     The forward has ended where `torch.autograd.backward` is called, which `Tensor.backward` does as well; a step that
     calls `torch.autograd.grad` alone is not read. No hooks on modules: a compiled one would be compiled again for them.
-
-    Args:
-        memory: the device's memory. Where it does not count what is allocated, nothing is read.
+    Where the memory does not count what is allocated, nothing is read.
     """
     readings = StageReadings(memory.held_bytes, lambda: memory.peaks()[0] or 0)
     if memory.peaks()[0] is None:
@@ -142,10 +133,8 @@ def run_trial(
 
     Args:
         steps: takes them, and more for as long as `goes_on` of what it is given says so.
-        memory: the device's memory, whose limit holds meanwhile.
-        device: where they run.
+        memory: whose limit holds meanwhile.
         restore: puts back what they changed, however they end.
-        reserve_bytes: to keep free.
         held_bytes: held on the device by what training will not have, such as the copies that `restore` needs.
         readings: read by the steps themselves; None to read them by hooks on backward and on optimizers.
 
@@ -182,14 +171,7 @@ def run_trial(
 class TrialSession(AbstractContextManager["TrialSession"]):
     """A copy of the training state, made when something is tried for the first time, and let go of at the end.
 
-    Args:
-        memory: the device's memory.
-        device: where the model is.
-        reserve_bytes: to keep free.
-        capture: copies the training state.
-
-    Attributes:
-        held_bytes: what the copy takes on the device, which training will not have; 0 before.
+    `held_bytes` are what the copy takes on the device, which training will not have; 0 before.
     """
 
     def __init__(

@@ -124,11 +124,7 @@ class TuningResult:
         return self.result.max_batch_size if self.plan is None else self.plan.micro_batch_size
 
     def raise_if_nothing_fits(self) -> None:
-        """Raise where not even the smallest size runs.
-
-        Raises:
-            OutOfMemory: with that size, the device's words and advice.
-        """
+        """Raise `OutOfMemory` where not even the smallest size runs: with it, the device's words and advice."""
         if self.result.max_batch_size == 0:
             raise _out_of_memory(min(self.result.trials, key=lambda trial: trial.batch_size))
 
@@ -195,10 +191,6 @@ class Tuner:
     def find(self, shape: Shape, entry: ResultEntry | None = None) -> TuningResult:
         """Look the answer up and certify it; search where there is none, or it does not run, or more would fit now.
 
-        Args:
-            shape: one sample's shape.
-            entry: where the result is cached; None for no cache.
-
         Raises:
             OutOfMemory: no micro-batch that makes up the target runs.
             CacheFailed: the cache cannot be used, and there is no `warn`.
@@ -249,13 +241,9 @@ class Tuner:
     ) -> tuple[SearchResult, Trial | None]:
         """Search, and try the answer again where trials after it have left less memory than it takes.
 
-        Args:
-            shape: one sample's shape.
-            known: what is cached and cannot be used.
-            failed: the trial of it, where it failed.
-
         Returns:
-            The result, and the last trial of a size that had run before and failed.
+            The result, and the last trial of a size that had run before and failed: `failed`, the trial of what is
+            cached, or one of this search.
         """
         limits = self._limits
         tolerance = limits.tolerance

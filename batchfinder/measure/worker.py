@@ -79,8 +79,7 @@ class CudaProbe:
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size, from a clean slate.
 
-        Raises:
-            Exception: whatever the steps raise that is not about the size, unchanged.
+        Raises whatever the steps raise that is not about the size, unchanged.
         """
         readings = StageReadings(self._memory.held_bytes, lambda: self._memory.peaks()[0] or 0)
         return run_trial(
@@ -160,15 +159,7 @@ _MORE = 8
 
 
 class WorkerState:
-    """One workload, built on the CPU and ready to be probed.
-
-    Args:
-        workload: what is probed.
-        config: how a step is taken; raised to what shows the peak.
-        device: where.
-        limit_bytes: what model and steps may take together; None for all there is.
-        threads: threads of PyTorch's operators on the CPU.
-    """
+    """One workload, built on the CPU and ready to be probed; the arguments are those of `open_workload`."""
 
     def __init__(
         self, workload: Workload, config: StepConfig, device: torch.device, limit_bytes: int | None, threads: int
@@ -207,13 +198,7 @@ class WorkerState:
         return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
 
     def limited(self, batch_size: int, seq_len: int | None, limit_bytes: int | None) -> dict[str, Any]:
-        """Take the steps within a limit; the model is left changed, so this is for a fork.
-
-        Args:
-            batch_size: samples in a micro-batch.
-            seq_len: tokens per sample; None for data of one fixed shape.
-            limit_bytes: what model and steps may take together; None for all there is.
-        """
+        """Take the steps within a limit on model and steps together. The model is left changed: for a fork."""
         torch.set_num_threads(self.threads)
         self._start_threads_and_math_library()
         base_bytes = host_limits.size_bytes() - self.held_bytes
@@ -326,11 +311,6 @@ def _warm_up() -> None:
 
 
 def _check_gpu(device: str) -> None:
-    """Refuse a GPU that is not here.
-
-    Raises:
-        InvalidValue: names those that are.
-    """
     if not torch.cuda.is_available():
         raise InvalidValue("device", device, f"cpu, or a GPU that PyTorch {torch.__version__} can use here")
     count = torch.cuda.device_count()
