@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
 
 from batchfinder.cache import CacheKey
@@ -60,7 +60,7 @@ class MeasuredCells:
         self._request = request = cells.request
         (self._card,) = request.cards
         self._place = request.place
-        self._step = cells.simulation.spec, asdict(request.step)
+        self._step = cells.simulation.spec, request.step
         self._facts = cells.simulation.facts()
         self._probe: ChildProcessProbe | None = None
         self._cell = cells.cell(None, self._card)
@@ -72,7 +72,7 @@ class MeasuredCells:
             reserve_bytes=request.reserve_bytes(self._card),
             certify=request.certify,
         )
-        self._tuner = Tuner(self, self._limits, self._open_probe, hint=self._predicted, on_trial=self._tried)
+        self._tuner = Tuner(self.free_bytes, self._limits, self._open_probe, hint=self._predicted, on_trial=self._tried)
 
     def __enter__(self) -> MeasuredCells:
         return self
@@ -108,7 +108,7 @@ class MeasuredCells:
         """What a single sample would take: tried where there is more memory than may be used, else simulated."""
         shape, seen = result.shape, result.measurement
         if self._place.device == CPU:
-            with CpuProbe(*self._step, max(1, available_bytes() or 0), flash=self._request.step.flash) as probe:
+            with CpuProbe(*self._step, max(1, available_bytes() or 0)) as probe:
                 needed = probe(1, shape).peak_reserved_bytes
             unmodelled: tuple[str, ...] = ()
         else:
@@ -151,11 +151,11 @@ class MeasuredCells:
         What is free of a GPU is asked anew by the child that takes the steps.
         """
         if self._probe is None:
-            flash, budget = self._request.step.flash, self._place.budget
+            budget = self._place.budget
             if self._place.device == CPU:
-                self._probe = CpuProbe(*self._step, self._max_peak_bytes(), flash=flash)
+                self._probe = CpuProbe(*self._step, self._max_peak_bytes())
             else:
-                self._probe = ChildProcessProbe(*self._step, self._place.device, flash=flash)
+                self._probe = ChildProcessProbe(*self._step, self._place.device)
                 free_bytes = self._probe.query_gpu().free_bytes
                 usable_bytes = free_bytes if budget is None else budget.of(free_bytes)
                 self._card = replace(self._card, device=replace(self._card.device, usable_bytes=usable_bytes))

@@ -117,7 +117,7 @@ class StageTuner:
         whole = self._config.split_batch_size
         with shown_trials(self._trainer) as on_trial, self._session:
             tuner = Tuner(
-                self._memory,
+                self._memory.free_bytes,
                 self._limits,
                 self._open_probe,
                 hint=self._predict,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batchfinder.errors import CardNeeded, InvalidValue
@@ -180,4 +180,4 @@ class MeasuredStep:
             return probe(batch_size, Shape(self.seq_len)).peak_allocated_bytes
 
     def _probe(self) -> ChildProcessProbe:
-        return ChildProcessProbe(self.spec, asdict(self.how), self.device, self.limit_bytes)
+        return ChildProcessProbe(self.spec, self.how, self.device, self.limit_bytes)
