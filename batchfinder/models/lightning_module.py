@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,13 +43,16 @@ def workload_from_training_step(module: nn.Module, what: str, run_user_code: Cal
         raise InvalidValue("model", what, expected)
     if callable(configure_model := getattr(module, "configure_model", None)):
         run_user_code(f"{what} ({name}.configure_model)", configure_model)
+    user: Any = module
     # Called once here, so that what cannot be simulated is refused before anything is recorded.
-    _single_optimizer(run_user_code(f"{what} ({name}.configure_optimizers)", module.configure_optimizers), name, what)
+    _single_optimizer(run_user_code(f"{what} ({name}.configure_optimizers)", user.configure_optimizers), name, what)
     return Workload(
         model=TrainingStep(module),
-        make_batch=_WholeBatches(module.make_batch),  # type: ignore[arg-type]
+        # A batch reaches the model as one argument, whatever it is made of.
+        make_batch=lambda batch_size, seq_len: (user.make_batch(batch_size, seq_len),),
         loss=_loss,
-        optimizer=_ConfiguredOptimizer(module, what),
+        # Asked for when the parameters are where they will be trained.
+        optimizer=lambda parameters: _single_optimizer(user.configure_optimizers(), name, what),
         # `Closure.closure` in pytorch_lightning/loops/optimization/automatic.py: training_step, zero_grad, backward.
         zero_grad_after_loss=True,
     )
@@ -102,28 +104,6 @@ def without_logging(module: nn.Module) -> Iterator[None]:
     finally:
         for name in replaced:
             vars(module).pop(name, None)
-
-
-@dataclass(frozen=True)
-class _WholeBatches:
-    """`make_batch` whose batch reaches the model as one argument, whatever it is made of."""
-
-    make_batch: Callable[[int, int | None], Any]
-
-    def __call__(self, batch_size: int, seq_len: int | None) -> tuple[Any]:
-        return (self.make_batch(batch_size, seq_len),)
-
-
-@dataclass(frozen=True)
-class _ConfiguredOptimizer:
-    """The optimizer a module configures, asked for when its parameters are where they will be trained."""
-
-    module: nn.Module
-    what: str
-
-    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        configured = self.module.configure_optimizers()  # type: ignore[operator]
-        return _single_optimizer(configured, type(self.module).__name__, self.what)
 
 
 def _single_optimizer(configured: Any, name: str, what: str) -> torch.optim.Optimizer:

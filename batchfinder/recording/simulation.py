@@ -96,7 +96,7 @@ class RecordingClient:
             number = self._next
             self._next += 1
             self._futures[number] = (job, future)
-        self._child.send({"record": job.to_json(), "id": number})
+        self._child.send({"record": asdict(job), "id": number})
         return future
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class ProcessState:
     def restore(self) -> None:
         """Put them back; a setting that has not changed is not written."""
         for (read, write), value in self._settings:
-            if read() != value:
+            if value is not None and read() != value:  # None: torch refused to read it
                 write(value)
         for (_, write), value in self._random:
             write(value)
@@ -90,8 +90,8 @@ def _settings() -> Iterator[ReadWrite]:
     for name in ("flash", "math", "mem_efficient", "cudnn"):
         yield getattr(c, f"_get_{name}_sdp_enabled"), getattr(c, f"_set_sdp_use_{name}")
     # Two older settings, which set some of those below as well. Neither can be read while the new ones say otherwise.
-    yield partial(_unless_mixed, torch.get_float32_matmul_precision), _unless_none(torch.set_float32_matmul_precision)
-    yield partial(_unless_mixed, c._get_cudnn_allow_tf32), _unless_none(c._set_cudnn_allow_tf32)
+    yield partial(_unless_mixed, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision
+    yield partial(_unless_mixed, c._get_cudnn_allow_tf32), c._set_cudnn_allow_tf32
     for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
         matmul = torch.backends.cuda.matmul
         yield partial(getattr, matmul, name), partial(setattr, matmul, name)
@@ -115,10 +115,6 @@ def _unless_mixed(read: Callable[[], Any]) -> Any:
         return read()
     except RuntimeError:
         return None
-
-
-def _unless_none(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else write(value)
 
 
 # From the general to the particular, as setting one sets those below it.

@@ -89,10 +89,6 @@ class RecordingJob:
         size = f"batch size {self.batch_size}"
         return size if self.seq_len is None else f"{size}, sequence length {self.seq_len}"
 
-    def to_json(self) -> dict[str, Any]:
-        """The job as JSON values."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class WorkloadFacts:
