@@ -87,49 +87,6 @@ def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor]
     return None
 
 
-def filled_in_place(func: Any, args: tuple[Any, ...]) -> float | None:
-    """The value that an in-place operator fills its tensor with; None if it does anything else."""
-    if func is aten.zero_.default:
-        return 0.0
-    if func is aten.fill_.Scalar and isinstance(args[1], (bool, int, float)):
-        return float(args[1])
-    return None
-
-
-_MASKS = (torch.bool, torch.uint8)
-
-
-def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device=tensor.device)
-
-
-def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    size = torch.broadcast_shapes(tensor.shape, mask.shape).numel()
-    return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-
-
-def _unique(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    index = torch.empty(tensor.numel(), dtype=torch.int64, device=tensor.device)
-    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device), index, torch.empty_like(index)
-
-
-def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-    dtype = torch.int64 if weights is None else weights.dtype
-    return torch.empty(max(minlength, tensor.numel()), dtype=dtype, device=tensor.device)
-
-
-def _index(tensor: torch.Tensor, indices: Any) -> torch.Tensor:
-    """`tensor[mask]`: a mask stands for one index per dimension, of as many rows as it has elements."""
-    rows: list[torch.Tensor | None] = []
-    for index in indices:
-        if index is None or index.dtype not in _MASKS:
-            rows.append(index)
-        else:
-            rows += [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
-    output: torch.Tensor = aten.index.Tensor(tensor, rows)
-    return output
-
-
 _equal_lists: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
@@ -147,28 +104,54 @@ def _counts(number: int, each: int) -> torch.Tensor:
     return counts
 
 
-def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """All steps of the first sample of each, then the second: a copy, made of another one if batches come first."""
-    by_step = (padded.transpose(0, 1) if batch_first else padded).contiguous()
-    return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
+_MASKS = (torch.bool, torch.uint8)
+_DATA_DEPENDENT = frozenset(
+    {
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten._unique2.default,
+        aten.bincount.default,
+        aten.index.Tensor,
+        aten._pack_padded_sequence.default,
+    }
+)
 
 
-# As large as they can get: every element is selected, every element is different, every sequence is of full length.
-_LARGEST_OUTPUT: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked_select,
-    aten._unique2.default: _unique,
-    aten.bincount.default: _bincount,
-    aten.index.Tensor: _index,
-    aten._pack_padded_sequence.default: _pack,
-}
+def largest_output(func: Any, args: tuple[Any, ...]) -> Any:
+    """What an operator gives whose output's shape depends on values; None where the shape is known.
 
-
-def largest_output(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to run in place of an operator whose output's shape depends on values; None where the shape is known."""
-    if func is aten.index.Tensor and not any(index is not None and index.dtype in _MASKS for index in args[1]):
+    It is as large as it can get: every element is selected, every element is different, every sequence is of full
+    length.
+    """
+    if func not in _DATA_DEPENDENT:
         return None
-    return _LARGEST_OUTPUT.get(func)
+    tensor = args[0]
+    new = functools.partial(torch.empty, device=tensor.device)
+    elements = tensor.numel()
+    if func is aten.index.Tensor:
+        # `tensor[mask]`: a mask stands for one index per dimension, of as many rows as it has elements.
+        rows: list[torch.Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in _MASKS:
+                rows.append(index)
+            else:
+                each = functools.partial(torch.empty, index.numel(), dtype=torch.int64, device=index.device)
+                rows += [each() for _ in range(index.dim())]
+        return None if len(rows) == len(args[1]) and all(map(operator.is_, rows, args[1])) else func(tensor, rows)
+    if func is aten.nonzero.default:
+        return new((elements, tensor.dim()), dtype=torch.int64)
+    if func is aten.masked_select.default:
+        return new(torch.broadcast_shapes(tensor.shape, args[1].shape).numel(), dtype=tensor.dtype)
+    if func is aten._unique2.default:
+        index = new(elements, dtype=torch.int64)
+        return new(elements, dtype=tensor.dtype), index, torch.empty_like(index)
+    if func is aten.bincount.default:
+        weights = args[1] if len(args) > 1 else None
+        least = args[2] if len(args) > 2 else 0
+        return new(max(least, elements), dtype=torch.int64 if weights is None else weights.dtype)
+    # Packed: all steps of the first sample of each, then the second; a copy, of another one if batches come first.
+    by_step = (tensor.transpose(0, 1) if args[2] else tensor).contiguous()
+    return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
 
 
 def _pack_backward(
