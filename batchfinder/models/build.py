@@ -161,12 +161,8 @@ def workload_from_factory(spec: str) -> Workload:
 def workload_from_object(made: Any, spec: str) -> Workload:
     """Make a workload of what a factory returned.
 
-    Args:
-        made: a Workload, a transformers model, a module with a training step, or a module that takes token ids.
-        spec: the name the messages call it by.
-
     Raises:
-        InvalidValue: it is none of these.
+        InvalidValue: it is no Workload, transformers model, module with a training step or module that takes token ids.
         UserCodeFailed: its `configure_optimizers` raised.
     """
     if isinstance(made, Workload):

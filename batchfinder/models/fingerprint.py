@@ -83,12 +83,24 @@ def fingerprint_module(module: nn.Module, *code: Any) -> str:
             each = each.func if isinstance(each, functools.partial) else each.__func__
         kinds.append(each if isinstance(each, type | FunctionType) else type(each))
 
+    # A library's name and version for a class or function of its, the hash of the source of a user's own.
+    origins: set[str] = set()
+    for base in (base for kind in kinds for base in (kind.__mro__ if isinstance(kind, type) else [kind])):
+        of = str(getattr(base, "__module__", ""))
+        if _is_library(of):
+            origins.add(_library_version(of.partition(".")[0]))
+            continue
+        try:
+            origins.add(hashlib.sha256(inspect.getsource(base).encode("utf-8", "surrogatepass")).hexdigest())
+        except Exception:  # it was typed in, or its file is gone or cannot be parsed
+            origins.add(_qualified(base))
+
     tensors = [*module.named_parameters(), *module.named_buffers()]
     whole = [
         parts,
         written,
         [[name, None if is_lazy(t) else list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors],
-        sorted({_origin(base) for kind in kinds for base in (kind.__mro__ if isinstance(kind, type) else [kind])}),
+        sorted(origins),
     ]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
@@ -164,18 +176,6 @@ def _is_installed(file: str) -> bool:
 def _is_library(module: str) -> bool:
     top = module.partition(".")[0]
     return top in sys.stdlib_module_names or top in _LIBRARIES or _is_installed(_file_of(module))
-
-
-def _origin(code: Any) -> str:
-    """A library's name and version for a class or function of its, the hash of the source of a user's own."""
-    module = str(getattr(code, "__module__", ""))
-    if _is_library(module):
-        return _library_version(module.partition(".")[0])
-    try:
-        source = inspect.getsource(code)
-    except Exception:  # it was typed in, or its file is gone or cannot be parsed
-        return _qualified(code)
-    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @functools.cache

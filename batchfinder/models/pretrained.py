@@ -44,10 +44,6 @@ def workload_from_row(row: ModelRow, attention: str | None) -> Workload:
 def workload_from_path(path: Path, attention: str | None) -> Workload:
     """Build the model that a config.json describes, with the head it names or else the usual one for its type.
 
-    Args:
-        path: the file, or the folder that holds it.
-        attention: one of `ATTENTION`, or None for the model's default.
-
     Raises:
         InvalidValue: no config can be read there, or the model does not have this attention.
     """

@@ -56,11 +56,7 @@ _cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 @functools.cache
 def register() -> Library:
-    """Install the policies on the fake GPU's autocast key, once per process.
-
-    Returns:
-        The library that holds the registrations; they last as long as it does.
-    """
+    """Install the policies on the fake GPU's autocast key, for as long as the library returned is held."""
     others = Library("_", "IMPL", "AutocastPrivateUse1")
     others.fallback(fallthrough_kernel)
     library = Library("aten", "IMPL", "AutocastPrivateUse1")

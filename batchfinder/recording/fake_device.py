@@ -101,13 +101,7 @@ def hide_from_transformers() -> None:
 
 
 def fake_copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of the same shape and strides on the fake GPU, where a fake mode is active.
-
-    Args:
-        tensor: any shape; real or fake, on any device. Only its metadata are read.
-        device: as `register` returned it.
-        dtype: the copy's type; the tensor's own by default.
-    """
+    """A tensor of the same shape and strides on the fake GPU, where a fake mode is active; only metadata are read."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
 

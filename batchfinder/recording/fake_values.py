@@ -22,14 +22,8 @@ from batchfinder.recording.kernel_memory import aten
 def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | None) -> bool | int | float:
     """What a tensor of one element may be taken to hold.
 
-    Args:
-        tensor: one element.
-        made_by: the operator that made its storage.
-        filled_with: the constant it was made with; None without one.
-
-    Returns:
-        The constant it was made with; else True for `all`, False for `any` and other tests (nothing is masked, nothing
-        is infinite), 1 for numbers.
+    The constant it was filled with; else True where `all` made it, False for `any` and other tests (nothing is masked,
+    nothing is infinite), 1 for numbers.
     """
     if filled_with is not None:
         value: float = filled_with
@@ -58,15 +52,9 @@ _FILLED = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::sc
 def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor], float | None]) -> float | None:
     """The value that every element of an operator's new tensor is taken to have; None for an unknown one.
 
-    Args:
-        func: the operator.
-        args: its arguments.
-        known: the constant that a tensor among these is filled with, or None.
-
-    Returns:
-        The constant that a tensor is filled with, also if it is a copy; the number of elements for the sum of a mask
-        (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for `mask.all()`); what a comparison
-        of such a number comes to.
+    The constant that a tensor is filled with, also if it is a copy (`known` tells that of an argument); the number of
+    elements for the sum of a mask (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for
+    `mask.all()`); what a comparison of such a number comes to.
     """
     if func in _COPIES:
         return known(args[0])
@@ -154,37 +142,32 @@ def largest_output(func: Any, args: tuple[Any, ...]) -> Any:
     return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
 
 
-def _pack_backward(
-    grad: torch.Tensor, input_size: list[int], batch_sizes: torch.Tensor, batch_first: bool
-) -> torch.Tensor:
-    size = list(input_size)
-    if batch_first:
-        size[:2] = size[1], size[0]
-    padded = torch.zeros(size, dtype=grad.dtype, device=grad.device)
-    padded.copy_(grad.view(size))
-    return padded.transpose(0, 1) if batch_first else padded
-
-
-def _unpack(
-    packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    steps = batch_sizes.size(0)
-    batch, rest = packed.size(0) // steps, packed.shape[1:]
-    length = max(steps, total_length)
-    padded = torch.full((length, batch, *rest), padding_value, dtype=packed.dtype, device=packed.device)
-    padded.narrow(0, 0, steps).narrow(1, 0, batch).copy_(packed.view(steps, batch, *rest))
-    return (padded.transpose(0, 1) if batch_first else padded), _counts(batch, steps)
-
-
 @functools.cache
 def register() -> tuple[Library, ...]:
-    """Let the fake GPU unpack sequences and run the backward of packing them, once per process.
+    """Let the fake GPU unpack sequences and run the backward of packing them, while the libraries returned are held."""
 
-    Returns:
-        The libraries that hold the registrations; they last as long as these do.
-    """
+    def pack_backward(
+        grad: torch.Tensor, input_size: list[int], batch_sizes: torch.Tensor, batch_first: bool
+    ) -> torch.Tensor:
+        size = list(input_size)
+        if batch_first:
+            size[:2] = size[1], size[0]
+        padded = torch.zeros(size, dtype=grad.dtype, device=grad.device)
+        padded.copy_(grad.view(size))
+        return padded.transpose(0, 1) if batch_first else padded
+
+    def unpack(
+        packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = batch_sizes.size(0)
+        batch, rest = packed.size(0) // steps, packed.shape[1:]
+        length = max(steps, total_length)
+        padded = torch.full((length, batch, *rest), padding_value, dtype=packed.dtype, device=packed.device)
+        padded.narrow(0, 0, steps).narrow(1, 0, batch).copy_(packed.view(steps, batch, *rest))
+        return (padded.transpose(0, 1) if batch_first else padded), _counts(batch, steps)
+
     libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
     for library in libraries:
-        library.impl("_pack_padded_sequence_backward", _pack_backward)
-        library.impl("_pad_packed_sequence", _unpack)
+        library.impl("_pack_padded_sequence_backward", pack_backward)
+        library.impl("_pad_packed_sequence", unpack)
     return libraries

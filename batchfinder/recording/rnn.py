@@ -63,12 +63,8 @@ def reserve_bytes(mode: int, hidden: int, layers: int, directions: int, samples:
 def workspace_bytes(weights: int, output: int, directions: int) -> int:
     """What a kernel takes while it runs: as much as the weights, and for two directions twice the output as well.
 
-    The printed sizes are larger than this, by 4, 6 and 18 MB: some more for each sample, which did not show from what.
-
-    Args:
-        weights: bytes of all weights.
-        output: bytes of the last layer's output.
-        directions: 1 or 2.
+    Both are in bytes. The printed sizes are larger, by 4, 6 and 18 MB: some more for each sample, which did not show
+    from what.
     """
     return weights + (2 * output if directions == 2 else 0)
 
@@ -95,21 +91,14 @@ def rnn(
 
     Args:
         data: (length, batch, features), (batch, length, features), or (samples, features) of packed sequences.
-        weight: by layer and direction.
-        weight_stride0: weights per layer and direction.
+        weight: by layer and direction, `weight_stride0` to each.
         weight_buf: the block that all weights are parts of; None where they lie apart, and are copied into one.
         hx: (layers x directions, batch, output's size).
         cx: (layers x directions, batch, hidden size) for an LSTM.
         mode: a number of `MODES`.
-        hidden_size: of one direction.
         proj_size: the output's size if it is projected, else 0.
-        num_layers: how many.
-        batch_first: which of the first two forms the data have.
-        dropout: probability, between layers.
         train: whether a reserve space is needed.
-        bidirectional: whether there are two directions.
         batch_sizes: samples at each step, of packed sequences; else empty.
-        dropout_state: the random state on the device.
     """
     directions = 2 if bidirectional else 1
     width = directions * (proj_size or hidden_size)
@@ -186,9 +175,6 @@ def flatten_weights(module: nn.Module) -> None:
 
     Weights of several types, and a weight that is there twice, leave them apart. Source: `flatten_parameters` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/rnn.py.
-
-    Args:
-        module: any module, whose parameters are on the device already.
     """
     if not isinstance(module, nn.RNNBase):
         return
@@ -292,11 +278,7 @@ def _gru_cell_backward(
 
 @functools.cache
 def register() -> tuple[Library, ...]:
-    """Send the fake GPU's recurrent layers to cuDNN's operators, once per process.
-
-    Returns:
-        The libraries that hold the registrations; they last as long as these do.
-    """
+    """Send the fake GPU's recurrent layers to cuDNN's operators, for as long as the libraries returned are held."""
     kernel_memory.REPLACED.update(
         {
             aten._cudnn_rnn.default: rnn,

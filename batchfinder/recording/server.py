@@ -31,13 +31,9 @@ _SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
 
 
 class RecordingServer:
-    """Serves requests until its pipe of requests closes.
+    """Serves requests until its pipe of requests closes; up to `workers` recordings run at once.
 
-    Args:
-        requests: file descriptor to read from.
-        answers: file descriptor to write to.
-        folder: where traces, operators' names and the log lie.
-        workers: how many recordings may run at once.
+    Traces, operators' names and the log lie in the folder.
     """
 
     def __init__(self, requests: int, answers: int, folder: Path, workers: int) -> None:

@@ -170,10 +170,7 @@ def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
 class Simulation(contextlib.AbstractContextManager["Simulation"]):
     """One workload, recorded as needed by one process for all GPUs and sequence lengths.
 
-    Args:
-        spec: how to build it.
-        how: how the step is taken.
-        recorder: a recording process to share, which this simulation does not close; None for a new one.
+    A recording process that is given is shared: this simulation does not close it.
     """
 
     def __init__(self, spec: WorkloadSpec, how: StepConfig, recorder: RecordingClient | None = None) -> None:
@@ -198,9 +195,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
     def with_spec(self, spec: WorkloadSpec, how: StepConfig) -> Simulation:
         """Another workload, or another way to take its steps, in this simulation's recording process.
 
-        Args:
-            spec: how to build it; where it is not what the process was opened with, each recording builds it.
-            how: how the step is taken.
+        Where the workload is not what the process was opened with, each recording builds it.
         """
         return Simulation(spec, how, self._recorder)
 
@@ -218,13 +213,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
     def probe(
         self, device: Device, seq_lens: Iterable[int | None], allocator: AllocatorSettings | None = None
     ) -> SimulatedProbe:
-        """A probe for one GPU.
-
-        Args:
-            device: the GPU, and how much of it may be used.
-            seq_lens: the lengths that will be asked for.
-            allocator: the caching allocator's settings.
-        """
+        """A probe for one GPU, at the sequence lengths that will be asked for."""
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         major, minor = device.compute_capability
         assumed = f"the card's own kernels: those of compute capability {major}.{minor} are assumed"
@@ -235,13 +224,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
 
 
 def search_simulated(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None = None) -> SearchResult:
-    """Find the largest batch size that fits, with tolerance 0.
-
-    Args:
-        probe: the simulated GPU and the step.
-        shape: one sample's shape.
-        max_batch_size: the largest size of interest; None for no such bound.
-    """
+    """Find the largest batch size that fits, with tolerance 0; `max_batch_size` is the largest of interest, if any."""
     search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
     if max_batch_size is not None:
         search = Capped(search, max_batch_size)

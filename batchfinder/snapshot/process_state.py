@@ -25,7 +25,20 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._settings = [(setting, setting[0]()) for setting in _settings()]
-        self._random = [(setting, setting[0]()) for setting in _random_settings()]
+        generators: list[ReadWrite] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            generators.append((partial(numpy.random.get_state, legacy=False), numpy.random.set_state))
+        for name in _ACCELERATORS:
+            device = getattr(torch, name)
+            if device.is_initialized():
+                for index in range(device.device_count()):
+                    generators.append(
+                        (partial(device.get_rng_state, index), partial(device.set_rng_state, device=index))
+                    )
+        if torch.backends.mps.is_available():
+            generators.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
+        self._random = [(write, read()) for read, write in generators]
         self._started = [name for name in _ACCELERATORS if getattr(torch, name).is_initialized()]
 
     def restore(self) -> None:
@@ -33,7 +46,7 @@ class ProcessState:
         for (read, write), value in self._settings:
             if value is not None and read() != value:  # None: torch refused to read it
                 write(value)
-        for (_, write), value in self._random:
+        for write, value in self._random:
             write(value)
         for name in _ACCELERATORS:
             if name not in self._started and getattr(torch, name).is_initialized():
@@ -52,22 +65,6 @@ def shared_hooks() -> list[Any]:
         for name, value in vars(owner).items()
         if name.startswith("_global_") and value is not None
     ]
-
-
-def _random_settings() -> Iterator[ReadWrite]:
-    """How to read and write every generator of random numbers that the process shares."""
-    yield random.getstate, random.setstate
-    yield torch.get_rng_state, torch.set_rng_state
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
-    for name in _ACCELERATORS:
-        device = getattr(torch, name)
-        if device.is_initialized():
-            for index in range(device.device_count()):
-                yield partial(device.get_rng_state, index), partial(device.set_rng_state, device=index)
-    if torch.backends.mps.is_available():
-        yield torch.mps.get_rng_state, torch.mps.set_rng_state
 
 
 def _settings() -> Iterator[ReadWrite]:

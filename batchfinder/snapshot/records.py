@@ -307,8 +307,3 @@ def kind_of(cls: type) -> Kind:
     if package in sys.stdlib_module_names or package == "numpy" or _TORCH_INTERNALS.match(f"{cls.__module__}."):
         return Kind.IMMUTABLE
     return Kind.UNGUARDED
-
-
-def has_state_of_its_own(cls: type) -> bool:
-    """Whether objects of a container class may have attributes as well."""
-    return cls.__module__ not in ("builtins", "collections", "array", "random", "numpy", "torch._C")

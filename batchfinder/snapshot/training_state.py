@@ -15,7 +15,6 @@ from batchfinder.snapshot.records import (
     Record,
     Visit,
     attributes_of,
-    has_state_of_its_own,
     kind_of,
     record_buffer,
     record_cell,
@@ -38,6 +37,7 @@ _RECORDS: dict[Kind, Callable[[Any, Visit], Record]] = {
     Kind.OBJECT: record_object,
 }
 _FOLLOWED_FROM_A_DATASET = (Kind.OBJECT, Kind.UNGUARDED, Kind.DATASET, Kind.RANDOM)
+_PLAIN_CONTAINERS = ("builtins", "collections", "array", "random", "numpy", "torch._C")
 _LIBRARIES = ("torch.", "numpy.", "functools", "contextlib")
 
 
@@ -128,7 +128,8 @@ class Walk:
                 self.reached.add(id(item))
             else:
                 self._containers.append(record)
-                if kind is not Kind.CELL and has_state_of_its_own(type(item)):
+                # Subclasses of these may have attributes as well.
+                if kind is not Kind.CELL and type(item).__module__ not in _PLAIN_CONTAINERS:
                     self._objects.append(record_object(item, self.visit))
         else:  # followed, but not captured itself
             if kind is Kind.TUPLE:

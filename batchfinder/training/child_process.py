@@ -150,12 +150,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a child, in a session of its own.
 
-    Args:
-        module: what it runs.
-        descriptors: the child's ends of the pipes of requests and answers; first on its command line.
-        arguments: further words on its command line.
-        log: where all that is printed goes.
-        environment: its variables.
+    Its ends of the pipes of requests and answers stand first on its command line; all that it prints goes to the log.
     """
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -170,12 +165,7 @@ def start(
 
 
 def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError:
-    """The error that a child described.
-
-    Args:
-        description: as `describe` makes it.
-        what: what was being done, for the message.
-    """
+    """The error that a child described with `describe`; `what` was being done, for the message."""
     if not description["type"]:
         return errors.UserCodeFailed(what, description["traceback"])
     kind = getattr(errors, description["type"])
@@ -188,14 +178,8 @@ def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError
 def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thread:
     """In the child: kill its process group as soon as the parent's end of the pipe of requests is closed.
 
-    A thread waits for it, so that a busy child ends too, however its parent ended.
-
-    Args:
-        requests: the pipe of requests.
-        folder: to be removed once the process group has ended.
-
-    Returns:
-        The thread; it does not end before the parent does.
+    The thread that is returned waits for it, so that a busy child ends too, however its parent ended. A folder is
+    removed once the process group has ended.
     """
 
     def wait() -> None:

@@ -21,17 +21,11 @@ OnStage = Callable[[int, str, int], None]
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are held and computed.
+    """How numbers are held and computed."""
 
-    Attributes:
-        autocast: the type that autocast casts to; None without autocast.
-        weights: the type of weights, and of floating-point inputs; None leaves them.
-        scaled: whether a GradScaler is used.
-    """
-
-    autocast: torch.dtype | None = None
-    weights: torch.dtype | None = None
-    scaled: bool = False
+    autocast: torch.dtype | None = None  # the type that autocast casts to
+    weights: torch.dtype | None = None  # the type of weights, and of floating-point inputs; None leaves them
+    scaled: bool = False  # whether a GradScaler is used
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         """What the forward and the loss run in."""
@@ -113,7 +107,7 @@ class Step:
 
         Args:
             batch_size: samples in a micro-batch.
-            seq_len: tokens per sample; None for data of one fixed shape.
+            seq_len: tokens per sample, or None.
             on_stage: called with (step, stage, micro-batch) as each stage begins.
             more: asked after the config's optimizer steps, and after each further one, for another.
         """
