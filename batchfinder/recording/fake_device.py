@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -33,29 +34,16 @@ compares the list with the dispatch entries of native_functions.yaml.
 """
 
 
-class _DeviceModule:
-    """What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Nothing is random here."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
+# What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types.
+_DEVICE_MODULE = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16, torch.float32],
+)
 
 
 class FakeDeviceMode(FakeTensorMode):
@@ -69,23 +57,21 @@ class FakeDeviceMode(FakeTensorMode):
 @functools.cache
 def register() -> torch.device:
     """Make the fake GPU this process's accelerator, for good, and return the device to put models and batches on."""
-    _setup_privateuseone_for_python_backend(rename=DEVICE_TYPE, backend_module=_DeviceModule())
-    _kernels()
-    _pass_for_ordinary_tensors()
-    return torch.device(DEVICE_TYPE, 0)
+    _setup_privateuseone_for_python_backend(rename=DEVICE_TYPE, backend_module=_DEVICE_MODULE)
 
+    def never_called(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a kernel of the fake GPU was called outside of its fake mode")
 
-@functools.cache
-def _kernels() -> Library:
-    """Register the kernels of `ONE_KERNEL_ON_CUDA`; they never run, since the fake mode computes the outputs."""
+    # These kernels never run, since the fake mode computes the outputs.
     library = Library("aten", "IMPL", "PrivateUse1")
     for name in ONE_KERNEL_ON_CUDA:
-        library.impl(name, _never_called)
-    return library
-
-
-def _never_called(*args: object, **kwargs: object) -> None:
-    raise AssertionError("a kernel of the fake GPU was called outside of its fake mode")
+        library.impl(name, never_called)
+    _DEVICE_MODULE.kernels = library  # the registrations last as long as this does
+    # Optimizers choose their foreach variants by the exact type of the parameters: let them take fake ones too.
+    for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
+        if FakeTensor not in types:
+            types.append(FakeTensor)
+    return torch.device(DEVICE_TYPE, 0)
 
 
 def disable_cuda() -> None:
@@ -104,13 +90,6 @@ def disable_cuda() -> None:
     torch.cuda.is_available = lambda: False  # else optimizers ask the current stream whether it captures a graph
 
 
-def _pass_for_ordinary_tensors() -> None:
-    """Let optimizers, which choose their foreach variants by the exact type of the parameters, take fake ones too."""
-    for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
-        if FakeTensor not in types:
-            types.append(FakeTensor)
-
-
 def hide_from_transformers() -> None:
     """Tell transformers, if it is loaded, that no tensor is fake.
 
@@ -122,13 +101,7 @@ def hide_from_transformers() -> None:
 
 
 def fake_copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of the same shape and strides on the fake GPU, where a fake mode is active.
-
-    Args:
-        tensor: any shape; real or fake, on any device. Only its metadata are read.
-        device: as `register` returned it.
-        dtype: the copy's type; the tensor's own by default.
-    """
+    """A tensor of the same shape and strides on the fake GPU, where a fake mode is active; only metadata are read."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
 
