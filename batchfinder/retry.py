@@ -48,7 +48,7 @@ def retrying(
     """
     if attempts < 1:
         raise InvalidValue("attempts", attempts, "at least 1")
-    is_transient = _predicate(on)
+    is_transient = (lambda error: isinstance(error, on)) if isinstance(on, type | tuple) else on
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -87,12 +87,3 @@ def retrying(
         return call
 
     return decorate
-
-
-def _predicate(
-    on: type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool],
-) -> Callable[[Exception], bool]:
-    if isinstance(on, type | tuple):
-        kinds = on
-        return lambda error: isinstance(error, kinds)
-    return on

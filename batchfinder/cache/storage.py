@@ -35,11 +35,6 @@ def _is_transient(error: Exception) -> bool:
     )
 
 
-def _is_transient_on_write(error: Exception) -> bool:
-    # Another process cleared the directory between two of our steps.
-    return _is_transient(error) or isinstance(error, FileNotFoundError)
-
-
 class Storage:
     """A directory of named byte strings. Nothing is imported, opened or created before the first use.
 
@@ -60,9 +55,10 @@ class Storage:
         """
         with self._failures():
             try:
-                return retrying(_is_transient)(self._read)(name)
+                data: bytes = retrying(_is_transient)(self._fs.cat_file)(self._path(name))
             except FileNotFoundError:
                 return None
+            return data
 
     def write(self, name: str, data: bytes) -> None:
         """Give a name these bytes, in place of any it had.
@@ -70,11 +66,26 @@ class Storage:
         Raises:
             CacheFailed: the place cannot be written.
         """
+
+        def replace_whole() -> None:
+            if not self._is_local:
+                self._put(name, data)
+                return
+            temporary = f".{name}.{os.urandom(16).hex()}.tmp"
+            try:
+                self._put(temporary, data)
+                os.replace(self._path(temporary), self._path(name))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path(temporary))
+                raise
+
         with self._failures():
-            retrying(_is_transient_on_write)(self._write)(name, data)
-            if self._is_local and not self._removed_stale:
-                self._removed_stale = True
-                self._remove_temporary(older_than=STALE_SECONDS)
+            # A FileNotFoundError: another process cleared the directory between two of our steps.
+            retrying(lambda error: _is_transient(error) or isinstance(error, FileNotFoundError))(replace_whole)()
+        if self._is_local and not self._removed_stale:
+            self._removed_stale = True
+            self.remove_temporary(older_than=STALE_SECONDS)
 
     def names(self) -> list[str]:
         """Return every name, sorted; temporary files have none.
@@ -98,14 +109,21 @@ class Storage:
                 return False
             return True
 
-    def remove_temporary(self) -> None:
+    def remove_temporary(self, older_than: float = 0.0) -> None:
         """Remove the temporary files of every writer; one that is writing now starts its write again.
+
+        Args:
+            older_than: leave those that were changed within so many seconds.
 
         Raises:
             CacheFailed: the place cannot be written.
         """
         with self._failures():
-            self._remove_temporary(older_than=0.0)
+            now = time.time()
+            for name, changed in self._entries():
+                if _TEMPORARY.fullmatch(name) and now - changed >= older_than:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm_file(self._path(name))
 
     def check_writable(self) -> None:
         """Write and remove a file, to check before any work is done that this is possible.
@@ -115,17 +133,15 @@ class Storage:
         """
         with self._failures():
             name = f".writable.{os.urandom(16).hex()}.tmp"
-            self._make_directory()
             self._put(name, b"batchfinder was here\n")
             self._fs.rm_file(self._path(name))
 
     @cached_property
-    def _opened(self) -> tuple[AbstractFileSystem, str, bool]:
+    def _opened(self) -> tuple[AbstractFileSystem, str]:
         from fsspec.core import url_to_fs  # 45 ms, most of it asyncio
-        from fsspec.implementations.local import LocalFileSystem
 
         fs, root = url_to_fs(self.url)
-        return fs, root, isinstance(fs, LocalFileSystem)
+        return fs, root
 
     @property
     def _fs(self) -> Any:
@@ -133,67 +149,43 @@ class Storage:
 
     @property
     def _is_local(self) -> bool:
-        return self._opened[2]
+        from fsspec.implementations.local import LocalFileSystem
+
+        return isinstance(self._fs, LocalFileSystem)
 
     def _path(self, name: str) -> str:
         return f"{self._opened[1].rstrip('/')}/{name}"
 
-    def _read(self, name: str) -> bytes:
-        data: bytes = self._fs.cat_file(self._path(name))
-        return data
-
-    def _write(self, name: str, data: bytes) -> None:
-        self._make_directory()
-        if not self._is_local:
-            self._put(name, data)
-            return
-        temporary = f".{name}.{os.urandom(16).hex()}.tmp"
-        try:
-            self._put(temporary, data)
-            os.replace(self._path(temporary), self._path(name))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path(temporary))
-            raise
-
     def _put(self, name: str, data: bytes) -> None:
+        fs, root = self._opened
         if self._is_local:
-            with self._fs.open(self._path(name), "wb") as file:
+            fs.makedirs(root, exist_ok=True)
+            with fs.open(self._path(name), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             return
         try:
-            self._fs.pipe_file(self._path(name), data)
+            fs.pipe_file(self._path(name), data)
         except FileNotFoundError:
             # Object stores need no directories. Elsewhere make the last one only: with its parents, s3fs would create
             # a bucket out of a misspelt name.
-            self._fs.mkdir(self._opened[1], create_parents=False)
-            self._fs.pipe_file(self._path(name), data)
-
-    def _make_directory(self) -> None:
-        if self._is_local:
-            self._fs.makedirs(self._opened[1], exist_ok=True)
+            fs.mkdir(root, create_parents=False)
+            fs.pipe_file(self._path(name), data)
 
     def _entries(self) -> Iterator[tuple[str, float]]:
         """Every file's name and time of last change (0 where the file system keeps none)."""
-        self._fs.invalidate_cache(self._opened[1])  # s3fs and others remember listings
+        fs, root = self._opened
+        fs.invalidate_cache(root)  # s3fs and others remember listings
         try:
-            entries = self._fs.ls(self._opened[1], detail=True)
+            entries = fs.ls(root, detail=True)
         except FileNotFoundError:
             return
-        if not self._fs.isdir(self._opened[1]):
+        if not fs.isdir(root):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         for entry in entries:
             if entry["type"] == "file":
                 yield entry["name"].rsplit("/", 1)[-1], entry.get("mtime", 0.0)
-
-    def _remove_temporary(self, older_than: float) -> None:
-        now = time.time()
-        for name, changed in self._entries():
-            if _TEMPORARY.fullmatch(name) and now - changed >= older_than:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(name))
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
@@ -201,15 +193,9 @@ class Storage:
         try:
             yield
         except Exception as error:
-            raise CacheFailed(self.url, self._reason(error)) from error
-
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, OSError) and self._is_file():
-            return "it is a file, not a directory"
-        words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return words.rstrip(". \n") or type(error).__name__
-
-    def _is_file(self) -> bool:
-        with contextlib.suppress(Exception):
-            return bool(self._fs.isfile(self._opened[1]))
-        return False
+            words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = words.rstrip(". \n") or type(error).__name__
+            with contextlib.suppress(Exception):
+                if isinstance(error, OSError) and self._fs.isfile(self._opened[1]):
+                    reason = "it is a file, not a directory"
+            raise CacheFailed(self.url, reason) from error

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 from batchfinder.cli.parser import build_parser
 from batchfinder.errors import BatchFinderError
@@ -40,7 +41,9 @@ def run_command(module: str, arguments: argparse.Namespace) -> int:
         return USER_ERROR
     try:
         with _first_signal_raises(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *more, **others: print(
+                f"batchfinder: warning: {message}", file=sys.stderr
+            )
             code: int = import_module(module).main(arguments)
             sys.stdout.flush()
             return code
@@ -59,9 +62,14 @@ def run_command(module: str, arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:
+        import tempfile
+
+        settings: dict[str, Any] = {"prefix": "batchfinder-", "suffix": ".log", "encoding": "utf-8", "delete": False}
+        with tempfile.NamedTemporaryFile("w", **settings) as log:
+            log.write(traceback.format_exc())
         print(
             f"batchfinder: internal error: {type(error).__name__}: {error}\n"
-            f"The traceback is in {_log(traceback.format_exc())}; please report it with that file.",
+            f"The traceback is in {log.name}; please report it with that file.",
             file=sys.stderr,
         )
         return INTERNAL_ERROR
@@ -90,18 +98,6 @@ def _first_signal_raises() -> Iterator[None]:
     finally:
         for number, default in handled.items():
             signal.signal(number, default)
-
-
-def _log(text: str) -> str:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", prefix="batchfinder-", suffix=".log", encoding="utf-8", delete=False) as log:
-        log.write(text)
-    return log.name
-
-
-def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
-    print(f"batchfinder: warning: {message}", file=sys.stderr)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -27,11 +27,7 @@ _OTHER_LINES = 11
 
 
 class StatusLine:
-    """What is being done: beside a spinner on a terminal, a line for each new thing elsewhere.
-
-    Args:
-        columns: rich's, in place of a spinner, the status and the time.
-    """
+    """What is being done: on a terminal beside a spinner, or rich's `columns`; elsewhere a line for each new thing."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -39,7 +35,8 @@ class StatusLine:
         self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("", total=None)
         self._live: Live | None = None
-        if _is_terminal():
+        # A terminal on which a line can be redrawn.
+        if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
             self._live = Live(self._bar, console=self._console, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> StatusLine:
@@ -61,10 +58,7 @@ class StatusLine:
 
 
 class SweepProgress(StatusLine):
-    """Shows rows as they are found.
-
-    Args:
-        conditions: what the figures hold under, for the live table.
+    """Shows rows as they are found, and what they hold under above the live table.
 
     Attributes:
         cells: (model, GPU, length) of every row to be found, in the order asked for, as far as it is known.
@@ -109,8 +103,3 @@ class SweepProgress(StatusLine):
 
     def _in_order(self, rows: list[SweepRow]) -> list[SweepRow]:
         return sorted(rows, key=lambda row: self.cells.index((row.cell.model, row.cell.card.name, row.cell.seq_len)))
-
-
-def _is_terminal() -> bool:
-    """Whether stderr is a terminal on which a line can be redrawn."""
-    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")

@@ -87,7 +87,7 @@ def test_defaults() -> None:
     assert request.models == ("bert-base", "bert-large")
     assert [card.name for card in request.cards] == ["Titan X Pascal"]
     assert (request.step.mode, request.step.precision, request.step.optimizer) == ("train", "fp32", "adamw")
-    assert (request.place.notes, request.conditions, request.measured) == ((), (), False)
+    assert (request.place.notes, request.conditions, request.place.device) == ((), (), "simulated")
 
 
 def test_each_thing_once() -> None:
