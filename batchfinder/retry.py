@@ -64,9 +64,6 @@ def retrying(
                     failed.append(error)
                     return None
 
-            def again(state: tenacity.RetryCallState) -> bool:
-                return bool(failed) and is_transient(failed[0])
-
             def pause(seconds: float) -> None:
                 failed.clear()
                 if between is not None:
@@ -74,7 +71,7 @@ def retrying(
                 time.sleep(seconds)
 
             answer = tenacity.Retrying(
-                retry=again,
+                retry=lambda state: bool(failed) and is_transient(failed[0]),
                 stop=tenacity.stop_after_attempt(attempts),
                 wait=tenacity.wait_exponential(multiplier=wait, max=max_wait),
                 sleep=pause,

@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
             gone = sum(store.remove(record.key) for record in chosen.values())
         else:
             gone = store.clear()
-        print(f"{_count(gone)} removed from {store.url}")
+        print(f"{gone} record{'s' * (gone != 1)} removed from {store.url}")
     elif command == "export":
         records = list(store.records())
         text = write_export(records)
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
             print(text, end="")
         else:
             write_file("FILE", arguments.file, text)
-            print(f"{_count(len(records))} of {store.url} written to {arguments.file}")
+            print(f"{len(records)} record{'s' * (len(records) != 1)} of {store.url} written to {arguments.file}")
     else:
         _import(store, arguments.file)
     return 0
@@ -70,7 +70,7 @@ def _import(store: Store, file: str) -> None:
         store.put_record(record)
     left = len(records) - len(newer)
     kept = f"; {left} skipped, as the cache has the same or a newer one" if left else ""
-    print(f"{_count(len(newer))} imported into {store.url}{kept}")
+    print(f"{len(newer)} record{'s' * (len(newer) != 1)} imported into {store.url}{kept}")
 
 
 def _one(store: Store, digits: str) -> Record:
@@ -86,10 +86,6 @@ def _one(store: Store, digits: str) -> Record:
     if len(found) > 1:
         raise InvalidValue("RECORD", digits, f"more digits: {len(found)} records begin with these")
     return found[0]
-
-
-def _count(number: int) -> str:
-    return f"{number} record" if number == 1 else f"{number} records"
 
 
 NAME_DIGITS = 12

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import ExitStack
 
 from batchfinder.cli.main import OK, USER_ERROR
@@ -18,6 +17,7 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.report.plots import check_picture, draw_sweep
 from batchfinder.report.progress import StatusLine, SweepProgress
 from batchfinder.report.sweep import SCHEMA, comma_separated, sweep_table
+from batchfinder.report.terminal import tell
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
         line.update("looking for GPUs", terminal_only=True)
         request = read_request(arguments)
     for note in request.place.notes:
-        print(f"batchfinder: {note}", file=sys.stderr)
+        tell(f"batchfinder: {note}")
     progress = SweepProgress(request.conditions)
     try:
         with progress:
@@ -54,14 +54,14 @@ def main(arguments: argparse.Namespace) -> int:
                 sizes = checked(found)
                 if left_out := [str(seq_len) for seq_len in found if seq_len not in sizes]:
                     lengths = ", ".join(left_out)
-                    print(f"batchfinder: no batch size for seq_len {lengths}: not one sample fits", file=sys.stderr)
+                    tell(f"batchfinder: no batch size for seq_len {lengths}: not one sample fits")
                 if arguments.batch_sizes is not None:
                     write_file("--batch-sizes", arguments.batch_sizes, to_json(sizes) + "\n")
                 if arguments.lhotse is not None:
                     write_file("--lhotse", arguments.lhotse, json.dumps(to_lhotse(sizes)) + "\n")
             if len(rows) < len(progress.cells):
                 cached = "" if request.cache is None else "; they are cached, and the same command continues from there"
-                print(f"batchfinder: {len(rows)} of {len(progress.cells)} cells were found{cached}", file=sys.stderr)
+                tell(f"batchfinder: {len(rows)} of {len(progress.cells)} cells were found{cached}")
     return OK if complete else USER_ERROR
 
 
@@ -82,7 +82,7 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
     complete = True
 
     def expect() -> None:
-        cards = [card.name for card in request.cards]
+        cards = [card.name for card in request.place.cards]
         progress.expect([(model, card, length) for model in lengths for card in cards for length in lengths[model]])
 
     with ExitStack() as stack:

@@ -86,7 +86,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
         BatchFinderError: the model could not be recorded.
     """
     request, facts = cells.request, cells.simulation.facts()
-    for card in request.cards:
+    for card in request.place.cards:
         for seq_len in cells.seq_lens:
             cell = cells.cell(seq_len, card)
             status(str(cell))

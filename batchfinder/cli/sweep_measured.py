@@ -49,7 +49,7 @@ class MeasuredCells:
         self._cells = cells
         self._status = status
         self._request = request = cells.request
-        (self._card,) = request.cards
+        (self._card,) = request.place.cards
         self._place = request.place
         self._step = cells.simulation.spec, asdict(request.step)
         self._facts = cells.simulation.facts()
@@ -165,7 +165,7 @@ class MeasuredCells:
             extra = {"device": "cuda", "capability": self._card.device.compute_capability}
         return replace(
             simulated,
-            usable_bytes=place.allowance_bytes,
+            usable_bytes=place.within_budget(),
             allocator={} if place.device == CPU else simulated.allocator,
             tolerance=request.tolerance,
             source=ChildProcessProbe.source,

@@ -46,14 +46,10 @@ class Place:
     budget_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
-    def within_budget(self, size: int) -> int:
-        """So many bytes, or the budget if that is less."""
+    def within_budget(self, free_bytes: int | None = None) -> int:
+        """The most that may be used of the one real device, with so much of it free, or with all of it."""
+        size = self.cards[0].device.total_bytes if free_bytes is None else free_bytes
         return size if self.budget_bytes is None else min(self.budget_bytes, size)
-
-    @property
-    def allowance_bytes(self) -> int:
-        """The most that may be used of the one real device, whatever is free of it now."""
-        return self.within_budget(self.cards[0].device.total_bytes)
 
 
 def choose_place(arguments: argparse.Namespace) -> Place:
@@ -170,11 +166,6 @@ class SweepRequest:
     certify: bool = True
 
     @property
-    def cards(self) -> tuple[Card, ...]:
-        """What the figures are for."""
-        return self.place.cards
-
-    @property
     def step(self) -> StepConfig:
         """The step; with accumulation the gradients of one micro-batch are in memory while the next one runs."""
         return self.options.step(micro_batches=1 if self.target_batch_size is None else 2)
@@ -188,7 +179,7 @@ class SweepRequest:
         Raises:
             InvalidValue: it leaves nothing.
         """
-        usable = self.place.allowance_bytes if self.place.device != SIMULATED else card.device.usable_bytes
+        usable = self.place.within_budget() if self.place.device != SIMULATED else card.device.usable_bytes
         reserve = int(self.headroom * usable) if isinstance(self.headroom, float) else self.headroom
         if reserve >= usable:
             expected = f"less than the {format_bytes(usable)} usable on {card.name}"
@@ -239,10 +230,10 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         draw=arguments.plot is not None,
         certify=not arguments.no_certify,
     )
-    for one in request.cards:
+    for one in request.place.cards:
         request.reserve_bytes(one)
     for option in ("batch_sizes", "lhotse"):
-        if getattr(arguments, option) is not None and len(models) * len(request.cards) > 1:
+        if getattr(arguments, option) is not None and len(models) * len(request.place.cards) > 1:
             shown = f"--{option.replace('_', '-')}"
             raise InvalidValue(shown, getattr(arguments, option), "one --model and one GPU in the sweep")
     if request.cache is not None:
