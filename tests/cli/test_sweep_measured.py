@@ -178,7 +178,9 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measuring]:
         (model,) = request.models
         with (
             Simulation(request.options.workload(model), request.step) as simulation,
-            MeasuredCells(ModelCells(model, simulation, (32, 16), request), said.append) as measured,
+            contextlib.closing(
+                MeasuredCells(ModelCells(model, simulation, (32, 16), request), said.append)
+            ) as measured,
         ):
             yield measured.row, said, store
 
