@@ -26,6 +26,7 @@ from batchfinder.errors import NotSplittable
 Path = tuple[Any, ...]
 Reading = Literal["items", "rows", "inside", "whole"]
 _IMAGE_NDIM = 3  # channels, height, width
+IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
 
 # The usual names of a model's first input: tokens, and everything else.
 TOKEN_NAMES = frozenset({"input_ids", "token_ids", "inputs_ids", "tokens", "ids", "src"})

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchfinder.data.batch import TOKEN_NAMES, Path, map_leaves, tensors
+from batchfinder.data.batch import IGNORED, TOKEN_NAMES, Path, map_leaves, tensors
 from batchfinder.data.sequence_dim import SequenceDims, find_sequence
-from batchfinder.data.split import IGNORED
 
 MASK = "attention_mask"
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from batchfinder.data.batch import Layout, Path, children, rebuild, samples_in, tensors
+from batchfinder.data.batch import IGNORED, Layout, Path, children, rebuild, samples_in, tensors
 from batchfinder.data.padding import trim
 from batchfinder.errors import InvalidValue, NotSplittable
 
 Weight = Literal["samples", "tokens", "next_tokens", "sum"] | Callable[[Any], float | Tensor]
 WEIGHTS: tuple[Literal["samples", "tokens", "next_tokens", "sum"], ...] = ("samples", "tokens", "next_tokens", "sum")
-IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
 
 
 def weigh(parts: Sequence[Any], weight: Weight = "samples") -> list[float]:
