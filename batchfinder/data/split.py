@@ -29,9 +29,7 @@ def weigh(parts: Sequence[Any], weight: Weight = "samples") -> list[float]:
     makes of such a batch.
 
     Args:
-        weight: what the loss is a mean over: `samples`; `tokens`, those whose label is not -100; `next_tokens`, these
-            without each sequence's first label, which causal language models never predict; `sum`, for a loss that is
-            a sum; or a function that says of a micro-batch how much it counts (the denominator of its mean).
+        weight: what the loss is a mean over, as in `split_batch`.
 
     Raises:
         InvalidValue: the weight is not a known one, or the function returned something below 0 or not finite.
@@ -63,22 +61,19 @@ def count_in(batch: Any, weight: Weight) -> float:
     if weight == "samples":
         return samples_in(batch)
     if weight in ("tokens", "next_tokens"):
-        labels = _labels(batch, weight)
-        return int((labels[..., 1:] if weight == "next_tokens" else labels).ne(IGNORED).sum())
+        found = [tensor for path, tensor in tensors(batch) if path and path[-1] == "labels"]
+        if len(found) != 1 or not found[0].ndim:
+            there = "no tensor" if not found else "more than one tensor" if len(found) > 1 else "a single number"
+            raise NotSplittable(
+                f"weight={weight!r} counts the labels that are not {IGNORED}, and {there} in it is called labels",
+                "Pass weight= a function that returns the number of tokens that the loss of a micro-batch is a mean"
+                " over.",
+            )
+        labels = found[0][..., 1:] if weight == "next_tokens" else found[0]
+        return int(labels.ne(IGNORED).sum())
     if weight == "sum":
         return 1
     raise InvalidValue("weight", weight, f"one of {', '.join(WEIGHTS)}, or a function of a micro-batch")
-
-
-def _labels(batch: Any, weight: str) -> Tensor:
-    found = [tensor for path, tensor in tensors(batch) if path and path[-1] == "labels"]
-    if len(found) == 1 and found[0].ndim:
-        return found[0]
-    there = "no tensor" if not found else "more than one tensor" if len(found) > 1 else "a single number"
-    raise NotSplittable(
-        f"weight={weight!r} counts the labels that are not {IGNORED}, and {there} in it is called labels",
-        "Pass weight= a function that returns the number of tokens that the loss of a micro-batch is a mean over.",
-    )
 
 
 def split(batch: Any, sizes: Sequence[int], layout: Layout | None = None) -> list[Any]:
@@ -206,43 +201,35 @@ def _follows(value: Any, path: Path, samples: int, layout: Layout) -> bool:
 
 
 def _part(value: Any, path: Path, choice: slice | list[int], samples: int, layout: Layout) -> Any:
+    """The chosen samples of a part of a batch."""
     reading = layout.read(value, path, samples)
     if reading == "whole":
         return value
-    if reading == "rows":
-        return _rows(value, choice)
-    if reading == "items":
+    if reading == "inside":
+        inside = children(value) or []
+        part = rebuild(value, [(key, _part(child, (*path, key), choice, samples, layout)) for key, child in inside])
+        encodings = getattr(value, "_encodings", None)  # of a BatchEncoding: one per sample, beside the tensors
+        if isinstance(encodings, list) and len(encodings) == samples:
+            part._encodings = _items(encodings, choice)
+        return part
+    if isinstance(value, PackedSequence):
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        lengths = lengths[choice]
+        return pack_padded_sequence(padded[choice, : int(lengths.max())], lengths, True, enforce_sorted=False)
+    if isinstance(value, np.ndarray):
+        return value[choice]
+    if not isinstance(value, Tensor):
         return _items(value, choice)
-    inside = children(value) or []
-    part = rebuild(value, [(key, _part(child, (*path, key), choice, samples, layout)) for key, child in inside])
-    encodings = getattr(value, "_encodings", None)  # of a BatchEncoding: one per sample, beside the tensors
-    if isinstance(encodings, list) and len(encodings) == samples:
-        part._encodings = _items(encodings, choice)
-    return part
+    if value.is_nested:
+        return torch.nested.as_nested_tensor(_items(list(value.unbind()), choice), layout=value.layout)
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        raise NotSplittable(f"it holds a tensor of layout {value.layout}, of which no rows can be taken")
+    if isinstance(choice, slice):
+        if value.layout is torch.strided:
+            return value[choice]
+        choice = list(range(choice.start, choice.stop))
+    return value.index_select(0, torch.tensor(choice, device=value.device))
 
 
 def _items(value: Any, choice: slice | list[int]) -> Any:
     return type(value)(value[choice] if isinstance(choice, slice) else [value[index] for index in choice])
-
-
-def _rows(leaf: Any, choice: slice | list[int]) -> Any:
-    if isinstance(leaf, PackedSequence):
-        padded, lengths = pad_packed_sequence(leaf, batch_first=True)
-        lengths = lengths[choice]
-        return pack_padded_sequence(padded[choice, : int(lengths.max())], lengths, True, enforce_sorted=False)
-    if isinstance(leaf, np.ndarray):
-        return leaf[choice]
-    if not isinstance(leaf, Tensor):
-        return _items(leaf, choice)
-    if leaf.is_nested:
-        return torch.nested.as_nested_tensor(_items(list(leaf.unbind()), choice), layout=leaf.layout)
-    if leaf.layout is torch.strided:
-        return leaf[choice] if isinstance(choice, slice) else leaf.index_select(0, _index(leaf, choice))
-    if leaf.layout is torch.sparse_coo:
-        return leaf.index_select(0, _index(leaf, choice))
-    raise NotSplittable(f"it holds a tensor of layout {leaf.layout}, of which no rows can be taken")
-
-
-def _index(tensor: Tensor, choice: slice | list[int]) -> Tensor:
-    chosen = choice if isinstance(choice, list) else list(range(choice.start, choice.stop))
-    return torch.tensor(chosen, device=tensor.device)
