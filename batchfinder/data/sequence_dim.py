@@ -83,40 +83,31 @@ def find_sequence(long: Any, short: Any, guess: bool = True) -> SequenceDims | s
         for dim in range(longs[path].ndim)
         if longs[path].size(dim) != shorts[path].size(dim)
     }
-    if not varying:
-        return _named_dims(longs, guess)
     if any(dim == 0 for _, dim in varying):
         return "their first dimension, which should be the batch, grows with the samples' lengths"
-    first = min(varying, key=lambda place: (place[0][-1:] not in _TOKENS, _is_float(longs[place[0]])))
-    length, shortest = varying[first]
-    dims = {}
-    for place, (most, least) in varying.items():
-        if most - length != least - shortest:
-            one, other = (
-                f"dimension {dim} of " + ("the batch" if not path else f"batch{''.join(f'[{key!r}]' for key in path)}")
-                for path, dim in (first, place)
-            )
-            return f"{one} and {other} vary independently"
-        dims[place] = most - length
-    lengths = {
-        path
-        for path, tensor in longs.items()
-        if _is_vector(tensor) and int(tensor.max()) == length and int(shorts[path].max()) == shortest
-    }
-    return SequenceDims(length, dims, frozenset(lengths))
+    if varying:
+        first = min(varying, key=lambda place: (place[0][-1:] not in _TOKENS, _is_float(longs[place[0]])))
+        length, shortest = varying[first]
+        dims = {}
+        for place, (most, least) in varying.items():
+            if most - length != least - shortest:
+                one, other = (
+                    f"dimension {dim} of {'batch' if path else 'the batch'}{''.join(f'[{key!r}]' for key in path)}"
+                    for path, dim in (first, place)
+                )
+                return f"{one} and {other} vary independently"
+            dims[place] = most - length
+        lengths = {
+            path
+            for path, tensor in longs.items()
+            if _is_vector(tensor) and int(tensor.max()) == length and int(shorts[path].max()) == shortest
+        }
+        return SequenceDims(length, dims, frozenset(lengths))
 
-
-def cycle(tensor: Tensor, size: int, dim: int) -> Tensor:
-    """Repeat or cut a tensor along a dimension; the tensor itself if it has the size."""
-    have = tensor.size(dim)
-    return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device) % have)
-
-
-def _named_dims(found: dict[Path, Tensor], guess: bool) -> SequenceDims | str:
-    """The sequence of batches that are all padded alike, by names."""
+    # All are padded alike: tokens are known by their names.
     tables = {
         path: tensor.size(1)
-        for path, tensor in found.items()
+        for path, tensor in longs.items()
         if tensor.ndim == 2 and tensor.size(1) > 1 and not _is_float(tensor) and tensor.dtype != torch.bool
     }
     sizes = {size for path, size in tables.items() if path[-1:] in _TOKENS}
@@ -128,17 +119,23 @@ def _named_dims(found: dict[Path, Tensor], guess: bool) -> SequenceDims | str:
         return f"tensors that could hold tokens have the lengths {', '.join(map(str, sorted(sizes)))}"
     (length,) = sizes
     dims = {}
-    for path, tensor in found.items():
+    for path, tensor in longs.items():
         every = not _is_float(tensor) or "mask" in str(path[-1:]) or "bias" in str(path[-1:])
         for dim in range(1, tensor.ndim if every else min(2, tensor.ndim)):
             if tensor.size(dim) == length:
                 dims[path, dim] = 0
     lengths = {
         path
-        for path, tensor in found.items()
+        for path, tensor in longs.items()
         if _is_vector(tensor) and "len" in str(path[-1:]) and int(tensor.max()) == length
     }
     return SequenceDims(length, dims, frozenset(lengths))
+
+
+def cycle(tensor: Tensor, size: int, dim: int) -> Tensor:
+    """Repeat or cut a tensor along a dimension; the tensor itself if it has the size."""
+    have = tensor.size(dim)
+    return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device) % have)
 
 
 def _is_float(tensor: Tensor) -> bool:
