@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -39,7 +39,7 @@ def ranks_of(trainer: Trainer) -> Ranks:
 
 def agreed_memory(memory: Memory, ranks: Ranks) -> Memory:
     """This rank's memory, of which as much is free as on the rank with the least."""
-    return memory if ranks.size == 1 else AgreedMemory(memory, ranks)
+    return memory if ranks.size == 1 else cast(Memory, AgreedMemory(memory, ranks))
 
 
 def agreed_data(cap: int | None, seq_len: int | None, ranks: Ranks) -> tuple[int | None, int | None]:
@@ -100,65 +100,48 @@ def forget_used_parameters(trainer: Trainer) -> None:
 
 
 class GradientSync:
-    """A single process: nothing to synchronize."""
+    """When DDP all-reduces the gradients of a batch that runs in micro-batches.
+
+    DDP's own way is to all-reduce while the last backward runs. `afterwards` all-reduces when all ranks have finished
+    the batch, so that a rank that fails leaves none waiting: DDP's collectives before a forward (rebuilding buckets,
+    broadcasting buffers) run before the first micro-batch; after the last, a backward of a zero gradient makes DDP
+    reduce what has accumulated, with its buckets, communication hooks and unused parameters.
+
+    Args:
+        model: None for a single process, where nothing is synchronized.
+    """
+
+    def __init__(self, model: DistributedDataParallel | None = None, afterwards: bool = False) -> None:
+        self.model = model
+        self.afterwards = afterwards
 
     def begin(self) -> None:
         """Called before the first micro-batch of a batch."""
+        if self.model is not None and self.afterwards:
+            synchronize_before_forward(self.model)
+            self.model.require_forward_param_sync = False  # else each forward broadcasts; a rank that failed waits
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """A context for a forward and backward; `last` for the last ones of a batch."""
-        return nullcontext()
+        if self.model is None or (last and not self.afterwards):
+            return nullcontext()
+        context: AbstractContextManager[None] = self.model.no_sync()
+        return context
 
     def finish(self) -> None:
         """Called after the last micro-batch of a batch, on all ranks."""
-
-
-class LastBackwardSync(GradientSync):
-    """DDP's own way: gradients are all-reduced while the last backward runs."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """DDP's `no_sync` for all but the last."""
-        context: AbstractContextManager[None] = nullcontext() if last else self._model.no_sync()
-        return context
-
-
-class AfterwardsSync(GradientSync):
-    """Gradients are all-reduced when all ranks have finished the batch, so that a rank that fails leaves none waiting.
-
-    DDP's collectives before a forward (rebuilding buckets, broadcasting buffers) run before the first micro-batch.
-    After the last, a backward of a zero gradient makes DDP reduce what has accumulated, with its buckets,
-    communication hooks and unused parameters.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
-
-    def begin(self) -> None:
-        """Run the collectives that DDP runs before a forward."""
-        synchronize_before_forward(self._model)
-        self._model.require_forward_param_sync = False  # else each forward broadcasts, and a rank that failed waits
-
-    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """DDP's `no_sync`, always."""
-        context: AbstractContextManager[None] = self._model.no_sync()
-        return context
-
-    def finish(self) -> None:
-        """All-reduce the gradients."""
-        model: Any = self._model
-        module = model.module
+        if self.model is None or not self.afterwards:
+            return
+        module: Any = self.model.module
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if model.find_unused_parameters:  # one without a gradient is to look unused, as after any other backward
+        if self.model.find_unused_parameters:  # one without a gradient is to look unused, as after any other backward
             trained = [parameter for parameter in trained if parameter.grad is not None] or trained
         with torch.enable_grad():
             forward = vars(module).get("forward")
             add_nothing: Any = _AddNothing.apply
             module.forward = lambda anchor: add_nothing(anchor, *trained)
             try:
-                loss = model(torch.zeros((), device=trained[0].device))
+                loss = self.model(torch.zeros((), device=trained[0].device))
             finally:
                 del module.forward
                 if forward is not None:
@@ -185,7 +168,7 @@ def gradient_sync(strategy: Strategy, recover: bool) -> GradientSync:
             "DDPStrategy(static_graph=True) expects the same backwards each time. Leave static_graph out."
         )
     # With unused parameters DDP looks at the last backward alone, and would leave out what only earlier ones used.
-    return AfterwardsSync(model) if recover or model.find_unused_parameters else LastBackwardSync(model)
+    return GradientSync(model, afterwards=recover or model.find_unused_parameters)
 
 
 class _AddNothing(torch.autograd.Function):
@@ -194,20 +177,22 @@ class _AddNothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *parameters: Tensor) -> Tensor:
         ctx.like = [
-            (parameter.shape, parameter.dtype, parameter.device, _is_sparse(parameter.grad)) for parameter in parameters
+            (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+                parameter.grad is not None and parameter.grad.is_sparse,
+            )
+            for parameter in parameters
         ]
         return torch.zeros_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return (None, *(_zeros(*like) for like in ctx.like))
-
-
-def _is_sparse(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.is_sparse
-
-
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, sparse: bool) -> Tensor:
-    if sparse:  # a dense one would make the gradient dense
-        return torch.zeros(shape, dtype=dtype, device=device, layout=torch.sparse_coo)
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+        zeros = []
+        for shape, dtype, device, sparse in ctx.like:
+            if sparse:  # a dense one would make the gradient dense
+                zeros.append(torch.zeros(shape, dtype=dtype, device=device, layout=torch.sparse_coo))
+            else:
+                zeros.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+        return (None, *zeros)

@@ -63,16 +63,13 @@ class DryRunMemory(Callback):  # type: ignore[misc, unused-ignore]
         if not held and self._recovers:
             held.append(BatchSnapshot(pl_module))
         if batch_idx == 0:
-            held.append(torch.ones(self._missing_bytes(batch), dtype=torch.uint8, device=trainer.strategy.root_device))
-
-    def _missing_bytes(self, batch: Any) -> int:
-        """Bytes of the whole batch that this part of it has not."""
-        here = samples_in(batch)
-        whole = max(here, self._samples or 0)
-        if whole > here and not self._in_order and sample_lengths(batch) is not None:
-            whole += whole
-        nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(batch))
-        return (whole - here) * nbytes // here
+            here = samples_in(batch)
+            whole = max(here, self._samples or 0)
+            if whole > here and not self._in_order and sample_lengths(batch) is not None:
+                whole += whole
+            nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(batch))
+            missing = (whole - here) * nbytes // here
+            held.append(torch.ones(missing, dtype=torch.uint8, device=trainer.strategy.root_device))
 
 
 class MicroBatchingFit:
@@ -162,7 +159,10 @@ class MicroBatchingFit:
 
         sync = gradient_sync(trainer.strategy, self.recovers)
         self._closure = MicroBatchClosure(trainer, split_batch, sync, recovery)
-        rank_zero_info(f"BatchFinder: batches are split into micro-batches of at most {_text(table)}.")
+        most = ", ".join(f"{size} samples up to {Shape(length)}" for length, size in reversed(table.sizes.items()))
+        if None in table.sizes:
+            most = f"{table.sizes[None]} samples"
+        rank_zero_info(f"BatchFinder: batches are split into micro-batches of at most {most}.")
 
     def in_use(self) -> TuningResult | None:
         """What the micro-batch that was run last was made by; None before the first, and beyond the longest length."""
@@ -195,55 +195,39 @@ def warn_if_inexact(
         NotSplittable: the batches cannot be split, or the weight cannot be had from them.
         InvalidValue: the user's weight returned a negative or infinite number.
     """
+    module = trainer.lightning_module
     reasons = []
-    names = not_separable(trainer.lightning_module)
+    names = not_separable(module)
     if names:
         more = f" and {len(names) - _NAMED_LAYERS} more" if len(names) > _NAMED_LAYERS else ""
         reasons.append(
             f"{', '.join(names[:_NAMED_LAYERS])}{more} look at all samples of a micro-batch "
             "together, which are fewer than the batch's; a GroupNorm or LayerNorm would not"
         )
-    differs = _loss_differs(trainer, finder, batches, table, weight)
-    if differs is not None:
-        reasons.append(differs)
+
+    def loss_of(batch: Any) -> Tensor:
+        with trainer.precision_plugin.train_step_context():
+            output = module.training_step(*training_step_arguments(trainer, batch))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        return torch.tensor(float("nan")) if loss is None else loss
+
+    samples = min(SAMPLES, *table.sizes.values())
+    if samples > 1:
+        untouched, start = capture_data(trainer, finder), BatchSnapshot(module)
+        try:
+            batch = transfer_batch(trainer, batches.mixed(samples))
+            module.eval()
+            vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
+            with local_only(trainer):
+                differs = check_separable(loss_of, batch, weight)
+            if differs is not None:
+                reasons.append(differs)
+        except BatchFinderError:
+            raise
+        except Exception as error:  # of a step that cannot run in eval mode, say; training will show what it is
+            log.info("BatchFinder: whether the loss may be split was not checked: %s: %s", type(error).__name__, error)
+        finally:
+            start.restore()
+            untouched.restore()
     if reasons:
         rank_zero_warn(f"BatchFinder splits batches, which changes what is trained: {'. Also: '.join(reasons)}.")
-
-
-def _loss_differs(
-    trainer: Trainer, finder: Callback, batches: ProbeBatches, table: LengthTable, weight: Weight
-) -> str | None:
-    """What is wrong with the weight or the loss, in words; None if nothing, or if it could not be checked."""
-    module = trainer.lightning_module
-    samples = min(SAMPLES, *table.sizes.values())
-    if samples < 2:
-        return None
-    untouched, start = capture_data(trainer, finder), BatchSnapshot(module)
-    try:
-        batch = transfer_batch(trainer, batches.mixed(samples))
-        module.eval()
-        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
-
-        def loss_of(batch: Any) -> Tensor:
-            with trainer.precision_plugin.train_step_context():
-                output = module.training_step(*training_step_arguments(trainer, batch))
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            return torch.tensor(float("nan")) if loss is None else loss
-
-        with local_only(trainer):
-            return check_separable(loss_of, batch, weight)
-    except BatchFinderError:
-        raise
-    except Exception as error:  # of a step that cannot run in eval mode, say; training will show what is wrong with it
-        log.info("BatchFinder: whether the loss may be split was not checked: %s: %s", type(error).__name__, error)
-        return None
-    finally:
-        start.restore()
-        untouched.restore()
-
-
-def _text(table: LengthTable) -> str:
-    sizes = table.sizes
-    if None in sizes:
-        return f"{sizes[None]} samples"
-    return ", ".join(f"{size} samples up to {Shape(length)}" for length, size in reversed(sizes.items()))
