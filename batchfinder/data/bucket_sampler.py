@@ -11,8 +11,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import distributed
@@ -27,8 +26,7 @@ _GROUPS_PER_OCTAVE = 32
 """With a token budget: samples within 2 % of each other's length are shuffled with each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """The samples that all ranks train at the same time, as places in an epoch's layout.
 
     Attributes:
@@ -40,77 +38,6 @@ class Step:
     start: int
     stop: int
     pool: int
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """The samples that take part, by group.
-
-    Attributes:
-        samples: their indices in the dataset, ascending. Shape: (samples,).
-        groups: the group of each, from 0 in the order of the layout. Shape: (samples,).
-        batch_sizes: of each group, on one rank.
-        joined: whether a step that a group does not fill goes on with samples of the next group.
-        left_out: how many samples were dropped for their length.
-    """
-
-    samples: torch.Tensor
-    groups: torch.Tensor
-    batch_sizes: tuple[int, ...]
-    joined: bool
-    left_out: int
-
-
-def group_by_table(lengths: torch.Tensor, table: Mapping[int, int], overlong: Overlong) -> Grouping:
-    """A group for each length of the table: samples up to that length and longer than the one before.
-
-    Args:
-        lengths: of all samples. Shape: (samples,).
-        table: batch size by length; both positive.
-
-    Raises:
-        SamplesTooLong: there are longer samples, and `overlong` is `error`.
-    """
-    bounds = sorted(table)
-    sizes = [table[bound] for bound in bounds]
-    what = "the longest that a batch size is known for"
-    samples = _taking_part(lengths, bounds[-1], overlong, what, "find a batch size for {longest} as well")
-    groups = torch.bucketize(lengths[samples], torch.tensor(bounds))
-    return Grouping(samples, groups, (*sizes, 1), joined=False, left_out=len(lengths) - len(samples))
-
-
-def group_by_budget(lengths: torch.Tensor, max_tokens: int, overlong: Overlong) -> Grouping:
-    """Groups of nearly one length, the longest first, whose batches are as large as the budget allows.
-
-    Args:
-        lengths: of all samples. Shape: (samples,).
-        max_tokens: the most that batch size times longest sample may be.
-
-    Raises:
-        SamplesTooLong: there are longer samples, and `overlong` is `error`.
-    """
-    samples = _taking_part(
-        lengths, max_tokens, overlong, "the budget of a whole batch", "raise max_tokens to {longest}"
-    )
-    taken = lengths[samples]
-    nearly = -(taken.double().log2() * _GROUPS_PER_OCTAVE).floor().long()
-    _, groups = torch.unique(nearly, return_inverse=True)
-    longest = torch.zeros(int(groups.max()) + 1 if len(groups) else 0, dtype=torch.int64)
-    longest.scatter_reduce_(0, groups, taken, "amax")
-    sizes = tuple(max(1, max_tokens // length) for length in longest.tolist())
-    return Grouping(samples, groups, sizes, joined=True, left_out=len(lengths) - len(samples))
-
-
-def _taking_part(lengths: torch.Tensor, limit: int, overlong: Overlong, what: str, remedy: str) -> torch.Tensor:
-    """The samples that take part."""
-    too_long = lengths > limit
-    count = int(too_long.sum())
-    if count and overlong == "error":
-        longest = int(lengths.max())
-        raise SamplesTooLong(count, len(lengths), longest, limit, what, remedy.format(longest=longest))
-    if count and overlong == "drop":
-        return torch.nonzero(~too_long).flatten()
-    return torch.arange(len(lengths))
 
 
 class LengthBucketBatchSampler(Sampler[list[int]]):
@@ -189,15 +116,7 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         self.overlong = overlong
         self.num_replicas = num_replicas
         self.rank = rank
-        if self.batch_sizes is not None:
-            self._grouping = group_by_table(self.lengths, self.batch_sizes, overlong)
-        else:
-            assert max_tokens is not None
-            self._grouping = group_by_budget(self.lengths, max_tokens, overlong)
-        if self._grouping.left_out:
-            left_out, total = self._grouping.left_out, len(self.lengths)
-            limit = max_tokens if self.batch_sizes is None else max(self.batch_sizes)
-            warnings.warn(f"{left_out} of {total} samples are left out: they are longer than {limit}.", stacklevel=2)
+        self._group()
         self._cut: dict[int, list[Step]] = {}
         self._digest: str | None = None
         self._epoch = 0
@@ -271,6 +190,43 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
             raise InvalidValue("state_dict", {name: saved.get(name) for name in differ}, expected)
         self._epoch, self._batches, self._resuming, self._finished = epoch, batches, True, False
 
+    def _group(self) -> None:
+        """Choose the samples that take part, and lay them out by group: those of a bucket, or of nearly one length.
+
+        Sets `_samples`, their indices in the dataset, ascending, and `_groups`, the group of each, from 0 in the order
+        of the layout, both of shape (samples,); `_sizes`, the batch size of each group on one rank; and `_joined`,
+        whether a step that a group does not fill goes on with samples of the next group.
+
+        Raises:
+            SamplesTooLong: there are samples longer than the limit, and `overlong` is `error`.
+        """
+        table, max_tokens = self.batch_sizes, self.max_tokens or 0
+        limit = max(table) if table is not None else max_tokens
+        too_long = self.lengths > limit
+        count, total = int(too_long.sum()), len(self.lengths)
+        self._samples = torch.arange(total)
+        if count and self.overlong == "error":
+            longest = int(self.lengths.max())
+            what, remedy = "the budget of a whole batch", f"raise max_tokens to {longest}"
+            if table is not None:
+                what = "the longest that a batch size is known for"
+                remedy = f"find a batch size for {longest} as well"
+            raise SamplesTooLong(count, total, longest, limit, what, remedy)
+        if count and self.overlong == "drop":
+            self._samples = torch.nonzero(~too_long).flatten()
+            warnings.warn(f"{count} of {total} samples are left out: they are longer than {limit}.", stacklevel=3)
+        taken = self.lengths[self._samples]
+        self._joined = table is None
+        if table is not None:
+            self._groups = torch.bucketize(taken, torch.tensor(list(table)))
+            self._sizes = [*table.values(), 1]  # one at a time beyond the longest bucket
+            return
+        nearly = -(taken.double().log2() * _GROUPS_PER_OCTAVE).floor().long()
+        _, self._groups = torch.unique(nearly, return_inverse=True)  # the longest come first
+        longest_of = torch.zeros(int(self._groups.max()) + 1 if len(taken) else 0, dtype=torch.int64)
+        longest_of.scatter_reduce_(0, self._groups, taken, "amax")
+        self._sizes = [max(1, max_tokens // length) for length in longest_of.tolist()]
+
     def __len__(self) -> int:
         """How many batches each rank has in an epoch."""
         return len(self._steps(self._ranks()[0]))
@@ -283,8 +239,8 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
             self._batches = 0
         self._resuming = self._finished = False
         num_replicas, rank = self._ranks()
-        steps, groups = self._steps(num_replicas), self._grouping.groups
-        # The layout: places in the grouping's samples, group by group, shuffled within each.
+        steps, groups = self._steps(num_replicas), self._groups
+        # The layout: places in the samples, group by group, shuffled within each.
         generator = torch.Generator()
         generator.manual_seed(self.seed + self._epoch)
         places = torch.randperm(len(groups), generator=generator) if self.shuffle else torch.arange(len(groups))
@@ -302,24 +258,23 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
                 pool = layout[step.pool : step.start][:missing]
                 again = members.repeat(math.ceil(missing / len(members)))[: missing - len(pool)]
                 members = torch.cat((members, pool, again))
-            yield self._grouping.samples[members[rank::num_replicas]].tolist()
+            yield self._samples[members[rank::num_replicas]].tolist()
         self._finished = True
 
     def _steps(self, num_replicas: int) -> list[Step]:
         """Cut the layout into steps. Those that are not full are smaller, or left out with `drop_last`."""
         if num_replicas in self._cut:
             return self._cut[num_replicas]
-        grouping = self._grouping
-        counts = torch.bincount(grouping.groups, minlength=len(grouping.batch_sizes)).tolist()
-        steps, position, end, total = [], 0, 0, len(grouping.samples)
-        for count, batch_size in zip(counts, grouping.batch_sizes, strict=True):
+        counts = torch.bincount(self._groups, minlength=len(self._sizes)).tolist()
+        steps, position, end, total = [], 0, 0, len(self._samples)
+        for count, batch_size in zip(counts, self._sizes, strict=True):
             begin, end = end, end + count
             whole = batch_size * num_replicas
             while position < end:
-                stop = min(position + whole, total if grouping.joined else end)
+                stop = min(position + whole, total if self._joined else end)
                 if stop - position == whole or not self.drop_last:
                     # Samples of the groups before are longer than this step's where groups are joined.
-                    steps.append(Step(position, stop, position if grouping.joined else begin))
+                    steps.append(Step(position, stop, position if self._joined else begin))
                 position = stop
         if not steps and total:
             ranks = "one rank takes" if num_replicas == 1 else f"{num_replicas} ranks take"
