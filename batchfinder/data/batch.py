@@ -60,11 +60,7 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
 
 
 def rebuild(value: Any, made: list[tuple[Any, Any]]) -> Any:
-    """A container of the same make with other contents. The container itself is copied, not changed.
-
-    Args:
-        made: the contents, by the keys, fields or positions of the container's `children`.
-    """
+    """A copy of a container with other contents, by the keys, fields or positions of its `children`."""
     if isinstance(value, Mapping):
         try:
             new = copy.copy(value)
@@ -132,10 +128,6 @@ def samples_in(batch: Any, layout: Layout | None = None) -> int:
     Where the parts do not agree (a table of class weights beside the samples), it is the number of rows of the tensors
     named as in `INPUT_NAMES`, or that of the first tensor if another one has as many.
 
-    Args:
-        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
-        layout: what earlier batches have shown.
-
     Raises:
         NotSplittable: the number is not clear.
     """
@@ -164,11 +156,7 @@ def samples_in(batch: Any, layout: Layout | None = None) -> int:
 
 
 def _possible_sizes(value: Any, path: Path, layout: Layout, by_length: bool = True) -> frozenset[int] | None:
-    """The numbers of samples that a part could have, empty if its contents disagree; None if it says nothing.
-
-    Args:
-        by_length: whether the length of a list whose items are alike is one of them.
-    """
+    """The numbers of samples that a part could have, empty if its contents disagree; None if it says nothing."""
     inside = children(value)
     if inside is None:
         size = size_of(value)
@@ -189,14 +177,10 @@ class Layout:
     Where nothing is remembered, a leaf with as many rows as there are samples holds one for each. A list of n tensors
     of n rows, for n samples, is fields of the batch, as `default_collate` makes them; but within another container, n
     tensors of three dimensions are n images. Only items of one kind can be one per sample.
-
-    Attributes:
-        items: the lists that are known to have one item per sample.
-        whole: the leaves that are known to be the same for all samples.
     """
 
-    items: set[Path] = dataclasses.field(default_factory=set)
-    whole: set[Path] = dataclasses.field(default_factory=set)
+    items: set[Path] = dataclasses.field(default_factory=set)  # lists that are known to have one item per sample
+    whole: set[Path] = dataclasses.field(default_factory=set)  # leaves that are known to be the same for all samples
 
     def learn(self, batch: Any, samples: int, path: Path = ()) -> None:
         """Remember which parts of a batch, or of the part at a path, follow its samples, and which do not."""

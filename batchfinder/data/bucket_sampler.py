@@ -27,17 +27,11 @@ _GROUPS_PER_OCTAVE = 32
 
 
 class Step(NamedTuple):
-    """The samples that all ranks train at the same time, as places in an epoch's layout.
-
-    Attributes:
-        start: the first of them.
-        stop: behind the last of them.
-        pool: the first of the samples, up to `start`, that may be repeated to fill the step up.
-    """
+    """The samples that all ranks train at the same time, as places in an epoch's layout."""
 
     start: int
     stop: int
-    pool: int
+    pool: int  # the first of the samples, up to `start`, that may be repeated to fill the step up
 
 
 class LengthBucketBatchSampler(Sampler[list[int]]):

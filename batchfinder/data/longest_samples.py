@@ -163,6 +163,7 @@ class SampleBatches:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
+        self._scanned: Extremes | None = None
 
     def batch(self, batch_size: int, longest: bool = True) -> Any:
         """Collate a batch of the samples, which are repeated as often as it takes."""
@@ -188,15 +189,14 @@ class SampleBatches:
             )
         return samples, find_extremes(samples)
 
-    @cached_property
-    def _scanned(self) -> Extremes:
-        return find_extremes(read_samples(self.loader, SCANNED), SCAN_SECONDS)
-
     def _samples(self, longest: bool) -> list[Any]:
+        """Those that make up a batch: all of the first where no length differs."""
         samples, seen = self._first
-        if not seen.longest:
-            return samples
-        return (longest and self._scanned.longest) or seen.longest
+        if longest and seen.longest:
+            if self._scanned is None:
+                self._scanned = find_extremes(read_samples(self.loader, SCANNED), SCAN_SECONDS)
+            return self._scanned.longest or seen.longest
+        return seen.longest or samples
 
     def _collate(self, samples: list[Any], batch_size: int) -> Any:
         # A collate_fn may change what it is given, and here it is given the same samples many times over.
@@ -207,11 +207,7 @@ class SampleBatches:
 
 
 class MadeBatches:
-    """Batches resized from those that a dataset or an iterable makes itself: the largest of the first eight.
-
-    Args:
-        loader: a DataLoader with `batch_size=None`, or any iterable.
-    """
+    """Batches resized from those that a dataset or an iterable makes itself: the largest of the first eight."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -243,16 +239,11 @@ class MadeBatches:
 
 @dataclass(frozen=True)
 class Extremes:
-    """The longest and shortest of some samples.
+    """The longest and shortest of some samples."""
 
-    Attributes:
-        longest: for each length that differs a sample that has the most of it, the one with most in all first; empty
-            where no length differs.
-        shortest: the one with least in all.
-    """
-
+    # For each length that differs a sample that has the most of it, the one with most in all first; else empty.
     longest: list[Any]
-    shortest: Any
+    shortest: Any  # the one with least in all
 
 
 def find_extremes(samples: Iterable[Any], seconds: float = math.inf) -> Extremes:

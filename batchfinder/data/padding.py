@@ -28,7 +28,7 @@ def padded_length(batch: Any, sequence: SequenceDims | None = None) -> int | Non
             tensors with the usual names are looked for, then an attention mask.
 
     Returns:
-        Tokens; None if the length is not clear.
+        In tokens; None if the length is not clear.
     """
     if sequence is not None:
         return sequence.length_of(batch)

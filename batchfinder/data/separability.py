@@ -78,7 +78,24 @@ def check_separable(
         whole = _loss(loss_of, few)
         if not math.isfinite(whole) or _relative_difference(whole, _loss(loss_of, few, seed=1)) > tolerance / 10:
             return None
-        return _check_parts(loss_of, few, whole, weight, tolerance) or _check_trim(loss_of, few, tolerance)
+        differs = _check_parts(loss_of, few, whole, weight, tolerance)
+        if differs is not None:
+            return differs
+        # The sample with the most padding, with it and without.
+        alone = split(few, [1] * samples_in(few))
+        pairs = [(part, cut) for part in alone if (cut := trim(part)) is not part]
+        if not pairs:
+            return None
+        part, cut = min(pairs, key=lambda pair: padded_length(pair[1]) or 0)
+        before, after = _loss(loss_of, part), _loss(loss_of, cut)
+    if not math.isfinite(before) or _relative_difference(before, after) <= tolerance:
+        return None
+    return (
+        "the padding that all samples of a micro-batch share is cut off, and here that makes a loss of"
+        f" {before:.6g} one of {after:.6g}, {_percent(before, after)}: something looks at tokens that attention_mask"
+        " leaves out. Pass the mask to every module that needs it; or give it another name in the batch, and nothing"
+        " is cut off"
+    )
 
 
 def _check_parts(
@@ -116,24 +133,6 @@ def _check_parts(
         f"{text}. A loss that compares the samples of a batch with each other (in-batch negatives) cannot be split; one"
         " that is a mean over something else can, with weight= a function that returns how much of that a micro-batch"
         " has"
-    )
-
-
-def _check_trim(loss_of: Callable[[Any], Tensor], few: Any, tolerance: float) -> str | None:
-    """Compare the loss of the sample with the most padding with and without it."""
-    alone = split(few, [1] * samples_in(few))
-    pairs = [(part, cut) for part in alone if (cut := trim(part)) is not part]
-    if not pairs:
-        return None
-    part, cut = min(pairs, key=lambda pair: padded_length(pair[1]) or 0)
-    before, after = _loss(loss_of, part), _loss(loss_of, cut)
-    if not math.isfinite(before) or _relative_difference(before, after) <= tolerance:
-        return None
-    return (
-        "the padding that all samples of a micro-batch share is cut off, and here that makes a loss of"
-        f" {before:.6g} one of {after:.6g}, {_percent(before, after)}: something looks at tokens that attention_mask"
-        " leaves out. Pass the mask to every module that needs it; or give it another name in the batch, and nothing"
-        " is cut off"
     )
 
 

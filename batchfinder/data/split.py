@@ -28,12 +28,7 @@ def weigh(parts: Sequence[Any], weight: Weight = "samples") -> list[float]:
     backward. Where nothing counts in any part, the factors are the shares of samples, so that the sum is what the loss
     makes of such a batch.
 
-    Args:
-        weight: what the loss is a mean over, as in `split_batch`.
-
-    Raises:
-        InvalidValue: the weight is not a known one, or the function returned something below 0 or not finite.
-        NotSplittable: tokens are to be counted and no tensor is called `labels`, or the number of samples is not clear.
+    The weight is that of `split_batch`; what is raised, that of `count_in`.
     """
     if weight == "sum":
         return [1.0] * len(parts)
@@ -84,7 +79,6 @@ def split(batch: Any, sizes: Sequence[int], layout: Layout | None = None) -> lis
     containers are of the batch's own types; the batch itself is not changed.
 
     Args:
-        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
         sizes: samples of each part; together as many as the batch has.
         layout: what earlier batches have shown; it learns from this one.
 

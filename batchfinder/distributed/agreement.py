@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,10 +30,6 @@ class Ranks:
 
     `all_reduce_min`, `all_gather`, `all_gather_call` and `barrier_call` are collectives: all ranks call them, in the
     same order. Each raises `RankLost` where another rank has ended, or does not answer within the time limit.
-
-    Args:
-        group: a gloo group of all ranks, from `open`; None for a single process.
-        seconds: time limit of a collective.
 
     Attributes:
         rank: this process's rank, from 0.
@@ -168,12 +164,7 @@ def agree(seen: list[Measurement]) -> Measurement:
 
 
 class AgreedProbe:
-    """A probe that tries each size on every rank and returns the same measurement on all of them.
-
-    Args:
-        probe: this rank's, which waits for no other.
-        ranks: all ranks.
-    """
+    """A probe that tries each size on every rank, waiting for no other, and returns one measurement on all of them."""
 
     def __init__(self, probe: Probe, ranks: Ranks) -> None:
         self._probe = probe
@@ -182,27 +173,20 @@ class AgreedProbe:
         self.unmodelled = probe.unmodelled
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size on every rank.
-
-        Raises:
-            Exception: whatever this rank's probe raised, unchanged.
-            RankFailed: another rank's probe raised something.
-            RankLost: a rank has ended, or does not answer within the time limit.
-        """
         return agree(
             self._ranks.all_gather_call(lambda: self._probe(batch_size, shape), f"tried batch size {batch_size}")
         )
 
 
+@dataclass
 class AgreedMemory:
     """This rank's device memory, of which as much is free as on the rank with the least.
 
     `free_bytes` and `max_peak_bytes` are collectives; all else is this rank's own.
     """
 
-    def __init__(self, memory: Memory, ranks: Ranks) -> None:
-        self._memory = memory
-        self._ranks = ranks
+    _memory: Memory
+    _ranks: Ranks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._memory, name)
@@ -214,17 +198,12 @@ class AgreedMemory:
         return self._ranks.all_reduce_min(self._memory.max_peak_bytes(held_bytes))[0]
 
 
+@dataclass
 class AgreedEntry:
-    """A cache entry that rank 0 alone reads and writes, for all ranks.
+    """A cache entry that rank 0 alone reads and writes, for all ranks."""
 
-    Args:
-        entry: this rank's.
-        ranks: all ranks. `get` is a collective.
-    """
-
-    def __init__(self, entry: ResultEntry, ranks: Ranks) -> None:
-        self._entry = entry
-        self._ranks = ranks
+    _entry: ResultEntry
+    _ranks: Ranks
 
     def get(self) -> SearchResult | None:
         """What rank 0 reads.
@@ -245,10 +224,5 @@ class AgreedEntry:
         return found
 
     def put(self, result: SearchResult) -> None:
-        """Write a result on rank 0.
-
-        Raises:
-            CacheFailed: it cannot be written; on rank 0.
-        """
         if self._ranks.rank == 0:
             self._entry.put(result)

@@ -33,10 +33,6 @@ from batchfinder.lightning.dataloaders import samples_in_batch
 def apply_accumulation(trainer: Trainer, plan: AccumulationPlan) -> Applied:
     """Make Lightning take an optimizer step every `plan.accumulation` micro-batches.
 
-    Args:
-        trainer: with its module attached.
-        plan: how the target is made up.
-
     Returns:
         What was set, one line each; `undo()` puts the old number back.
 
@@ -70,25 +66,6 @@ def warn_if_inexact_target(plan: AccumulationPlan) -> None:
         )
 
 
-def warn_if_epoch_too_short(trainer: Trainer, plan: AccumulationPlan) -> None:
-    """Warn if an epoch has fewer micro-batches than the plan accumulates.
-
-    Args:
-        trainer: once its loop knows how many batches an epoch has (`on_train_start`).
-        plan: how the target is made up.
-    """
-    batches = trainer.num_training_batches
-    if plan.accumulation <= batches:
-        return
-    most = plan.micro_batch_size * int(batches) * plan.num_devices
-    rank_zero_warn(
-        f"An epoch has {batches} micro-batch{'es' if batches > 1 else ''} of {plan.micro_batch_size} samples on each"
-        f" device, and {plan.accumulation} are needed for the target batch size of {plan.target_batch_size}. Lightning"
-        f" steps at the end of each epoch, so that every optimizer step sees at most {most} samples. Their gradients"
-        f" are averaged correctly, but for steps of one size choose a target_batch_size of at most {most}."
-    )
-
-
 class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
     """A callback that accumulates by its plan, and weighs each micro-batch by its share of the step's samples.
 
@@ -114,16 +91,28 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         self._known = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if an epoch is too short for one step of the plan."""
         self._sizes = []
-        if self.plan is not None:
-            warn_if_epoch_too_short(trainer, self.plan)
+        plan, batches = self.plan, trainer.num_training_batches
+        if plan is None or plan.accumulation <= batches:
+            return
+        most = plan.micro_batch_size * int(batches) * plan.num_devices
+        rank_zero_warn(
+            f"An epoch has {batches} micro-batch{'es' if batches > 1 else ''} of {plan.micro_batch_size} samples on"
+            f" each device, and {plan.accumulation} are needed for the target batch size of {plan.target_batch_size}."
+            f" Lightning steps at the end of each epoch, so that every optimizer step sees at most {most} samples."
+            f" Their gradients are averaged correctly, but for steps of one size choose a target_batch_size of at most"
+            f" {most}."
+        )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note how many samples the micro-batch has."""
         if self.plan is None:
             return
-        samples = _samples(trainer, batch, batch_idx)
+        combined = combined_loader(trainer.fit_loop)
+        loaders = [] if combined is None else combined.flattened
+        samples = samples_in_batch(loaders[0], batch_idx) if len(loaders) == 1 else None
+        if samples is None:
+            lengths = {len(tensor) for _, tensor in tensors(batch) if tensor.ndim}
+            samples = lengths.pop() if len(lengths) == 1 else None
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._sizes = []
         if not self._sizes:
@@ -161,12 +150,3 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         if replaced:  # else the summary has said all of it
             for line in self._accumulated:
                 rank_zero_info(f"BatchFinder: {line}.")
-
-
-def _samples(trainer: Trainer, batch: Any, batch_idx: int) -> int | None:
-    combined = combined_loader(trainer.fit_loop)
-    loaders = [] if combined is None else combined.flattened
-    if len(loaders) == 1 and (samples := samples_in_batch(loaders[0], batch_idx)) is not None:
-        return samples
-    lengths = {len(tensor) for _, tensor in tensors(batch) if tensor.ndim}
-    return lengths.pop() if len(lengths) == 1 else None

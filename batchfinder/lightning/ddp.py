@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -43,13 +44,7 @@ def agreed_memory(memory: Memory, ranks: Ranks) -> Memory:
 
 
 def agreed_data(cap: int | None, seq_len: int | None, ranks: Ranks) -> tuple[int | None, int | None]:
-    """The smallest cap and the longest sequence length over all ranks; None where no rank has one.
-
-    Args:
-        cap: the largest size of use to this rank.
-        seq_len: this rank's longest sequence length.
-        ranks: all ranks.
-    """
+    """The smallest cap (of sizes of use) and the longest sequence length over all ranks; None where no rank has one."""
     caps, lengths = zip(*ranks.all_gather((cap, seq_len)), strict=True)
     return (
         min((cap for cap in caps if cap is not None), default=None),
@@ -59,11 +54,7 @@ def agreed_data(cap: int | None, seq_len: int | None, ranks: Ranks) -> tuple[int
 
 @contextmanager
 def local_only(trainer: Trainer) -> Iterator[None]:
-    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory.
-
-    Args:
-        trainer: set up. Its strategy steps with the bare module inside DDP.
-    """
+    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory."""
     if trainer.world_size == 1:
         yield
         return
@@ -84,9 +75,6 @@ def forget_used_parameters(trainer: Trainer) -> None:
 
     With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
     with `static_graph` it would wait for as many gradients as all tries had. The weights are not broadcast again.
-
-    Args:
-        trainer: after steps in `local_only`, with no gradients.
     """
     strategy = trainer.strategy
     wrapped = strategy.model
@@ -99,6 +87,7 @@ def forget_used_parameters(trainer: Trainer) -> None:
     rewrap_in_ddp(strategy, trainer.lightning_module)
 
 
+@dataclass(frozen=True)
 class GradientSync:
     """When DDP all-reduces the gradients of a batch that runs in micro-batches.
 
@@ -106,14 +95,10 @@ class GradientSync:
     the batch, so that a rank that fails leaves none waiting: DDP's collectives before a forward (rebuilding buckets,
     broadcasting buffers) run before the first micro-batch; after the last, a backward of a zero gradient makes DDP
     reduce what has accumulated, with its buckets, communication hooks and unused parameters.
-
-    Args:
-        model: None for a single process, where nothing is synchronized.
     """
 
-    def __init__(self, model: DistributedDataParallel | None = None, afterwards: bool = False) -> None:
-        self.model = model
-        self.afterwards = afterwards
+    model: DistributedDataParallel | None = None  # a single process, where nothing is synchronized
+    afterwards: bool = False
 
     def begin(self) -> None:
         """Called before the first micro-batch of a batch."""
@@ -150,11 +135,7 @@ class GradientSync:
 
 
 def gradient_sync(strategy: Strategy, recover: bool) -> GradientSync:
-    """When the gradients of a trainer's ranks are all-reduced.
-
-    Args:
-        strategy: the trainer's, set up.
-        recover: whether a batch may be run again after an out-of-memory error.
+    """When gradients are all-reduced; `recover` says whether a batch may be run again after an out-of-memory error.
 
     Raises:
         MisconfigurationException: DDP has a static graph, which has as many backwards in each step.

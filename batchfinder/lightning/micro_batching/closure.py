@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,19 +46,13 @@ class LogAggregation:
     minima and sums are the batch's own. So a value logged on each step is the batch's, one logged on each epoch weighs
     batches by their samples, and with `sync_dist` there is one all-reduce for each batch, however many micro-batches
     each rank has. A torchmetrics Metric is updated by each micro-batch; what it shows on a step is the last one's.
-
-    Args:
-        results: the training loop's.
-
-    Attributes:
-        skipped: samples that are not run, since nothing in them counts; they are the batch's all the same.
     """
 
     def __init__(self, results: ResultCollection) -> None:
         self._results = results
         self._share = 1.0
         self._run = 0
-        self.skipped = 0
+        self.skipped = 0  # samples that are not run, since nothing in them counts; they are the batch's all the same
         self._logged: dict[str, list[tuple[Tensor, int, float]]] = {}
 
     @contextmanager
@@ -72,7 +67,6 @@ class LogAggregation:
             self._results.batch, self._results.batch_size = whole, None
 
     def start_micro_batch(self, part: MicroBatch) -> None:
-        """Count what is logged from now on as this micro-batch's."""
         self._results.batch, self._results.batch_size = part.batch, None
         self._run += part.samples
         self._share = part.share
@@ -115,7 +109,6 @@ class MicroBatchClosure:
     Args:
         trainer: set up, and not training yet.
         split_batch: makes the micro-batches of a batch.
-        sync: when the gradients of several processes are reduced.
         recovery: what to do when memory runs out; None to let it end the run.
 
     Attributes:
@@ -160,12 +153,7 @@ class MicroBatchClosure:
         kwargs: OrderedDict[str, Any],
         batch_idx: int,
     ) -> ClosureResult:
-        """Run all micro-batches of a batch, with recovery as often as it takes; what Lightning expects of a step.
-
-        Args:
-            kwargs: what training_step is called with for the whole batch.
-            batch_idx: the batch's number in the epoch.
-        """
+        """Run all micro-batches of a batch, with recovery as often as it takes; what Lightning expects of a step."""
         trainer, recovery = self.trainer, self.recovery
         logged = LogAggregation(logged_results(trainer))
         start: BatchSnapshot | None = None
@@ -180,20 +168,21 @@ class MicroBatchClosure:
                 if start is not None:
                     start.gradients_zeroed()
 
-        def run(parts: list[MicroBatch]) -> ClosureResult:
-            return self._run_micro_batches(parts, kwargs, zero_grad_once, backward, logged)
-
+        run = partial(
+            self._run_micro_batches, kwargs=kwargs, zero_grad_once=zero_grad_once, backward=backward, logged=logged
+        )
+        result: ClosureResult | Failure | None = None
         self.sync.begin()
         with logged.collecting():
             if recovery is None:
-                result: ClosureResult | Failure | None = run(self.split_batch(kwargs["batch"]))
+                result = run(self.split_batch(kwargs["batch"]))
             else:
                 device, tries = trainer.strategy.root_device, RecoveryAttempt(batch_idx)
                 start = BatchSnapshot(trainer.lightning_module)
                 while True:
                     with recovery.broadcast_errors():
                         parts = self.split_batch(kwargs["batch"])
-                        result = attempt(lambda parts=parts: run(parts), device.type)  # type: ignore[misc]
+                        result = attempt(partial(run, parts), device.type)
                     failed = isinstance(result, Failure)
                     if isinstance(result, Failure):
                         tries.record_failure(parts[self._at], result.message)
@@ -224,7 +213,6 @@ class MicroBatchClosure:
         backward: Callable[[Tensor], None] | None,
         logged: LogAggregation,
     ) -> ClosureResult:
-        """Forward and backward of each micro-batch."""
         total: Tensor | None = None
         extra: dict[str, Any] = {}
         last = max((index for index, part in enumerate(parts) if part.factor), default=0)

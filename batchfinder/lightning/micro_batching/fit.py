@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from batchfinder.lightning.dataloaders import batch_size_of, flattened
 from batchfinder.lightning.ddp import gradient_sync, local_only
 from batchfinder.lightning.dry_run_scope import capture_data
 from batchfinder.lightning.micro_batching.closure import MicroBatchClosure
-from batchfinder.lightning.micro_batching.micro_batch import LengthTable, MicroBatch, micro_batches
+from batchfinder.lightning.micro_batching.micro_batch import LengthTable, micro_batches
 from batchfinder.lightning.micro_batching.recovery import BatchSnapshot, Recovery
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.probe_batches import ProbeBatches
@@ -58,7 +59,7 @@ class DryRunMemory(Callback):  # type: ignore[misc, unused-ignore]
         self._in_order = in_order
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take as much, until the try's own loop is dropped."""
+        # Held until the try's own loop is dropped.
         held = vars(trainer.fit_loop).setdefault("_batchfinder_dry_run", [])
         if not held and self._recovers:
             held.append(BatchSnapshot(pl_module))
@@ -74,10 +75,6 @@ class DryRunMemory(Callback):  # type: ignore[misc, unused-ignore]
 
 class MicroBatchingFit:
     """Splits the batches of one fit.
-
-    Args:
-        options: what the callback was asked for.
-        num_devices: devices that train side by side.
 
     Attributes:
         recovers: whether a batch that runs out of memory is run again.
@@ -104,11 +101,7 @@ class MicroBatchingFit:
         return plan.micro_batch_size
 
     def lengths(self, longest: int | None) -> list[int | None]:
-        """Which lengths to find sizes for, longest first: those asked for, or the longest, 3/4, 1/2, 3/8 of it ...
-
-        Args:
-            longest: the longest in the data; None for data without lengths.
-        """
+        """Which lengths to find sizes for, longest first: those asked for, or the data's longest, 3/4, 1/2 of it ..."""
         seq_lens = self._options.seq_lens
         self._lengths = [longest] if seq_lens is None else list(seq_lens)
         if seq_lens is None and longest is not None:
@@ -120,7 +113,6 @@ class MicroBatchingFit:
         return self._lengths
 
     def dry_run_memory(self, samples: int | None) -> DryRunMemory:
-        """What takes as much memory in the tries as splitting does; `samples` as in `DryRunMemory`."""
         return DryRunMemory(samples, self.recovers, self._options.in_order)
 
     def begin(
@@ -131,15 +123,7 @@ class MicroBatchingFit:
         results: Sequence[TuningResult],
         ranks: Ranks,
     ) -> None:
-        """Split from now on.
-
-        Args:
-            trainer: set up, its loop not started.
-            finder: the callback that asks.
-            batches: where batches come from.
-            results: the size of each length.
-            ranks: the processes that train together.
-        """
+        """Split from now on, by the results of each length. The trainer's loop has not started."""
         self._results = {found.result.shape.seq_len: found for found in results}
         sizes, size = {}, results[0].batch_size
         for length in self._lengths:  # a batch that fits whole at one length was not tried at shorter ones
@@ -152,11 +136,7 @@ class MicroBatchingFit:
         if self.recovers:
             entries = {length: found.entry for length, found in self._results.items() if found.entry is not None}
             recovery = Recovery(table, entries, ranks)
-        layout = Layout()
-
-        def split_batch(batch: Any) -> list[MicroBatch]:
-            return micro_batches(batch, table, weight, in_order, layout)
-
+        split_batch = partial(micro_batches, table=table, weight=weight, in_order=in_order, layout=Layout())
         sync = gradient_sync(trainer.strategy, self.recovers)
         self._closure = MicroBatchClosure(trainer, split_batch, sync, recovery)
         most = ", ".join(f"{size} samples up to {Shape(length)}" for length, size in reversed(table.sizes.items()))
@@ -183,17 +163,6 @@ def warn_if_inexact(
     """Warn once of all that makes the split batch's gradient another one than the whole batch's.
 
     The loss is looked at with a few samples, in eval mode and without gradients; all of that is put back.
-
-    Args:
-        trainer: set up, its loop not started.
-        finder: the callback that asks.
-        batches: where batches come from.
-        table: the largest micro-batch of each length.
-        weight: what the loss is said to be a mean over.
-
-    Raises:
-        NotSplittable: the batches cannot be split, or the weight cannot be had from them.
-        InvalidValue: the user's weight returned a negative or infinite number.
     """
     module = trainer.lightning_module
     reasons = []

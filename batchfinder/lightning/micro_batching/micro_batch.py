@@ -25,11 +25,8 @@ class LengthTable:
     was not tried at this length or a longer one. Beyond the longest, sizes go down with the square of the length, as
     attention's memory goes up.
 
-    Args:
-        sizes: what a search found for each length; `{None: size}` for data without lengths.
-
     Attributes:
-        sizes: the largest micro-batch of each length, as it is now.
+        sizes: of each length, the shortest first, as they are now; `{None: size}` for data without lengths.
     """
 
     def __init__(self, sizes: Mapping[int | None, int]) -> None:
@@ -40,11 +37,7 @@ class LengthTable:
         self._beyond = sizes[lengths[-1]] * lengths[-1] ** 2 if lengths else 0
 
     def size_for(self, seq_len: int | None) -> int:
-        """The largest micro-batch for a padded length.
-
-        Args:
-            seq_len: in tokens; None for data without lengths, which get what the longest gets.
-        """
+        """The largest micro-batch for a padded length in tokens; None, without lengths, gets what the longest gets."""
         tabled = self.tabled(seq_len)
         if tabled in self.sizes:
             return self.sizes[tabled]
@@ -82,11 +75,7 @@ class LengthTable:
 
 
 def smaller(size: int, cuts: int) -> int:
-    """What to try where a size failed.
-
-    Args:
-        size: samples of the micro-batch that failed, more than 1.
-        cuts: how often this batch's micro-batches were made smaller before.
+    """What to try where a micro-batch of `size` samples, more than 1, failed after so many cuts of its batch.
 
     Example:
         >>> smaller(10, 0), smaller(8, 1), smaller(2, 0)
@@ -97,25 +86,16 @@ def smaller(size: int, cuts: int) -> int:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch that is trained on its own.
-
-    Attributes:
-        batch: of the same make as the whole.
-        factor: what its loss is multiplied with, so that all of them make the loss of the whole.
-        share: what its logged means count of the whole's; all of them make 1.
-        seq_len: padded length in tokens; None for data without lengths.
-        positions: where its samples are in the whole.
-    """
+    """A part of a batch that is trained on its own, of the same make as the whole."""
 
     batch: Any
-    factor: float
-    share: float
-    seq_len: int | None
-    positions: Sequence[int]
+    factor: float  # what its loss is multiplied with, so that all of them make the loss of the whole
+    share: float  # what its logged means count of the whole's; all of them make 1
+    seq_len: int | None  # padded length in tokens; None for data without lengths
+    positions: Sequence[int]  # where its samples are in the whole
 
     @property
     def samples(self) -> int:
-        """How many there are."""
         return len(self.positions)
 
 
@@ -129,9 +109,6 @@ def micro_batches(
     order, in equal micro-batches of the size that the batch's padded length allows. What fits as one stays as it is.
 
     Args:
-        batch: as the loader made it.
-        table: the largest micro-batch of each length.
-        weight: what the loss is a mean over; see `weigh`.
         in_order: keep the order of the samples although their lengths are known.
         layout: what earlier batches have told of which parts follow the samples; it learns from this one.
 

@@ -35,9 +35,6 @@ class BatchSnapshot:
     attribute; buffers, with copies where they are; the states of torchmetrics; and the attributes of each module, by
     reference, lists by their length as well. What a step changes in other containers of the user's, or in callbacks,
     stays as the step left it. Gradients are captured by `gradients_zeroed`.
-
-    Args:
-        module: the user's.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -108,23 +105,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RecoveryAttempt:
-    """How one batch has run on this rank so far.
-
-    Attributes:
-        batch_idx: the batch's number in the epoch.
-        tries: how often all ranks have run it.
-        cuts: how often the sizes were lowered for it.
-        failed: micro-batches that ran out of memory: samples, length, and the first sample's place in the batch.
-        message: what the device said last.
-        record: a sentence about the cache's record, which the first rank alone writes; empty if it was not lowered.
-    """
+    """How one batch of an epoch has run on this rank so far."""
 
     batch_idx: int
-    tries: int = 0
-    cuts: int = 0
+    tries: int = 0  # how often all ranks have run it
+    cuts: int = 0  # how often the sizes were lowered for it
+    # Micro-batches that ran out of memory: samples, length, and the first sample's place in the batch.
     failed: list[tuple[int, int | None, int]] = field(default_factory=list)
-    message: str = ""
-    record: str = ""
+    message: str = ""  # what the device said last
+    record: str = ""  # about the cache's record, which the first rank alone writes; empty if it was not lowered
 
     def record_failure(self, part: MicroBatch, message: str) -> None:
         """Record that a micro-batch, of which only the size is kept, ran out of memory."""
@@ -141,7 +130,6 @@ class Recovery:
     Args:
         table: the sizes, which are lowered.
         entries: where the cache keeps the answer for each length.
-        ranks: the processes that train together.
     """
 
     def __init__(self, table: LengthTable, entries: Mapping[int | None, ResultEntry], ranks: Ranks) -> None:
@@ -162,11 +150,7 @@ class Recovery:
             raise
 
     def all_ranks_succeeded(self, run: RecoveryAttempt, failed: bool) -> bool:
-        """Whether the batch has run on all ranks; if not, the table says how to run it again.
-
-        Args:
-            run: of the batch on this rank.
-            failed: whether memory ran out on this rank this time.
+        """Whether the batch has run on all ranks, and not `failed` on this one; if not, the table says how to run it.
 
         Raises:
             SampleDoesNotFit: a single sample ran out of memory on this rank, again.
