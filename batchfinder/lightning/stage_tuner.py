@@ -82,7 +82,7 @@ class StageTuner:
         finally:
             before.restore()
         cap = min((cap for cap in all_caps if cap is not None), default=None)
-        smallest = options.limits().smallest
+        smallest = options.limits().bounds.first
         if cap is not None and cap < smallest:
             if config.stage == "fit":
                 name = "min_batch_size" if options.min_batch_size > cap else "multiple_of"
@@ -168,7 +168,7 @@ class StageTuner:
                         self._trainer,
                         self._config,
                         shape,
-                        self._batches.batch(self._limits.smallest, shape.seq_len),
+                        self._batches.batch(self._limits.bounds.first, shape.seq_len),
                         self._memory,
                         self._limits,
                         self._callbacks.active,
