@@ -24,9 +24,8 @@ from batchfinder.units import MIB, format_bytes
 class Torch12Probe(SimulatedProbe):
     """A probe without the cuBLAS workspaces, which torch 1.2 did not take from its own allocator."""
 
-    def trace(self, batch_size: int, shape: Shape) -> Trace:
-        """The step's trace at one size."""
-        return without_workspaces(super().trace(batch_size, shape))
+    def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
+        return without_workspaces(super().trace(batch_size, shape, exact))
 
 
 def without_workspaces(trace: Trace) -> Trace:

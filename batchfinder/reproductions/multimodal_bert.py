@@ -43,10 +43,10 @@ _LINES = {
 class DistributedProbe(SimulatedProbe):
     """One of several GPUs that train side by side under DistributedDataParallel."""
 
-    def trace(self, batch_size: int, shape: Shape) -> Trace:
+    def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
         """The step's trace at one size, with the reducer's buckets, which are the same for any number of GPUs."""
         num_gpus = find_instance(published_multimodal_bert().instance).num_gpus
-        return sharded_step(super().trace(batch_size, shape), STRATEGIES["DDP"], num_gpus)
+        return sharded_step(super().trace(batch_size, shape, exact), STRATEGIES["DDP"], num_gpus)
 
 
 @dataclass(frozen=True)

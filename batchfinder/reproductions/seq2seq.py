@@ -11,7 +11,7 @@ from batchfinder.reproductions.bert_2019 import without_workspaces
 from batchfinder.reproductions.published import StageFigures, published_seq2seq
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import SMALL_BLOCK_BYTES, Block, DeviceMemory, FreeList, round_up
+from batchfinder.simulator.blocks import SMALL_BLOCK_BYTES, Block, DeviceMemory, round_up
 from batchfinder.simulator.replay import StageMemory, Timeline, replay
 from batchfinder.simulator.segments import CudaMallocSegments
 from batchfinder.simulator.steady_state import smallest_usable_bytes
@@ -37,19 +37,13 @@ class Allocator2018(CachingAllocator):
 
     def __init__(self, memory: DeviceMemory | None = None) -> None:
         super().__init__(memory)
-        self._segments = _Segments(self.taken, self.settings)
+        self._segments = CudaMallocSegments(
+            self.taken, lambda size: _SMALL_SEGMENT_BYTES if size <= SMALL_BLOCK_BYTES else size
+        )
 
     def allocate(self, nbytes: int) -> Block | None:
         """Hand out a block, as `CachingAllocator.allocate` does."""
         return super().allocate(nbytes if nbytes < SMALL_BLOCK_BYTES else round_up(nbytes, _LARGE_STEP_BYTES))
-
-
-class _Segments(CudaMallocSegments):
-    """1 MiB for small blocks; as large as the block for the others."""
-
-    def grow(self, pool: FreeList, size: int) -> Block | None:
-        """A new segment."""
-        return self._take(pool, _SMALL_SEGMENT_BYTES if pool.small else size)
 
 
 NAME = "seq2seq"
