@@ -110,7 +110,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         (seq_len,) = seq_lens_of(request.model, asked, facts)
         line.update(f"recording {request.model}")
         probe = simulation.probe(card.device, [seq_len], request.allocator)
-        trace = probe.exact_trace(request.batch_size, Shape(seq_len))
+        trace = probe.trace(request.batch_size, Shape(seq_len), exact=True)
 
         def estimated(one: Trace) -> Estimate:
             return estimate(one, probe.memory, card.device.context_bytes, request.allocator)

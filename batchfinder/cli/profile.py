@@ -43,15 +43,15 @@ def main(arguments: argparse.Namespace) -> int:
         (seq_len,) = seq_lens_of(model, () if asked is None else (asked,), simulation.facts())
         line.update(f"recording {model}")
         probe = simulation.probe(device, [seq_len], settings)
-        later = probe.exact_steady_state(batch_size, Shape(seq_len))
+        later = probe.steady_state(batch_size, Shape(seq_len), exact=True)
     timeline = later.timeline
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
     title = f"{model} at {size} on {device.name}, simulated"
     if arguments.plot is not None:
-        memory = bytes_over_time(probe.exact_trace(batch_size, Shape(seq_len)))
+        memory = bytes_over_time(probe.trace(batch_size, Shape(seq_len), exact=True))
         draw_profile(memory, device.usable_bytes, title, arguments.plot)
     if arguments.snapshot is not None:
-        trace = probe.exact_trace(batch_size, Shape(seq_len))
+        trace = probe.trace(batch_size, Shape(seq_len), exact=True)
         snapshot = take_snapshot(trace, CachingAllocator(probe.memory, settings))
         write_file("--snapshot", arguments.snapshot, pickled(snapshot))
     names = ("step", "stage", "micro_batch", *_FIGURES)
