@@ -27,21 +27,33 @@ from batchfinder.training.workload import Workload
 
 
 @contextmanager
-def allow_fake_init() -> Iterator[None]:
-    """Let truncated normal initialisation pass on fake tensors; nothing changes for real ones.
+def allow_fake_weights() -> Iterator[None]:
+    """Let code that fills and converts weights run on fake tensors; nothing changes for real ones.
 
-    Of the functions in torch.nn.init it alone looks at the values it has drawn (torch 2.13, `_no_grad_trunc_normal_`:
-    `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
+    Of the functions in torch.nn.init truncated normal alone looks at the values it has drawn (torch 2.13,
+    `_no_grad_trunc_normal_`: `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
+    `module.to(memory_format=...)` swaps parameters, which is refused while the fake mode's own memo refers to them.
     """
-    drawn = getattr(nn.init, "_no_grad_trunc_normal_", None)
-    if drawn is None or active_fake_mode() is None:
+    mode = active_fake_mode()
+    if mode is None:
         yield
         return
-    nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    drawn, swap = getattr(nn.init, "_no_grad_trunc_normal_", None), torch.utils.swap_tensors
+
+    def forget_and_swap(first: torch.Tensor, second: torch.Tensor) -> None:
+        memo.clear()
+        swap(first, second)
+
+    torch.utils.swap_tensors = forget_and_swap
+    if drawn is not None:
+        nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
-        nn.init._no_grad_trunc_normal_ = drawn
+        torch.utils.swap_tensors = swap
+        if drawn is not None:
+            nn.init._no_grad_trunc_normal_ = drawn
 
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -154,7 +166,7 @@ def workload_from_factory(spec: str) -> Workload:
         factory = getattr(factory, part)
     if not callable(factory):
         raise InvalidValue("model", spec, f"a factory that can be called; it is of type {type(factory).__name__}")
-    with allow_fake_init():
+    with allow_fake_weights():
         return workload_from_object(run_user_code(spec, factory), spec)
 
 

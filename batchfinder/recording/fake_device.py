@@ -14,17 +14,27 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.library import Library
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
+from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 DEVICE_TYPE = "pretend"
 _CUDA = 1  # c10::DeviceType::CUDA
+
+SMALL_BYTES = 1 << 20
+"""Up to this size a CPU tensor is real."""
 
 ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 """Operators that PyTorch composes of others for a backend without a kernel of its own, and that are one kernel on CUDA.
@@ -47,11 +57,37 @@ _DEVICE_MODULE = SimpleNamespace(
 
 
 class FakeDeviceMode(FakeTensorMode):
-    """Fake tensors that never ask a real accelerator to wake up."""
+    """Fake tensors on the fake GPU, and large ones on the CPU; small tensors on the CPU stay real.
+
+    Models compute with small CPU tensors as they are built (`torch.linspace(0, rate, depth).tolist()`) and read what
+    came out. Weights of any size that matters take no memory.
+    """
 
     @property
     def avoid_device_init(self) -> bool:
+        """Never ask a real accelerator to wake up."""
         return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator for real where all that it reads and makes is small and on the CPU."""
+        kwargs = kwargs or {}
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        on_cpu = all(not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" for tensor in tensors)
+        if not on_cpu or any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if not tensors or not (func.is_view or func._schema.is_mutable):
+            try:
+                fake = super().__torch_dispatch__(func, types, args, kwargs)
+            except (DynamicOutputShapeException, DataDependentOutputException):
+                pass  # it reads values, which are there
+            else:
+                made = [leaf for leaf in pytree.tree_leaves(fake) if isinstance(leaf, torch.Tensor)]
+                if any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in made):
+                    return fake
+        return func(*args, **kwargs)
 
 
 @functools.cache
