@@ -44,7 +44,7 @@ def allow_fake_weights() -> Iterator[None]:
 
     def forget_and_swap(first: torch.Tensor, second: torch.Tensor) -> None:
         memo.clear()
-        swap(first, second)
+        swap(first, second)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = forget_and_swap
     if drawn is not None:

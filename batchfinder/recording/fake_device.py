@@ -68,9 +68,7 @@ class FakeDeviceMode(FakeTensorMode):
         """Never ask a real accelerator to wake up."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator for real where all that it reads and makes is small and on the CPU."""
         kwargs = kwargs or {}
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
