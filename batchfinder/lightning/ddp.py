@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def local_only(trainer: Trainer) -> Iterator[None]:
         strategy.model = wrapped
 
 
+@dataclass(frozen=True)
 class GradientSync:
     """When DDP all-reduces the gradients of a batch that runs in micro-batches.
 

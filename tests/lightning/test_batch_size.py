@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ class HparamsOnly(Tiny):
         return DataLoader(Rows(22), batch_size=self.hparams.batch_size, shuffle=True)
 
 
+class Configured(Tiny):
+    """Knows its batch size deep in a configuration: a namespace that holds a dict, also among its hyperparameters."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(22), batch_size=self.cfg.data["batch_size"] // 2)
+
+
 class Data(pl.LightningDataModule):
     """Knows its batch size twice, and makes a loader of half of it."""
 
@@ -89,6 +102,29 @@ def test_hparams():
     assert module.hparams.batch_size == 5
     applied.undo()
     assert module.hparams.batch_size == 2
+
+
+@pytest.mark.parametrize("own", [2, None])
+def test_a_name_with_dots(own):
+    """It is followed through attributes and keys; the hook sees the size, and the old one comes back."""
+    module = Configured(SimpleNamespace(data={"batch_size": own, "rows": 22}))
+    callback = Setting(5, attribute="cfg.data.batch_size")
+    trainer(callbacks=[callback]).fit(module)
+    assert [len(batch) for batch in module.seen] == [5, 5, 5, 5, 2]
+    assert callback.applied[0] == f"cfg.data.batch_size: {own} -> 5"
+    assert module.cfg.data["batch_size"] == 5
+    callback.applied.undo()
+    assert module.cfg.data == {"batch_size": own, "rows": 22}
+
+
+@pytest.mark.parametrize("name", ["cfg.batch_size", "cfg.data.rows.batch_size", "data.batch_size"])
+def test_a_name_with_dots_that_leads_nowhere_sets_nothing(name):
+    """The loaders have the size all the same."""
+    module = Configured(SimpleNamespace(data={"batch_size": 2, "rows": 22}))
+    callback = Setting(5, attribute=name)
+    trainer(callbacks=[callback]).fit(module)
+    assert [len(batch) for batch in module.seen] == [5, 5, 5, 5, 2]
+    assert vars(module.cfg) == {"data": {"batch_size": 2, "rows": 22}}
 
 
 def test_datamodule():
