@@ -66,21 +66,7 @@ def apply_batch_size(
     applied = Applied()
     try:
         if stage == "fit":
-            for holder, name, before in _sizes(pl_module, attribute):
-                keyed = isinstance(holder, Mapping)
-                put = partial(operator.setitem if keyed else setattr, holder, name)
-                try:
-                    put(batch_size)
-                except AttributeError:  # a property without a setter; the loaders are given the size all the same
-                    continue
-
-                def undo(holder: Any = holder, name: str = name, put: Any = put, before: Any = before) -> None:
-                    if _value(holder, name) == batch_size:  # no other size has been set since
-                        put(before)
-
-                applied.undoing.append(undo)
-                where = attribute.rpartition(".")[0] or ("hparams" if keyed else type(holder).__name__)
-                applied.append(f"{where}.{name}: {before} -> {batch_size}")
+            applied = set_attribute(pl_module, attribute, batch_size)
         trusted = bool(applied)
         for loop in loops[stage]:
             _resize_loaders(loader_source(loop), batch_size, stage, trusted, applied)
@@ -88,6 +74,27 @@ def apply_batch_size(
     except BaseException:
         applied.undo()
         raise
+    return applied
+
+
+def set_attribute(pl_module: LightningModule, attribute: str, batch_size: int) -> Applied:
+    """Set a size wherever the module, its hparams, the datamodule or its hparams have the attribute as a size."""
+    applied = Applied()
+    for holder, name, before in _sizes(pl_module, attribute):
+        keyed = isinstance(holder, Mapping)
+        put = partial(operator.setitem if keyed else setattr, holder, name)
+        try:
+            put(batch_size)
+        except AttributeError:  # a property without a setter; the loaders are given the size all the same
+            continue
+
+        def undo(holder: Any = holder, name: str = name, put: Any = put, before: Any = before) -> None:
+            if _value(holder, name) == batch_size:  # no other size has been set since
+                put(before)
+
+        applied.undoing.append(undo)
+        where = attribute.rpartition(".")[0] or ("hparams" if keyed else type(holder).__name__)
+        applied.append(f"{where}.{name}: {before} -> {batch_size}")
     return applied
 
 

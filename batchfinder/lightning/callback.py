@@ -230,6 +230,10 @@ class BatchFinder(Accumulating):
                 f"BatchFinder.find cannot search with this trainer's {what}. Make one without it, or "
                 "let trainer.fit search: Trainer(callbacks=[finder])."
             )
+        if stage != "fit" and val_dataloaders is not None:
+            raise InvalidValue(
+                "val_dataloaders", val_dataloaders, f"dataloaders= for {stage}; these are of a fit's validation"
+            )
         loaders = {"train_dataloaders": dataloaders, "val_dataloaders": val_dataloaders}
         options: dict[str, Any] = loaders if stage == "fit" else {"dataloaders": dataloaders}
         callbacks, loggers = callbacks_of(trainer), trainer.loggers
@@ -416,7 +420,13 @@ class BatchFinder(Accumulating):
         elif stage != "fit":
             config = TrialConfig(stage, accumulation=accumulation, train=self._train)
         elif micro_batching is None:
-            config = TrialConfig(stage, options.target_batch_size, accumulation, num_devices=trainer.world_size)
+            config = TrialConfig(
+                stage,
+                options.target_batch_size,
+                accumulation,
+                num_devices=trainer.world_size,
+                attribute=options.batch_size_attribute,
+            )
         else:
             self.batch_size = micro_batching.samples(batches)
             config = TrialConfig(stage, accumulation=accumulation, split_batch_size=self.batch_size)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.batch_size import Applied, apply_batch_size, check_loaders
+from batchfinder.lightning.callback import BatchFinder
 from tests.lightning.tiny import Hooked, Rows, Stream, Tiny, same, trainer
 
 
@@ -300,3 +301,32 @@ def test_wrong_arguments():
     with pytest.raises(InvalidValue) as caught:
         apply_batch_size(trainer(), Tiny(), "fit", 0)
     assert str(caught.value) == "batch_size: invalid value 0; expected a size of at least 1."
+
+
+class Recurrent(Tiny):
+    """Its step relies on its own batch size, as a hidden state of fixed shape does."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__()
+        self.cfg = SimpleNamespace(batch_size=batch_size)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = torch.ones(self.cfg.batch_size, 1, dtype=torch.float64)
+        self.seen.append(batch)
+        return (self.layer(batch) * hidden).pow(2).mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(20), batch_size=self.cfg.batch_size, drop_last=True)
+
+
+def test_the_attribute_is_the_size_while_it_is_tried():
+    """A step that relies on it runs at each size; where nothing is found it is what it was."""
+    module = Recurrent()
+    finder = BatchFinder(max_batch_size=5, batch_size_attribute="cfg.batch_size", cache=False)
+    trainer(callbacks=[finder]).fit(module)
+    assert (finder.batch_size, module.cfg.batch_size, len(module.seen)) == (5, 5, 4)
+    module = Recurrent(3)
+    module.layer = torch.nn.Linear(3, 1)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trainer(callbacks=[finder]).fit(module)
+    assert module.cfg.batch_size == 3
