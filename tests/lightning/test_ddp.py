@@ -133,6 +133,11 @@ def test_the_second_start_of_several_ranks(run: Run) -> None:
     assert second == [5, True, [5], ["measured", "cache"], 0, 0, None, 0]
 
 
+def test_a_run_that_goes_on_from_a_checkpoint(run: Run) -> None:
+    """All ranks keep its size, after one try."""
+    assert run(2, "resumed") == [[4, 4, "checkpoint", [4], 8]] * 2
+
+
 def test_a_cache_that_cannot_be_used(run: Run) -> None:
     """The search goes on without it, and one rank says so."""
     told = (
