@@ -62,11 +62,7 @@ class UnknownName(BatchFinderError, LookupError):
 
 
 class OutOfMemory(BatchFinderError, MemoryError, RuntimeError):
-    """A size did not fit. A RuntimeError as well, as `torch.OutOfMemoryError` and accelerate's are.
-
-    Attributes:
-        batch_size: the micro-batch that was tried; None where there is none.
-    """
+    """A size did not fit. A RuntimeError as well, as `torch.OutOfMemoryError` and accelerate's are."""
 
     def __init__(self, batch_size: int | None, detail: str) -> None:
         self.batch_size = batch_size
@@ -132,8 +128,12 @@ class ProbeDied(BatchFinderError):
         self.exit_code = exit_code
         self.last_words = last_words
         printed = f" It printed last:\n{last_words}" if last_words else " It printed nothing."
+        how = f"exit code {exit_code}"
+        if exit_code < 0:
+            known = {each.value: each.name for each in signal.Signals}
+            how = f"signal {known.get(-exit_code, -exit_code)}"
         super().__init__(
-            f"the process that trained {what} ended twice without an answer, with {_how(exit_code)}.{printed}\n"
+            f"the process that trained {what} ended twice without an answer, with {how}.{printed}\n"
             "Run one training step at this size in a process of your own to see why."
         )
 
@@ -167,11 +167,7 @@ class ContextDied(UserCodeFailed):
 
 
 class NotSplittable(BatchFinderError, ValueError):
-    """A batch, or a loss, cannot be split into micro-batches.
-
-    Attributes:
-        reason: why, in words.
-    """
+    """A batch, or a loss, cannot be split into micro-batches."""
 
     def __init__(self, reason: str, move: str = "") -> None:
         self.reason = reason
@@ -183,14 +179,7 @@ class NotSplittable(BatchFinderError, ValueError):
 
 
 class SamplesTooLong(BatchFinderError, ValueError):
-    """Samples are longer than every length with a known batch size.
-
-    Attributes:
-        count: how many of them are.
-        total: how many samples there are.
-        longest: the length of the longest.
-        limit: the longest that a batch can hold.
-    """
+    """Samples are longer than every length with a known batch size."""
 
     def __init__(self, count: int, total: int, longest: int, limit: int, what: str, remedy: str) -> None:
         self.count = count
@@ -205,13 +194,7 @@ class SamplesTooLong(BatchFinderError, ValueError):
 
 
 class MissingExtra(BatchFinderError):
-    """A package that is needed is not installed.
-
-    Attributes:
-        package: its name.
-        extra: the extra of batchfinder that installs it.
-        what: what needs it.
-    """
+    """A package that is needed is not installed."""
 
     def __init__(self, package: str, extra: str, what: str) -> None:
         self.package = package
@@ -238,13 +221,7 @@ class CardNeeded(BatchFinderError):
 
 
 class RankFailed(BatchFinderError):
-    """Another rank raised an error, so that this one cannot go on either.
-
-    Attributes:
-        rank: the process that raised.
-        what: what it was doing, in words.
-        raised: the error, in words.
-    """
+    """Another rank raised an error, so that this one cannot go on either."""
 
     def __init__(self, rank: int, size: int, what: str, raised: str) -> None:
         self.rank = rank
@@ -258,13 +235,7 @@ class RankFailed(BatchFinderError):
 
 
 class RankLost(BatchFinderError):
-    """Another rank has ended, or did not answer within the time limit.
-
-    Attributes:
-        rank: the process that waited.
-        seconds: the time limit.
-        detail: the error of the library that waited.
-    """
+    """Another rank has ended, or did not answer within the time limit."""
 
     def __init__(self, rank: int, size: int, seconds: float, detail: str) -> None:
         self.rank = rank
@@ -279,12 +250,7 @@ class RankLost(BatchFinderError):
 
 
 class CacheFailed(BatchFinderError):
-    """The cache cannot be read or written.
-
-    Attributes:
-        url: where.
-        reason: the error of the file system.
-    """
+    """The cache cannot be read or written."""
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = url
@@ -293,12 +259,3 @@ class CacheFailed(BatchFinderError):
             f"the cache at {url} cannot be used: {reason}. "
             "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
         )
-
-
-def _how(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"signal {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"signal {-exit_code}"

@@ -48,7 +48,7 @@ def retrying(
     """
     if attempts < 1:
         raise InvalidValue("attempts", attempts, "at least 1")
-    is_transient = _predicate(on)
+    is_transient = (lambda error: isinstance(error, on)) if isinstance(on, type | tuple) else on
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
@@ -64,9 +64,6 @@ def retrying(
                     failed.append(error)
                     return None
 
-            def again(state: tenacity.RetryCallState) -> bool:
-                return bool(failed) and is_transient(failed[0])
-
             def pause(seconds: float) -> None:
                 failed.clear()
                 if between is not None:
@@ -74,7 +71,7 @@ def retrying(
                 time.sleep(seconds)
 
             answer = tenacity.Retrying(
-                retry=again,
+                retry=lambda state: bool(failed) and is_transient(failed[0]),
                 stop=tenacity.stop_after_attempt(attempts),
                 wait=tenacity.wait_exponential(multiplier=wait, max=max_wait),
                 sleep=pause,
@@ -87,12 +84,3 @@ def retrying(
         return call
 
     return decorate
-
-
-def _predicate(
-    on: type[Exception] | tuple[type[Exception], ...] | Callable[[Exception], bool],
-) -> Callable[[Exception], bool]:
-    if isinstance(on, type | tuple):
-        kinds = on
-        return lambda error: isinstance(error, kinds)
-    return on

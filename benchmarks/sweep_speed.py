@@ -166,7 +166,7 @@ class RecordedProbe:
         self._probe = probe
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        later = self._probe.exact_steady_state(batch_size, shape)
+        later = self._probe.steady_state(batch_size, shape, exact=True)
         timeline = later.timeline
         if not later.fits:
             return Measurement(Verdict.OUT_OF_MEMORY)

@@ -19,7 +19,7 @@ BELOW_THE_LINE = (
 )
 # These run in the process that prints: the recording process imports torch for them.
 ALSO_WITHOUT = (
-    *("cli", "report", "training.child_process", "training.spec", "recording.client", "recording.simulation"),
+    *("cli", "report", "training.child_process", "training.spec", "recording.simulation"),
     *("models.catalog", "reproductions"),
 )
 ALLOWED_ABOVE_BARE_PYTHON_SECONDS = 0.15
@@ -107,3 +107,25 @@ def test_public_names_are_all_there() -> None:
     for name in batchfinder.__all__:
         getattr(batchfinder, name)
     assert not hasattr(batchfinder, "nothing")
+
+
+def test_every_module_first() -> None:
+    """Each module can be the first of the package that is imported: no two import each other."""
+    names = [name for name in modules(("",)) if "__main__" not in name]
+    assert len(names) > 100
+    code = f"""
+import importlib, os, traceback
+import torch, transformers, pytorch_lightning
+for name in {names!r}:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(name)
+"""
+    assert python(code) == ""

@@ -31,26 +31,18 @@ class CacheKey:
 
     Attributes:
         model: the fingerprint of structure, shapes, dtypes and which parameters train.
-        gpu: the device's name.
-        total_bytes: what the device has.
         usable_bytes: what of it the search could use: the budget less the context.
-        seq_len: tokens per sample; None for data of one fixed shape.
-        mode: `train`, `forward` or `inference`.
         precision: as the caller spells it: `fp32`, `bf16-mixed`, ...
-        optimizer: its name.
         optimizer_options: those that change its memory, as `models.fingerprint.fingerprint_optimizer` has them.
         attention: `eager`, `sdpa`, `flash`, or empty for the model's own.
-        gradient_checkpointing: whether activations are recomputed.
         accumulation: micro-batches per optimizer step in the probed step.
         allocator: settings of the caching allocator (`PYTORCH_CUDA_ALLOC_CONF`).
-        max_batch_size: the search's cap; None for none.
         floor: the smallest size that was of interest.
         multiple_of: the search's granularity; 1 for any size.
         tolerance: the gap at which the search may end, as a fraction; 0 for exact.
         headroom_bytes: what had to stay free.
         source: `simulated` or `measured`.
         versions: versions of the libraries that took part, batchfinder's own included.
-        extra: whatever else changes the answer.
     """
 
     model: str

@@ -8,7 +8,9 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
-from typing import TypeVar
+from enum import Enum
+from types import NoneType
+from typing import Any
 
 from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue
@@ -16,8 +18,6 @@ from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Tr
 
 SCHEMA = 4
 """Raised, too, when what counts as fitting or the meaning of a key changes: 4 has the shorter fingerprint."""
-
-T = TypeVar("T")
 
 
 class DamagedRecord(BatchFinderError):
@@ -33,8 +33,6 @@ class Record:
     """The result kept for one key.
 
     Attributes:
-        key: everything that the answer depends on.
-        result: as the search returned it.
         created: when it was written, with a time zone.
         label: the model's name, for lists; the key has its fingerprint. Empty where none was given.
     """
@@ -51,22 +49,47 @@ def encode(record: Record) -> bytes:
     Raises:
         InvalidValue: the result came from a cache itself, or holds a value that JSON does not have.
     """
-    if record.result.source == "cache":
+    result = record.result
+    if result.source == "cache":
         raise InvalidValue("source of a result to be cached", "cache", "simulated or measured, where it came from")
     try:
+        trials: list[Json] = [
+            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_measurement_as_json(trial.measurement)]
+            for trial in result.trials
+        ]
         body: dict[str, Json] = {
             "schema": SCHEMA,
             "created": record.created.isoformat(),
             "label": record.label,
             "key": record.key.as_dict(),
-            "outcome": _result_as_json(record.result),
+            "outcome": {
+                "seq_len": _index(result.shape.seq_len),
+                "max_batch_size": operator.index(result.max_batch_size),
+                "stop": result.stop.name,
+                "measurement": None if result.measurement is None else _measurement_as_json(result.measurement),
+                "trials": trials,
+                "source": result.source,
+                "unmodelled": list(result.unmodelled),
+                "free_bytes": _index(result.free_bytes),
+            },
         }
-        body["checksum"] = _checksum(body)
+        body["checksum"] = hashlib.sha256(canonical_json(body).encode()).hexdigest()
         return write_members(body)
     except (TypeError, ValueError) as error:
-        raise InvalidValue(
-            "result to be cached", record.result, "text, whole numbers of bytes and finite seconds"
-        ) from error
+        raise InvalidValue("result to be cached", result, "text, whole numbers of bytes and finite seconds") from error
+
+
+def _measurement_as_json(seen: Measurement) -> list[Json]:
+    """[verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes, resting_bytes,
+    forward_bytes]; in a trial the batch size and the sequence length stand before them.
+    """
+    peaks = _index(seen.peak_allocated_bytes), _index(seen.peak_reserved_bytes)
+    more = _index(seen.needed_bytes), _index(seen.resting_bytes), _index(seen.forward_bytes)
+    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, *more]
+
+
+def _index(value: int | None) -> int | None:
+    return None if value is None else operator.index(value)  # NumPy's whole numbers become Python's
 
 
 def write_members(body: Mapping[str, Json]) -> bytes:
@@ -81,8 +104,12 @@ def decode(data: bytes) -> Record:
     Raises:
         DamagedRecord: the bytes differ in any way from what `encode` wrote.
     """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
     try:
-        body = json.loads(data.decode("ascii"), parse_constant=_refuse)
+        body = json.loads(data.decode("ascii"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise DamagedRecord("it is cut short or not JSON") from error
     if type(body) is not dict or "schema" not in body:
@@ -93,11 +120,13 @@ def decode(data: bytes) -> Record:
         raise DamagedRecord("it is JSON, but not a cache record")
     checksum = body.pop("checksum")
     try:
-        if checksum != _checksum(body):
+        if checksum != hashlib.sha256(canonical_json(body).encode()).hexdigest():
             raise DamagedRecord("its checksum does not match")
-        created = datetime.fromisoformat(_of(str, body["created"], "created"))
-        label = _of(str, body["label"], "label")
-        record = Record(_key_from_json(body["key"]), _result_from_json(body["outcome"]), created, label)
+        created = datetime.fromisoformat(_of(body["created"], "created", str))
+        label, key = _of(body["label"], "label", str), _of(body["key"], "key", dict)
+        if set(key) != {item.name for item in fields(CacheKey)}:
+            raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(key))}")
+        record = Record(CacheKey(**key), _result_from_json(body["outcome"]), created, label)
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:
             raise DamagedRecord("it is not written the way batchfinder writes it")
@@ -106,106 +135,54 @@ def decode(data: bytes) -> Record:
     return record
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _checksum(body: dict[str, Json]) -> str:
-    return hashlib.sha256(canonical_json(body).encode()).hexdigest()
-
-
-def _result_as_json(result: SearchResult) -> dict[str, Json]:
-    return {
-        "seq_len": _index(result.shape.seq_len),
-        "max_batch_size": operator.index(result.max_batch_size),
-        "stop": result.stop.name,
-        "measurement": None if result.measurement is None else _measurement_as_json(result.measurement),
-        # [batch_size, seq_len, verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes,
-        #  resting_bytes, forward_bytes]
-        "trials": [
-            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_measurement_as_json(trial.measurement)]
-            for trial in result.trials
-        ],
-        "source": result.source,
-        "unmodelled": list(result.unmodelled),
-        "free_bytes": _index(result.free_bytes),
-    }
-
-
-def _measurement_as_json(seen: Measurement) -> list[Json]:
-    peaks = _index(seen.peak_allocated_bytes), _index(seen.peak_reserved_bytes)
-    more = _index(seen.needed_bytes), _index(seen.resting_bytes), _index(seen.forward_bytes)
-    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, *more]
-
-
-def _index(value: int | None) -> int | None:
-    return None if value is None else operator.index(value)  # NumPy's whole numbers become Python's
-
-
-def _key_from_json(value: object) -> CacheKey:
-    body = _of(dict, value, "key")
-    if set(body) != {item.name for item in fields(CacheKey)}:
-        raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(body))}")
-    return CacheKey(**body)
-
-
 def _result_from_json(value: object) -> SearchResult:
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
-    body = _of(dict, value, "outcome")
+    body = _of(value, "outcome", dict)
     if set(body) != names:
         raise DamagedRecord(f"its outcome is {value!r}")
+
+    def measurement(value: object) -> Measurement:
+        row = _of(value, "measurement", list)
+        if len(row) != 8:
+            raise DamagedRecord(f"its measurement is {value!r}")
+        return Measurement(
+            verdict=_of(row[0], "verdict", Verdict),
+            peak_allocated_bytes=_of(row[1], "peak_allocated_bytes", int, NoneType),
+            peak_reserved_bytes=_of(row[2], "peak_reserved_bytes", int, NoneType),
+            seconds=_of(row[3], "seconds", float),
+            message=_of(row[4], "message", str),
+            needed_bytes=_of(row[5], "needed_bytes", int, NoneType),
+            resting_bytes=_of(row[6], "resting_bytes", int, NoneType),
+            forward_bytes=_of(row[7], "forward_bytes", int, NoneType),
+        )
+
+    trials = []
+    for trial in _of(body["trials"], "trials", list):
+        row = _of(trial, "trial", list)
+        if len(row) != 10:
+            raise DamagedRecord(f"its trial is {trial!r}")
+        shape = Shape(_of(row[1], "seq_len", int, NoneType))
+        trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement(row[2:])))
     return SearchResult(
-        shape=Shape(_optional_int(body["seq_len"], "seq_len")),
-        max_batch_size=_of(int, body["max_batch_size"], "max_batch_size"),
-        stop=_member(StopReason, body["stop"], "stop"),
-        measurement=None if body["measurement"] is None else _measurement_from_json(body["measurement"]),
-        trials=tuple(_trial_from_json(trial) for trial in _of(list, body["trials"], "trials")),
-        source=_of(str, body["source"], "source"),
-        unmodelled=tuple(_of(str, text, "unmodelled") for text in _of(list, body["unmodelled"], "unmodelled")),
-        free_bytes=_optional_int(body["free_bytes"], "free_bytes"),
+        shape=Shape(_of(body["seq_len"], "seq_len", int, NoneType)),
+        max_batch_size=_of(body["max_batch_size"], "max_batch_size", int),
+        stop=_of(body["stop"], "stop", StopReason),
+        measurement=None if body["measurement"] is None else measurement(body["measurement"]),
+        trials=tuple(trials),
+        source=_of(body["source"], "source", str),
+        unmodelled=tuple(_of(text, "unmodelled", str) for text in _of(body["unmodelled"], "unmodelled", list)),
+        free_bytes=_of(body["free_bytes"], "free_bytes", int, NoneType),
     )
 
 
-def _trial_from_json(value: object) -> Trial:
-    row = _of(list, value, "trial")
-    if len(row) != 10:
-        raise DamagedRecord(f"its trial is {value!r}")
-    shape = Shape(_optional_int(row[1], "seq_len"))
-    return Trial(_of(int, row[0], "batch_size"), shape, _measurement_from_json(row[2:]))
-
-
-def _measurement_from_json(value: object) -> Measurement:
-    row = _of(list, value, "measurement")
-    if len(row) != 8:
-        raise DamagedRecord(f"its measurement is {value!r}")
-    return Measurement(
-        verdict=_member(Verdict, row[0], "verdict"),
-        peak_allocated_bytes=_optional_int(row[1], "peak_allocated_bytes"),
-        peak_reserved_bytes=_optional_int(row[2], "peak_reserved_bytes"),
-        seconds=_of(float, row[3], "seconds"),
-        message=_of(str, row[4], "message"),
-        needed_bytes=_optional_int(row[5], "needed_bytes"),
-        resting_bytes=_optional_int(row[6], "resting_bytes"),
-        forward_bytes=_optional_int(row[7], "forward_bytes"),
-    )
-
-
-def _of(kind: type[T], value: object, what: str) -> T:
-    """Take a value that must be of exactly this type: True is no number here."""
-    if type(value) is not kind:
-        raise DamagedRecord(f"its {what} is {value!r}")
-    return value
-
-
-def _optional_int(value: object, what: str) -> int | None:
-    return None if value is None else _of(int, value, what)
-
-
-def _member(choices: type[T], value: object, what: str) -> T:
-    member = getattr(choices, "__members__", {}).get(value) if type(value) is str else None
-    if not isinstance(member, choices):
-        raise DamagedRecord(f"its {what} is {value!r}")
-    return member
+def _of(value: Any, what: str, *kinds: type) -> Any:
+    """A value that must be of exactly one of these types: True is no number here. Of an enumeration, by its name."""
+    if issubclass(kinds[0], Enum):
+        if type(value) is str and value in kinds[0].__members__:
+            return kinds[0][value]
+    elif type(value) in kinds:
+        return value
+    raise DamagedRecord(f"its {what} is {value!r}")
 
 
 EXPORT_FORMAT = 1

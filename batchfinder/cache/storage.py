@@ -14,14 +14,10 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchfinder.errors import CacheFailed
 from batchfinder.retry import retrying
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
 
@@ -35,13 +31,10 @@ def _is_transient(error: Exception) -> bool:
     )
 
 
-def _is_transient_on_write(error: Exception) -> bool:
-    # Another process cleared the directory between two of our steps.
-    return _is_transient(error) or isinstance(error, FileNotFoundError)
-
-
 class Storage:
     """A directory of named byte strings. Nothing is imported, opened or created before the first use.
+
+    Every method raises `CacheFailed` where the place cannot be used.
 
     Args:
         url: a path or any fsspec URL; a relative path means the current directory of now, not of the first use.
@@ -53,163 +46,124 @@ class Storage:
         self._removed_stale = False
 
     def read(self, name: str) -> bytes | None:
-        """Return a name's bytes, None when there are none.
-
-        Raises:
-            CacheFailed: the place cannot be read.
-        """
-        with self._failures():
+        """Return a name's bytes, None when there are none."""
+        with self._opened() as (fs, root, _):
             try:
-                return retrying(_is_transient)(self._read)(name)
+                data: bytes = retrying(_is_transient)(fs.cat_file)(_join(root, name))
             except FileNotFoundError:
                 return None
+            return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Give a name these bytes, in place of any it had.
+        """Give a name these bytes, in place of any it had."""
+        with self._opened() as (fs, root, is_local):
 
-        Raises:
-            CacheFailed: the place cannot be written.
-        """
-        with self._failures():
-            retrying(_is_transient_on_write)(self._write)(name, data)
-            if self._is_local and not self._removed_stale:
-                self._removed_stale = True
-                self._remove_temporary(older_than=STALE_SECONDS)
+            def replace_whole() -> None:
+                if not is_local:
+                    _put(fs, root, name, data)
+                    return
+                temporary = f".{name}.{os.urandom(16).hex()}.tmp"
+                try:
+                    _put(fs, root, temporary, data)
+                    os.replace(_join(root, temporary), _join(root, name))
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(_join(root, temporary))
+                    raise
+
+            # A FileNotFoundError: another process cleared the directory between two of our steps.
+            retrying(lambda error: _is_transient(error) or isinstance(error, FileNotFoundError))(replace_whole)()
+        if is_local and not self._removed_stale:
+            self._removed_stale = True
+            self.remove_temporary(older_than=STALE_SECONDS)
 
     def names(self) -> list[str]:
-        """Return every name, sorted; temporary files have none.
-
-        Raises:
-            CacheFailed: the place cannot be read.
-        """
-        with self._failures():
-            return sorted(name for name, _ in self._entries() if not _TEMPORARY.fullmatch(name))
+        """Return every name, sorted; temporary files have none."""
+        return sorted(name for name in self._files() if not _TEMPORARY.fullmatch(name))
 
     def remove(self, name: str) -> bool:
-        """Remove a name; returns whether it was there.
-
-        Raises:
-            CacheFailed: the place cannot be written.
-        """
-        with self._failures():
+        """Remove a name; returns whether it was there."""
+        with self._opened() as (fs, root, _):
             try:
-                retrying(_is_transient)(self._fs.rm_file)(self._path(name))
+                retrying(_is_transient)(fs.rm_file)(_join(root, name))
             except FileNotFoundError:
                 return False
             return True
 
-    def remove_temporary(self) -> None:
-        """Remove the temporary files of every writer; one that is writing now starts its write again.
+    def remove_temporary(self, older_than: float = 0.0) -> None:
+        """Remove the temporary files of every writer, but not those changed within so many seconds.
 
-        Raises:
-            CacheFailed: the place cannot be written.
+        A writer that is at work starts its write again.
         """
-        with self._failures():
-            self._remove_temporary(older_than=0.0)
+        now = time.time()
+        for name, changed in self._files().items():
+            if _TEMPORARY.fullmatch(name) and now - changed >= older_than:
+                self.remove(name)
 
     def check_writable(self) -> None:
-        """Write and remove a file, to check before any work is done that this is possible.
-
-        Raises:
-            CacheFailed: the place cannot be written.
-        """
-        with self._failures():
+        """Write and remove a file, to check before any work is done that this is possible."""
+        with self._opened() as (fs, root, _):
             name = f".writable.{os.urandom(16).hex()}.tmp"
-            self._make_directory()
-            self._put(name, b"batchfinder was here\n")
-            self._fs.rm_file(self._path(name))
+            _put(fs, root, name, b"batchfinder was here\n")
+            fs.rm_file(_join(root, name))
 
-    @cached_property
-    def _opened(self) -> tuple[AbstractFileSystem, str, bool]:
-        from fsspec.core import url_to_fs  # 45 ms, most of it asyncio
-        from fsspec.implementations.local import LocalFileSystem
-
-        fs, root = url_to_fs(self.url)
-        return fs, root, isinstance(fs, LocalFileSystem)
-
-    @property
-    def _fs(self) -> Any:
-        return self._opened[0]
-
-    @property
-    def _is_local(self) -> bool:
-        return self._opened[2]
-
-    def _path(self, name: str) -> str:
-        return f"{self._opened[1].rstrip('/')}/{name}"
-
-    def _read(self, name: str) -> bytes:
-        data: bytes = self._fs.cat_file(self._path(name))
-        return data
-
-    def _write(self, name: str, data: bytes) -> None:
-        self._make_directory()
-        if not self._is_local:
-            self._put(name, data)
-            return
-        temporary = f".{name}.{os.urandom(16).hex()}.tmp"
-        try:
-            self._put(temporary, data)
-            os.replace(self._path(temporary), self._path(name))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path(temporary))
-            raise
-
-    def _put(self, name: str, data: bytes) -> None:
-        if self._is_local:
-            with self._fs.open(self._path(name), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            return
-        try:
-            self._fs.pipe_file(self._path(name), data)
-        except FileNotFoundError:
-            # Object stores need no directories. Elsewhere make the last one only: with its parents, s3fs would create
-            # a bucket out of a misspelt name.
-            self._fs.mkdir(self._opened[1], create_parents=False)
-            self._fs.pipe_file(self._path(name), data)
-
-    def _make_directory(self) -> None:
-        if self._is_local:
-            self._fs.makedirs(self._opened[1], exist_ok=True)
-
-    def _entries(self) -> Iterator[tuple[str, float]]:
-        """Every file's name and time of last change (0 where the file system keeps none)."""
-        self._fs.invalidate_cache(self._opened[1])  # s3fs and others remember listings
-        try:
-            entries = self._fs.ls(self._opened[1], detail=True)
-        except FileNotFoundError:
-            return
-        if not self._fs.isdir(self._opened[1]):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        for entry in entries:
-            if entry["type"] == "file":
-                yield entry["name"].rsplit("/", 1)[-1], entry.get("mtime", 0.0)
-
-    def _remove_temporary(self, older_than: float) -> None:
-        now = time.time()
-        for name, changed in self._entries():
-            if _TEMPORARY.fullmatch(name) and now - changed >= older_than:
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(name))
+    def _files(self) -> dict[str, float]:
+        """When each file was changed last, by its name; 0 where the file system does not say."""
+        with self._opened() as (fs, root, _):
+            fs.invalidate_cache(root)  # s3fs and others remember listings
+            try:
+                entries = fs.ls(root, detail=True)
+            except FileNotFoundError:
+                return {}
+            if not fs.isdir(root):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            files = (entry for entry in entries if entry["type"] == "file")
+            return {entry["name"].rsplit("/", 1)[-1]: entry.get("mtime", 0.0) for entry in files}
 
     @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turn whatever a file system raises into `CacheFailed`: cloud libraries have trees of their own."""
+    def _opened(self) -> Iterator[tuple[Any, str, bool]]:
+        """The file system, the directory's path in it, and whether it is this machine's.
+
+        Whatever a file system raises becomes `CacheFailed`: cloud libraries have trees of their own.
+        """
+        fs: Any = None
+        root = ""
         try:
-            yield
+            from fsspec.core import url_to_fs  # 45 ms, most of it asyncio
+            from fsspec.implementations.local import LocalFileSystem
+
+            fs, root = url_to_fs(self.url)
+            yield fs, root, isinstance(fs, LocalFileSystem)
+        except CacheFailed:
+            raise
         except Exception as error:
-            raise CacheFailed(self.url, self._reason(error)) from error
+            words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = words.rstrip(". \n") or type(error).__name__
+            with contextlib.suppress(Exception):
+                if isinstance(error, OSError) and fs.isfile(root):
+                    reason = "it is a file, not a directory"
+            raise CacheFailed(self.url, reason) from error
 
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, OSError) and self._is_file():
-            return "it is a file, not a directory"
-        words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return words.rstrip(". \n") or type(error).__name__
 
-    def _is_file(self) -> bool:
-        with contextlib.suppress(Exception):
-            return bool(self._fs.isfile(self._opened[1]))
-        return False
+def _join(root: str, name: str) -> str:
+    return f"{root.rstrip('/')}/{name}"
+
+
+def _put(fs: Any, root: str, name: str, data: bytes) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    path = _join(root, name)
+    if isinstance(fs, LocalFileSystem):
+        fs.makedirs(root, exist_ok=True)
+        with fs.open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return
+    try:
+        fs.pipe_file(path, data)
+    except FileNotFoundError:
+        # Object stores need no directories. Elsewhere make the last one only: with its parents, s3fs would create a
+        # bucket out of a misspelt name.
+        fs.mkdir(root, create_parents=False)
+        fs.pipe_file(path, data)

@@ -43,6 +43,9 @@ class Store:
     Args:
         url: a path or any fsspec URL (`s3://bucket/cache`, `memory://cache`); None for `default_cache_url()`.
 
+    Attributes:
+        url: where it is; a local path is absolute.
+
     Example:
         >>> store = Store("memory://example")
         >>> [record.result.max_batch_size for record in store.records()]
@@ -51,20 +54,13 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
         self._storage = Storage(default_cache_url() if url is None else url)
-
-    @property
-    def url(self) -> str:
-        """Where it is; a local path is absolute."""
-        return self._storage.url
+        self.url = self._storage.url
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
     def get(self, key: CacheKey) -> SearchResult | None:
-        """Look up a result. A damaged record counts as none, with a `DamagedRecordWarning`.
-
-        Returns:
-            The result as it was put, with its original source; None when there is none.
+        """The result as it was put; None when there is none, or with a `DamagedRecordWarning` a damaged one.
 
         Raises:
             CacheFailed: the place cannot be read.
@@ -101,25 +97,17 @@ class Store:
         Raises:
             CacheFailed: the place cannot be read.
         """
-        for name in self._names():
-            record = self._load(name) if name.startswith(digest) else None
+        for name in self._storage.names():
+            record = self._load(name) if _NAME.fullmatch(name) and name.startswith(digest) else None
             if record is not None:
                 yield record
 
     def keys(self) -> Iterator[CacheKey]:
-        """The key of every record that can be read.
-
-        Raises:
-            CacheFailed: the place cannot be read.
-        """
+        """The key of every record that can be read; raises as `records`."""
         return (record.key for record in self.records())
 
     def remove(self, key: CacheKey) -> bool:
-        """Remove one record; returns whether there was one.
-
-        Raises:
-            CacheFailed: the place cannot be written.
-        """
+        """Remove one record; returns whether there was one. Raises as `clear`."""
         return self._storage.remove(_name(key))
 
     def clear(self) -> int:
@@ -129,7 +117,7 @@ class Store:
             CacheFailed: the place cannot be written.
         """
         self._storage.remove_temporary()
-        return sum(self._storage.remove(name) for name in self._names())
+        return sum(self._storage.remove(name) for name in self._storage.names() if _NAME.fullmatch(name))
 
     def check_writable(self) -> None:
         """Check, before any work is done, that results can be kept.
@@ -138,9 +126,6 @@ class Store:
             CacheFailed: the place cannot be written.
         """
         self._storage.check_writable()
-
-    def _names(self) -> list[str]:
-        return [name for name in self._storage.names() if _NAME.fullmatch(name)]
 
     def _load(self, name: str) -> Record | None:
         data = self._storage.read(name)
@@ -170,18 +155,16 @@ class ResultEntry(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One key's place in a store, which `find_max_batch_size` takes as its cache."""
+    """One key's place in a store; see `Store.get` and `Store.put`."""
 
     store: Store
     key: CacheKey
     label: str = ""
 
     def get(self) -> SearchResult | None:
-        """Look up the result; see `Store.get`."""
         return self.store.get(self.key)
 
     def put(self, result: SearchResult) -> None:
-        """Keep a result; see `Store.put`."""
         self.store.put(self.key, result, self.label)
 
 

@@ -19,64 +19,58 @@ _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 def main(arguments: argparse.Namespace) -> int:
     """Run one of its commands."""
-    commands = {"list": _list, "show": _show, "clear": _clear, "export": _export, "import": _import}
-    commands[arguments.cache_command](Store(arguments.cache), arguments)
+    store, command = Store(arguments.cache), arguments.cache_command
+    if command == "list":
+        records = sorted(store.records(), key=lambda record: (record.label, record.key.gpu, record.key.seq_len or 0))
+        if arguments.json:
+            found = {"url": store.url, "records": [json.loads(encode(record)) for record in records]}
+            print(json.dumps(found, indent=1))
+        elif records:
+            list_table(records, store.url).show()
+        else:
+            print(f"the cache at {store.url} is empty")
+    elif command == "show":
+        record = _one(store, arguments.record)
+        if arguments.json:
+            print(json.dumps(json.loads(encode(record)), indent=1))
+        else:
+            for number, table in enumerate(record_tables(record)):
+                print(end="\n" if number else "")
+                table.show()
+    elif command == "clear":
+        if arguments.record:
+            chosen = {record.key.digest: record for record in (_one(store, digits) for digits in arguments.record)}
+            gone = sum(store.remove(record.key) for record in chosen.values())
+        else:
+            gone = store.clear()
+        print(f"{gone} record{'s' * (gone != 1)} removed from {store.url}")
+    elif command == "export":
+        records = list(store.records())
+        text = write_export(records)
+        if arguments.file == "-":
+            print(text, end="")
+        else:
+            write_file("FILE", arguments.file, text)
+            print(f"{len(records)} record{'s' * (len(records) != 1)} of {store.url} written to {arguments.file}")
+    else:
+        _import(store, arguments.file)
     return 0
 
 
-def _list(store: Store, arguments: argparse.Namespace) -> None:
-    records = sorted(store.records(), key=lambda record: (record.label, record.key.gpu, record.key.seq_len or 0))
-    if arguments.json:
-        print(json.dumps({"url": store.url, "records": [json.loads(encode(record)) for record in records]}, indent=1))
-    elif records:
-        list_table(records, store.url).show()
-    else:
-        print(f"the cache at {store.url} is empty")
-
-
-def _show(store: Store, arguments: argparse.Namespace) -> None:
-    record = _one(store, arguments.record)
-    if arguments.json:
-        print(json.dumps(json.loads(encode(record)), indent=1))
-        return
-    for number, table in enumerate(record_tables(record)):
-        print(end="\n" if number else "")
-        table.show()
-
-
-def _clear(store: Store, arguments: argparse.Namespace) -> None:
-    if arguments.record:
-        chosen = {record.key.digest: record for record in (_one(store, digits) for digits in arguments.record)}
-        gone = sum(store.remove(record.key) for record in chosen.values())
-    else:
-        gone = store.clear()
-    print(f"{_count(gone)} removed from {store.url}")
-
-
-def _export(store: Store, arguments: argparse.Namespace) -> None:
-    records = list(store.records())
-    text = write_export(records)
-    if arguments.file == "-":
-        print(text, end="")
-        return
-    write_file("FILE", arguments.file, text)
-    print(f"{_count(len(records))} of {store.url} written to {arguments.file}")
-
-
-def _import(store: Store, arguments: argparse.Namespace) -> None:
+def _import(store: Store, file: str) -> None:
     store.check_writable()
     try:
         # All are read before the first is kept: a damaged file changes nothing.
-        records = list(read_export(read_file("FILE", arguments.file)))
+        records = list(read_export(read_file("FILE", file)))
     except DamagedRecord as damage:
-        raise InvalidValue("FILE", arguments.file, f"a file written by `cache export`; {damage.reason}") from damage
+        raise InvalidValue("FILE", file, f"a file written by `cache export`; {damage.reason}") from damage
     here = {record.key.digest: record.created for record in store.records()}
     newer = [record for record in records if record.created > here.get(record.key.digest, _LONG_AGO)]
     for record in newer:
         store.put_record(record)
     left = len(records) - len(newer)
     kept = f"; {left} skipped, as the cache has the same or a newer one" if left else ""
-    print(f"{_count(len(newer))} imported into {store.url}{kept}")
+    print(f"{len(newer)} record{'s' * (len(newer) != 1)} imported into {store.url}{kept}")
 
 
 def _one(store: Store, digits: str) -> Record:
@@ -92,10 +86,6 @@ def _one(store: Store, digits: str) -> Record:
     if len(found) > 1:
         raise InvalidValue("RECORD", digits, f"more digits: {len(found)} records begin with these")
     return found[0]
-
-
-def _count(number: int) -> str:
-    return f"{number} record" if number == 1 else f"{number} records"
 
 
 NAME_DIGITS = 12
@@ -122,10 +112,7 @@ def record_tables(record: Record) -> Iterator[Table]:
     """What one result depends on, and the sizes that were tried for it."""
     key = {name: value for name, value in record.key.as_dict().items() if value not in ({}, "")}
     names = [name.removesuffix("_bytes").replace("_", " ") for name in key]
-    values = [
-        format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else _text(value)
-        for name, value in key.items()
-    ]
+    values = [_text(value, is_bytes=name.endswith("_bytes")) for name, value in key.items()]
     result = record.result
     title = f"{record.label or record.key.model[:NAME_DIGITS]}: max batch {result.max_batch_size}"
     found = f"{result.source}, found {record.created:%Y-%m-%d %H:%M} ({result.stop.value})"
@@ -143,18 +130,16 @@ def record_tables(record: Record) -> Iterator[Table]:
             {
                 "batch size": [str(trial.batch_size) for trial in result.trials],
                 "verdict": [measurement.verdict.name.lower().replace("_", " ") for measurement in seen],
-                "peak allocated": [_bytes(measurement.peak_allocated_bytes) for measurement in seen],
-                "peak reserved": [_bytes(measurement.peak_reserved_bytes) for measurement in seen],
+                "peak allocated": [_text(measurement.peak_allocated_bytes, is_bytes=True) for measurement in seen],
+                "peak reserved": [_text(measurement.peak_reserved_bytes, is_bytes=True) for measurement in seen],
                 "seconds": [f"{measurement.seconds:.3f}" for measurement in seen],
             },
         )
 
 
-def _bytes(value: int | None) -> str:
-    return "" if value is None else format_bytes(value)
-
-
-def _text(value: object) -> str:
+def _text(value: object, is_bytes: bool = False) -> str:
+    if is_bytes and isinstance(value, int):
+        return format_bytes(value)
     if isinstance(value, dict):
         return ", ".join(f"{name}={_text(each)}" for name, each in value.items())
     if isinstance(value, list | tuple):

@@ -110,7 +110,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         (seq_len,) = seq_lens_of(request.model, asked, facts)
         line.update(f"recording {request.model}")
         probe = simulation.probe(card.device, [seq_len], request.allocator)
-        trace = probe.exact_trace(request.batch_size, Shape(seq_len))
+        trace = probe.trace(request.batch_size, Shape(seq_len), exact=True)
 
         def estimated(one: Trace) -> Estimate:
             return estimate(one, probe.memory, card.device.context_bytes, request.allocator)
@@ -136,20 +136,23 @@ def suggest(
     """Simulate other options: the memory of the batch asked for, and the largest batch on this GPU.
 
     The recordings of single changes are asked for at once, and made as many at a time as there are cores.
-
-    Args:
-        request: what was asked for.
-        simulation: of it.
-        seq_len: tokens per sample; None for data of one fixed shape.
-        line: is told what is being done.
     """
     singles: list[Changes] = [{}, *single_changes(request, simulation.facts().brings_optimizer)]
-    probes = [_probe(_with_options(request, changes), simulation, seq_len) for changes in singles]
+    probes = [_probe(request, simulation, seq_len, changes) for changes in singles]
     accumulated = []
     if request.options.mode == "train":
         again = _probe(replace(request, accumulation=max(2, request.accumulation)), simulation, seq_len)
         line.update("trying --accumulation")
-        accumulated = _accumulated(request, again, seq_len)
+        most = search_simulated(again, Shape(seq_len)).max_batch_size
+        if 0 < most < request.batch_size:
+            # The effective batch from as few micro-batches as fit, with accumulated gradients in memory. Where it
+            # cannot be divided by their number it becomes a little larger.
+            effective = request.batch_size * request.accumulation
+            times = -(-effective // most)
+            micro = -(-effective // times)
+            peak, fits = _peak(request, again, micro, Shape(seq_len))
+            typed = as_typed({"batch_size": micro, "accumulation": times})
+            accumulated = [Alternative(typed, micro, peak, fits, most, effective_batch_size=micro * times)]
     tried = []
     for changes, probe in zip(singles, probes, strict=True):
         line.update(f"trying {as_typed(changes)}" if changes else "trying the same options with other batches")
@@ -157,7 +160,7 @@ def suggest(
     together = combined(tried)
     if together is not None:
         line.update(f"trying {as_typed(together)}")
-        probe = _probe(_with_options(request, together), simulation, seq_len)
+        probe = _probe(request, simulation, seq_len, together)
         tried.append((together, _alternative(together, request, probe, seq_len)))
     unchanged, *rest = [alternative for _, alternative in tried]
     return (unchanged, *accumulated, *rest)
@@ -202,12 +205,11 @@ def as_typed(changes: Changes) -> str:
     return " ".join(typed)
 
 
-def _with_options(request: EstimateRequest, changes: Changes) -> EstimateRequest:
-    return replace(request, options=replace(request.options, **changes))
-
-
-def _probe(request: EstimateRequest, simulation: Simulation, seq_len: int | None) -> SimulatedProbe:
-    """A probe whose recordings are on their way."""
+def _probe(
+    request: EstimateRequest, simulation: Simulation, seq_len: int | None, changes: Changes | None = None
+) -> SimulatedProbe:
+    """A probe of the request with other options, whose recordings are on their way."""
+    request = replace(request, options=replace(request.options, **(changes or {})))
     spec, step = request.options.workload(request.model), request.options.step(request.accumulation)
     probe = simulation.with_spec(spec, step).probe(request.card.device, [seq_len], request.allocator)
     probe.traces.prefetch()
@@ -223,23 +225,6 @@ def _alternative(changes: Changes, request: EstimateRequest, probe: SimulatedPro
         # Some models refuse an option, or fail with it.
         return Alternative(as_typed(changes), batch_size, error=str(error).strip().splitlines()[-1])
     return Alternative(as_typed(changes), batch_size, peak, fits, most)
-
-
-def _accumulated(request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> list[Alternative]:
-    """The effective batch from as few micro-batches as fit, with accumulated gradients in memory.
-
-    Where it cannot be divided by their number it becomes a little larger.
-    """
-    shape = Shape(seq_len)
-    most = search_simulated(probe, shape).max_batch_size
-    if not 0 < most < request.batch_size:
-        return []
-    effective = request.batch_size * request.accumulation
-    times = -(-effective // most)
-    micro = -(-effective // times)
-    peak, fits = _peak(request, probe, micro, shape)
-    typed = as_typed({"batch_size": micro, "accumulation": times})
-    return [Alternative(typed, micro, peak, fits, most, effective_batch_size=micro * times)]
 
 
 def _peak(request: EstimateRequest, probe: SimulatedProbe, batch_size: int, shape: Shape) -> tuple[int, bool]:

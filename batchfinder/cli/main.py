@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import select
 import signal
 import sys
 import traceback
@@ -12,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
+from typing import Any
 
 from batchfinder.cli.parser import build_parser
 from batchfinder.errors import BatchFinderError
+from batchfinder.report.terminal import printable, tell
 
-OK, USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 0, 1, 3, 130
+OK, USER_ERROR, WRONG_USAGE, INTERNAL_ERROR, INTERRUPTED = 0, 1, 2, 3, 130
 _SIGNALLED = 128
 
 
@@ -36,35 +40,66 @@ def run_command(module: str, arguments: argparse.Namespace) -> int:
         arguments: of the command line.
     """
     if sys.platform == "win32":
-        print("batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.", file=sys.stderr)
+        tell("batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.")
         return USER_ERROR
     try:
         with _first_signal_raises(), warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *more, **others: tell(f"batchfinder: warning: {message}")
+            lost = stdout_error()
+            if lost is not None:  # before the work, where that can be seen
+                raise lost
             code: int = import_module(module).main(arguments)
             sys.stdout.flush()
             return code
     except BatchFinderError as error:
-        print(f"batchfinder: {error}", file=sys.stderr)
+        tell(f"batchfinder: {error}")
         return USER_ERROR
     except KeyboardInterrupt:
-        print("batchfinder: interrupted", file=sys.stderr)
+        tell("batchfinder: interrupted")
         return INTERRUPTED
     except _Ended as ended:
-        with suppress(OSError):  # the terminal may be gone
-            print(f"batchfinder: ended by {ended.signal.name}", file=sys.stderr)
+        tell(f"batchfinder: ended by {ended.signal.name}")
         return _SIGNALLED + ended.signal
-    except BrokenPipeError:
-        # The reader of the output is gone; Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
     except Exception as error:
-        print(
-            f"batchfinder: internal error: {type(error).__name__}: {error}\n"
-            f"The traceback is in {_log(traceback.format_exc())}; please report it with that file.",
-            file=sys.stderr,
-        )
+        lost = stdout_error() if isinstance(error, OSError) else None
+        if lost is not None:
+            # What is left in its buffer would fail again when Python closes it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if sys.stdout is None else sys.stdout.fileno())
+            if isinstance(lost, BrokenPipeError):  # its reader has what it wanted, as `head` has
+                return _SIGNALLED + signal.SIGPIPE
+            tell(f"batchfinder: the output could not be printed: {lost.strerror}.")
+            return USER_ERROR
+        import tempfile
+
+        kept, words = "", traceback.format_exc()
+        settings: dict[str, Any] = {"prefix": "batchfinder-", "suffix": ".log", "encoding": "utf-8", "delete": False}
+        with suppress(OSError), tempfile.NamedTemporaryFile("w", errors="backslashreplace", **settings) as log:
+            log.write(words)
+            kept = f"The traceback is in {log.name}; please report it with that file."
+        tell(f"batchfinder: internal error: {type(error).__name__}: {error}\n{kept or words}")
         return INTERNAL_ERROR
+
+
+def stdout_error() -> OSError | None:
+    """Why nothing can be printed: stdout is closed, nobody reads it, or its disk is full; None where it can be."""
+    if sys.stdout is None:
+        return OSError(errno.EBADF, "stdout is closed")
+    try:
+        sys.stdout.flush()
+        number = sys.stdout.fileno()
+    except (ValueError, AttributeError):  # not a file
+        return None
+    except OSError as error:
+        return error
+    try:
+        os.write(number, b"")  # a full device and a file opened to be read refuse even that
+    except OSError as error:
+        return error
+    poll = select.poll()
+    poll.register(number, 0)  # a pipe without a reader is an error that need not be asked for
+    if any(state & select.POLLERR for _, state in poll.poll(0)):
+        return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    return None
 
 
 @contextmanager
@@ -92,24 +127,17 @@ def _first_signal_raises() -> Iterator[None]:
             signal.signal(number, default)
 
 
-def _log(text: str) -> str:
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", prefix="batchfinder-", suffix=".log", encoding="utf-8", delete=False) as log:
-        log.write(text)
-    return log.name
-
-
-def _show_warning(message: Warning | str, *args: object, **kwargs: object) -> None:
-    print(f"batchfinder: warning: {message}", file=sys.stderr)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run a command, given the arguments after the program's name.
 
     Returns:
-        0 ok, 1 an error of the user's, 2 wrong usage, 3 an internal error (with a log), 130 interrupted; 129 and 143
-        ended by SIGHUP and SIGTERM.
+        0 ok, 1 an error of the user's or an output that cannot be written, 2 wrong usage, 3 an internal error (with a
+        log), 130 interrupted; 129, 141 and 143 ended by SIGHUP, by the end of the output's reader and by SIGTERM.
     """
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    for word in argv:
+        option, _, value = word.partition("=")
+        if option.startswith("--") and value == "--":  # argparse takes the value for the end of the options
+            parser.error(f"argument {printable(option, 100)}: expected one argument")
+    arguments = parser.parse_args(argv)
     return run_command(f"batchfinder.cli.{arguments.command}", arguments)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 from batchfinder.devices import Card, device_for, device_with_budget, find_gpu, find_instance
 from batchfinder.errors import InvalidValue
@@ -62,11 +62,7 @@ DEFAULT_IMAGE_SIDE = 224
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
-    """The five options of the step.
-
-    Raises:
-        InvalidValue: one has none of its known values.
-    """
+    """The five options of the step; raises as `one_of`."""
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
@@ -124,14 +120,8 @@ def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-@overload
-def whole_number(option: str, value: str) -> int: ...
-@overload
-def whole_number(option: str, value: None) -> None: ...
-@overload
-def whole_number(option: str, value: str | None) -> int | None: ...
-def whole_number(option: str, value: str | None) -> int | None:
-    """The value as a whole number of at least 1; None for an option that was not given.
+def whole_number(option: str, value: str | None) -> Any:
+    """The value as an int of at least 1; None for an option that was not given.
 
     Raises:
         InvalidValue: it is not one.

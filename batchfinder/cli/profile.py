@@ -17,7 +17,6 @@ from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
-from batchfinder.simulator.replay import OomEvent, Timeline
 from batchfinder.units import format_bytes
 
 # Moving the model and the batch is not shown.
@@ -44,60 +43,49 @@ def main(arguments: argparse.Namespace) -> int:
         (seq_len,) = seq_lens_of(model, () if asked is None else (asked,), simulation.facts())
         line.update(f"recording {model}")
         probe = simulation.probe(device, [seq_len], settings)
-        later = probe.exact_steady_state(batch_size, Shape(seq_len))
+        later = probe.steady_state(batch_size, Shape(seq_len), exact=True)
     timeline = later.timeline
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
     title = f"{model} at {size} on {device.name}, simulated"
     if arguments.plot is not None:
-        memory = bytes_over_time(probe.exact_trace(batch_size, Shape(seq_len)))
+        memory = bytes_over_time(probe.trace(batch_size, Shape(seq_len), exact=True))
         draw_profile(memory, device.usable_bytes, title, arguments.plot)
     if arguments.snapshot is not None:
-        trace = probe.exact_trace(batch_size, Shape(seq_len))
+        trace = probe.trace(batch_size, Shape(seq_len), exact=True)
         snapshot = take_snapshot(trace, CachingAllocator(probe.memory, settings))
         write_file("--snapshot", arguments.snapshot, pickled(snapshot))
+    names = ("step", "stage", "micro_batch", *_FIGURES)
+    stages: list[dict[str, Any]] = [
+        {name: getattr(stage, name) for name in names} for stage in timeline.stages if stage.stage in STAGES
+    ]
+    oom = timeline.oom
     if arguments.json:
-        found = {"stages": _stages(timeline), "oom": _oom(timeline.oom), "settled": later.settled}
-        print(json.dumps({**found, "unmodelled": list(probe.unmodelled)}, indent=1))
+        died = oom and {
+            "step": oom.moment.step,
+            "stage": oom.moment.stage,
+            "tried_bytes": oom.tried_bytes,
+            "allocated_bytes": oom.allocated_bytes,
+            "reserved_bytes": oom.reserved_bytes,
+            "message": oom.message,
+        }
+        found = {"stages": stages, "oom": died, "settled": later.settled, "unmodelled": list(probe.unmodelled)}
+        print(json.dumps(found, indent=1))
         return 0
-    details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable")
-    notes = [] if timeline.oom is None else [_out_of_memory(timeline.oom)]
+    columns: Columns = {"step": [str(stage["step"]) for stage in stages]}
+    if micro_batches > 1:
+        columns["micro-batch"] = [
+            str(stage["micro_batch"]) if stage["stage"] in ("forward", "loss", "backward") else "" for stage in stages
+        ]
+    columns["stage"] = [stage["stage"] for stage in stages]
+    for figure in _FIGURES:
+        columns[figure.removesuffix("_bytes").replace("_", " ")] = [format_bytes(stage[figure]) for stage in stages]
+    notes = []
+    if oom is not None:
+        words = " ".join(oom.message.split())
+        notes.append(f"out of memory in {oom.moment.stage} of step {oom.moment.step}: {words}")
     if not later.settled:
         notes.append("thrashing: every further step has to free the allocator's cache, which counts as not fitting")
     notes += assumptions(probe.unmodelled, arguments.explain)
-    Table(title, details, _columns(timeline, micro_batches), tuple(notes)).show()
+    details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable")
+    Table(title, details, columns, tuple(notes)).show()
     return 0
-
-
-def _stages(timeline: Timeline) -> list[dict[str, Any]]:
-    names = ("step", "stage", "micro_batch", *_FIGURES)
-    return [{name: getattr(stage, name) for name in names} for stage in timeline.stages if stage.stage in STAGES]
-
-
-def _oom(oom: OomEvent | None) -> dict[str, Any] | None:
-    if oom is None:
-        return None
-    return {
-        "step": oom.moment.step,
-        "stage": oom.moment.stage,
-        "tried_bytes": oom.tried_bytes,
-        "allocated_bytes": oom.allocated_bytes,
-        "reserved_bytes": oom.reserved_bytes,
-        "message": oom.message,
-    }
-
-
-def _out_of_memory(oom: OomEvent) -> str:
-    return f"out of memory in {oom.moment.stage} of step {oom.moment.step}: {' '.join(oom.message.split())}"
-
-
-def _columns(timeline: Timeline, micro_batches: int) -> Columns:
-    stages = _stages(timeline)
-    table: Columns = {"step": [str(stage["step"]) for stage in stages]}
-    if micro_batches > 1:
-        table["micro-batch"] = [
-            str(stage["micro_batch"]) if stage["stage"] in ("forward", "loss", "backward") else "" for stage in stages
-        ]
-    table["stage"] = [stage["stage"] for stage in stages]
-    for figure in _FIGURES:
-        table[figure.removesuffix("_bytes").replace("_", " ")] = [format_bytes(stage[figure]) for stage in stages]
-    return table

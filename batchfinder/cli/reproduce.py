@@ -30,25 +30,21 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.measured:
         device = require_card({name: reproducer.needed_bytes() for name, reproducer in reproducers.items()})
     found: list[Reproduction] = []
+    tables: list[Table] = []
     first, *_ = reproducers.values()
     with Simulation(first.WORKLOAD, StepConfig()) as simulation:
         for reproducer in reproducers.values():
             with StatusLine() as line:
                 found.append(reproducer.reproduce(Context(simulation, line.update, device)))
-            if not arguments.json:
-                for number, table in enumerate(_tables(found[-1])):
-                    print(end="" if len(found) == 1 and number == 0 else "\n\n", flush=True)
+            *others, last = found[-1].tables
+            for table in (*others, replace(last, notes=(*last.notes, *found[-1].notes))):
+                if not arguments.json:
+                    print(end="\n\n" if tables else "", flush=True)
                     table.show()
+                tables.append(table)
     if arguments.json:
         values = [reproduction.to_json() for reproduction in found]
         print(json.dumps(values if asked == ALL else values[0], indent=1))
     if arguments.markdown is not None:
-        tables = (table for reproduction in found for table in _tables(reproduction))
         write_file("--markdown", arguments.markdown, "\n".join(table.to_markdown() for table in tables))
     return 0
-
-
-def _tables(reproduction: Reproduction) -> tuple[Table, ...]:
-    """Its tables, the last of which has the notes."""
-    *others, last = reproduction.tables
-    return (*others, replace(last, notes=(*last.notes, *reproduction.notes)))

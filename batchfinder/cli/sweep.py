@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import ExitStack
 
 from batchfinder.cli.main import OK, USER_ERROR
 from batchfinder.cli.options import check_file, seq_lens_of, write_file
 from batchfinder.cli.sweep_cells import ModelCells, simulate_cells
 from batchfinder.cli.sweep_measured import measure_cells
-from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SweepRequest, read_request
+from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest, read_request
 from batchfinder.data.size_table import checked, to_json, to_lhotse
 from batchfinder.errors import BatchFinderError, CacheFailed
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.plots import check_picture, draw_sweep
 from batchfinder.report.progress import StatusLine, SweepProgress
-from batchfinder.report.sweep import SCHEMA, SweepRow, comma_separated, sweep_table
+from batchfinder.report.sweep import SCHEMA, comma_separated, sweep_table
+from batchfinder.report.terminal import tell
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
         line.update("looking for GPUs", terminal_only=True)
         request = read_request(arguments)
     for note in request.place.notes:
-        print(f"batchfinder: {note}", file=sys.stderr)
+        tell(f"batchfinder: {note}")
     progress = SweepProgress(request.conditions)
     try:
         with progress:
@@ -50,10 +50,18 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.plot is not None:
                 draw_sweep(rows, table.title, arguments.plot)
             if arguments.batch_sizes is not None or arguments.lhotse is not None:
-                _write_batch_sizes(rows, arguments)
+                found = {row.cell.seq_len: row.result.max_batch_size for row in rows}
+                sizes = checked(found)
+                if left_out := [str(seq_len) for seq_len in found if seq_len not in sizes]:
+                    lengths = ", ".join(left_out)
+                    tell(f"batchfinder: no batch size for seq_len {lengths}: not one sample fits")
+                if arguments.batch_sizes is not None:
+                    write_file("--batch-sizes", arguments.batch_sizes, to_json(sizes) + "\n")
+                if arguments.lhotse is not None:
+                    write_file("--lhotse", arguments.lhotse, json.dumps(to_lhotse(sizes)) + "\n")
             if len(rows) < len(progress.cells):
                 cached = "" if request.cache is None else "; they are cached, and the same command continues from there"
-                print(f"batchfinder: {len(rows)} of {len(progress.cells)} cells were found{cached}", file=sys.stderr)
+                tell(f"batchfinder: {len(rows)} of {len(progress.cells)} cells were found{cached}")
     return OK if complete else USER_ERROR
 
 
@@ -74,7 +82,7 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
     complete = True
 
     def expect() -> None:
-        cards = [card.name for card in request.cards]
+        cards = [card.name for card in request.place.cards]
         progress.expect([(model, card, length) for model in lengths for card in cards for length in lengths[model]])
 
     with ExitStack() as stack:
@@ -90,7 +98,7 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
                 facts = simulations[model].facts()
                 lengths[model] = seq_lens_of(model, request.seq_lens, facts, DEFAULT_SEQ_LENS)
                 expect()
-                find = measure_cells if request.measured else simulate_cells
+                find = simulate_cells if request.place.device == SIMULATED else measure_cells
                 cells = ModelCells(model, simulations[model], lengths[model], request)
                 find(cells, lambda status: progress.update(status, terminal_only=True), progress.found)
             except CacheFailed:
@@ -100,20 +108,3 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
                 complete = False
             simulations[model].close()
     return complete
-
-
-def _write_batch_sizes(rows: list[SweepRow], arguments: argparse.Namespace) -> None:
-    """The batch size for each length, for samplers.
-
-    Raises:
-        InvalidValue: not one sample fits at any length, or the data is of one fixed shape.
-    """
-    found = {row.cell.seq_len: row.result.max_batch_size for row in rows}
-    sizes = checked(found)
-    if left_out := [str(seq_len) for seq_len in found if seq_len not in sizes]:
-        lengths = ", ".join(left_out)
-        print(f"batchfinder: no batch size for seq_len {lengths}: not one sample fits", file=sys.stderr)
-    if arguments.batch_sizes is not None:
-        write_file("--batch-sizes", arguments.batch_sizes, to_json(sizes) + "\n")
-    if arguments.lhotse is not None:
-        write_file("--lhotse", arguments.lhotse, json.dumps(to_lhotse(sizes)) + "\n")

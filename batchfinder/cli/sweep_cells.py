@@ -13,8 +13,7 @@ from batchfinder.devices import Card
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.reproductions.published import published_titan_x
-from batchfinder.results import SearchResult, Shape
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.results import Shape
 from batchfinder.training.spec import StepOptions, WorkloadFacts
 
 _TITANS = ("Titan X Pascal", "GTX Titan X")
@@ -24,14 +23,7 @@ _CURVE_POINTS, _CURVE_END = 12, 1.15
 
 @dataclass(frozen=True)
 class ModelCells:
-    """The cells of one model, still to be found.
-
-    Attributes:
-        model: as it was asked for.
-        simulation: of the model.
-        seq_lens: of the cells.
-        request: the rest.
-    """
+    """The cells of one model, still to be found."""
 
     model: str
     simulation: Simulation
@@ -88,16 +80,13 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
 def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Callable[[SweepRow], object]) -> None:
     """Find every cell of a model.
 
-    Args:
-        cells: what to find.
-        status: is told what is being done.
-        found: is told of each row.
+    `status` is given lines on what is being done, `found` each row.
 
     Raises:
         BatchFinderError: the model could not be recorded.
     """
     request, facts = cells.request, cells.simulation.facts()
-    for card in request.cards:
+    for card in request.place.cards:
         for seq_len in cells.seq_lens:
             cell = cells.cell(seq_len, card)
             status(str(cell))
@@ -112,6 +101,11 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
             if entry is not None and known is None:
                 entry.put(result)
             trials = () if known else result.trials
+            curve: tuple[tuple[int, int], ...] = ()
+            if request.draw:  # from a small size to a little beyond the result, with unlimited memory
+                most = max(2, math.ceil(_CURVE_END * result.max_batch_size))
+                sizes = sorted({2 + (most - 2) * number // _CURVE_POINTS for number in range(_CURVE_POINTS + 1)})
+                curve = tuple((size, probe.needed_bytes(size, result.shape)) for size in sizes)
             found(
                 SweepRow(
                     cell,
@@ -120,13 +114,6 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
                     seconds=time.perf_counter() - start,
                     cached=known is not None,
                     unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
-                    curve=_curve(probe, result) if request.draw else (),
+                    curve=curve,
                 )
             )
-
-
-def _curve(probe: SimulatedProbe, result: SearchResult) -> tuple[tuple[int, int], ...]:
-    """(batch size, peak reserved bytes) from a small size to a little beyond the result, with unlimited memory."""
-    most = max(2, math.ceil(_CURVE_END * result.max_batch_size))
-    sizes = sorted({2 + (most - 2) * number // _CURVE_POINTS for number in range(_CURVE_POINTS + 1)})
-    return tuple((size, probe.needed_bytes(size, result.shape)) for size in sizes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from types import TracebackType
+from contextlib import closing
+from dataclasses import replace
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
@@ -18,7 +18,7 @@ from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.probe import Probe
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.sweep import Cell, SweepRow
-from batchfinder.results import SearchResult, Shape, StopReason, Trial
+from batchfinder.results import SearchResult, Shape, StopReason
 from batchfinder.simulator.probe import SimulatedProbe
 
 _NEED_IS_SIMULATED = "what a single sample needs is simulated"
@@ -29,38 +29,29 @@ _CPU_ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "L
 def measure_cells(cells: ModelCells, status: Callable[[str], object], found: Callable[[SweepRow], object]) -> None:
     """Find every cell of a model on the one device of the request, the longest sequence first.
 
-    So memory that shorter ones leave behind cannot be in its way.
-
-    Args:
-        cells: what to find; the simulation is for predictions.
-        status: is given a line on what is being done.
-        found: is given each row.
+    So memory that shorter ones leave behind cannot be in its way. The simulation is for predictions. `status` is given
+    lines on what is being done, `found` each row.
 
     Raises:
         ContextDied: the user's code killed the CUDA context, twice.
         ProbeDied: the child process ended, twice, and not for want of memory.
         UserCodeFailed: the user's code raised.
     """
-    with MeasuredCells(cells, status) as measured:
+    with closing(MeasuredCells(cells, status)) as measured:
         for seq_len in sorted(cells.seq_lens, key=lambda length: length or 0, reverse=True):
             found(measured.row(seq_len))
 
 
 class MeasuredCells:
-    """The cells of one model on one device, found by real steps.
-
-    Args:
-        cells: what may be asked for.
-        status: is given a line on what is being done.
-    """
+    """The cells of one model on one device, found by real steps."""
 
     def __init__(self, cells: ModelCells, status: Callable[[str], object]) -> None:
         self._cells = cells
         self._status = status
         self._request = request = cells.request
-        (self._card,) = request.cards
+        (self._card,) = request.place.cards
         self._place = request.place
-        self._step = cells.simulation.spec, asdict(request.step)
+        self._step = cells.simulation.spec, request.step
         self._facts = cells.simulation.facts()
         self._probe: ChildProcessProbe | None = None
         self._cell = cells.cell(None, self._card)
@@ -72,14 +63,18 @@ class MeasuredCells:
             reserve_bytes=request.reserve_bytes(self._card),
             certify=request.certify,
         )
-        self._tuner = Tuner(self, self._limits, self._open_probe, hint=self._predicted, on_trial=self._tried)
+        self._tuner = Tuner(
+            self.free_bytes,
+            self._limits,
+            self._open_probe,
+            hint=self._predicted,
+            on_trial=lambda trial: status(
+                f"{self._cell}: {trial.batch_size} {'runs' if trial.fits else 'does not run'}"
+            ),
+        )
 
-    def __enter__(self) -> MeasuredCells:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the child process."""
         if self._probe is not None:
             self._probe.close()
 
@@ -96,40 +91,32 @@ class MeasuredCells:
         found = self._tuner.find(Shape(seq_len), entry)
         cached, trials = found.result.source == "cache", found.result.trials
         result = replace(found.result, source=ChildProcessProbe.source, trials=(*found.earlier_trials, *trials))
-        if result.max_batch_size == 0:
-            result = self._with_need(result)
+        if result.max_batch_size == 0 and result.measurement is not None:
+            # What a single sample would take: tried where there is more memory than may be used, else simulated.
+            unmodelled: tuple[str, ...] = ()
+            if self._place.device == CPU:
+                with CpuProbe(*self._step, max(1, available_bytes() or 0)) as probe:
+                    needed = probe(1, result.shape).peak_reserved_bytes
+            else:
+                needed = self._simulated(lambda probe: probe.needed_bytes(1, result.shape))
+                unmodelled = (_NEED_IS_SIMULATED,)
+            if needed is not None:
+                seen = replace(result.measurement, needed_bytes=needed)
+                result = replace(result, measurement=seen, unmodelled=(*result.unmodelled, *unmodelled))
         self._longer = None if result.stop is StopReason.CAP else result
         return SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached)
 
-    def _tried(self, trial: Trial) -> None:
-        self._status(f"{self._cell}: {trial.batch_size} {'runs' if trial.fits else 'does not run'}")
-
-    def _with_need(self, result: SearchResult) -> SearchResult:
-        """What a single sample would take: tried where there is more memory than may be used, else simulated."""
-        shape, seen = result.shape, result.measurement
-        if self._place.device == CPU:
-            with CpuProbe(*self._step, max(1, available_bytes() or 0), flash=self._request.step.flash) as probe:
-                needed = probe(1, shape).peak_reserved_bytes
-            unmodelled: tuple[str, ...] = ()
-        else:
-            needed, unmodelled = self._simulated(lambda probe: probe.needed_bytes(1, shape)), (_NEED_IS_SIMULATED,)
-        if needed is None or seen is None:
-            return result
-        seen = replace(seen, needed_bytes=needed)
-        return replace(result, measurement=seen, unmodelled=(*result.unmodelled, *unmodelled))
-
     def _predicted(self, shape: Shape, max_peak_bytes: int) -> int | None:
-        """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before."""
-        cap, simulated = self._request.max_batch_size, None
-        if self._place.device != CPU:
-            simulated = self._simulated(lambda probe: search_simulated(probe, shape, cap).max_batch_size)
-        return self._scaled(shape) if simulated is None else simulated
+        """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before.
 
-    def _scaled(self, shape: Shape) -> int | None:
-        """The answer for the length before, as if a sample's memory grew with its tokens or pixels.
-
-        It grows no slower, and the length before was longer, so this errs on the low side, which costs no failure.
+        A sample's memory grows no slower than its tokens or pixels, and the length before was longer, so that one errs
+        on the low side, which costs no failure.
         """
+        if self._place.device != CPU:
+            cap = self._request.max_batch_size
+            simulated = self._simulated(lambda probe: search_simulated(probe, shape, cap).max_batch_size)
+            if simulated is not None:
+                return simulated
         if self._longer is None or not self._longer.max_batch_size:
             return None
         ratio = (self._longer.shape.seq_len or 1) / (shape.seq_len or 1)
@@ -150,22 +137,19 @@ class MeasuredCells:
 
         What is free of a GPU is asked anew by the child that takes the steps.
         """
-        if self._probe is None:
-            flash, budget = self._request.step.flash, self._place.budget
-            if self._place.device == CPU:
-                self._probe = CpuProbe(*self._step, self._max_peak_bytes(), flash=flash)
-            else:
-                self._probe = ChildProcessProbe(*self._step, self._place.device, flash=flash)
-                free_bytes = self._probe.query_gpu().free_bytes
-                usable_bytes = free_bytes if budget is None else budget.of(free_bytes)
-                self._card = replace(self._card, device=replace(self._card.device, usable_bytes=usable_bytes))
-                # Without a limit the driver's own out-of-memory is the answer.
-                limited = budget is not None or self._limits.reserve_bytes > 0
-                self._probe.limit_bytes = self._max_peak_bytes() if limited else None
-        return self._probe, self._max_peak_bytes()
-
-    def _max_peak_bytes(self) -> int:
-        return self._card.device.with_headroom(self._limits.reserve_bytes).usable_bytes
+        reserve = self._limits.reserve_bytes
+        max_peak_bytes = self._card.device.with_headroom(reserve).usable_bytes
+        if self._probe is None and self._place.device == CPU:
+            self._probe = CpuProbe(*self._step, max_peak_bytes)
+        elif self._probe is None:
+            self._probe = ChildProcessProbe(*self._step, self._place.device)
+            usable_bytes = self._place.within_budget(self._probe.query_gpu().free_bytes)
+            self._card = replace(self._card, device=replace(self._card.device, usable_bytes=usable_bytes))
+            max_peak_bytes = self._card.device.with_headroom(reserve).usable_bytes
+            # Without a limit the driver's own out-of-memory is the answer.
+            limited = self._place.budget_bytes is not None or reserve > 0
+            self._probe.limit_bytes = max_peak_bytes if limited else None
+        return self._probe, max_peak_bytes
 
     def _key(self, cell: Cell) -> CacheKey:
         """Everything that changes the answer, but for what else is on the device."""
@@ -181,7 +165,7 @@ class MeasuredCells:
             extra = {"device": "cuda", "capability": self._card.device.compute_capability}
         return replace(
             simulated,
-            usable_bytes=place.allowance_bytes,
+            usable_bytes=place.within_budget(),
             allocator={} if place.device == CPU else simulated.allocator,
             tolerance=request.tolerance,
             source=ChildProcessProbe.source,

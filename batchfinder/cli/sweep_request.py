@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from batchfinder.cache import Store
 from batchfinder.cli.options import DEFAULT_GPU, card, instance_card, step_options, whole_number
-from batchfinder.devices import Budget, Card, Device, driver_version, find_gpu, host_name, present_gpus
-from batchfinder.devices.detect import PresentGpu
+from batchfinder.devices import Card, Device, driver_version, find_gpu, host_name, present_gpus
 from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
@@ -18,7 +17,7 @@ from batchfinder.measure.host_limits import available_bytes
 from batchfinder.models.catalog import check_model_name
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepConfig, StepOptions
-from batchfinder.units import GIB, MIB, format_bytes, parse_headroom, parse_share
+from batchfinder.units import GIB, MIB, format_bytes, parse_bytes, parse_headroom, parse_share
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
 DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
@@ -37,21 +36,20 @@ class Place:
         device: `simulated`, or the device that takes real steps, as `torch.device` takes it.
         cards: what the figures are for; one where real steps are taken.
         versions: of a real GPU's driver and libraries.
-        budget: the most that may be used; None for all there is.
+        budget_bytes: the most that may be used; None for all there is.
         notes: what the user should know first.
     """
 
     device: str
     cards: tuple[Card, ...]
     versions: dict[str, str] = field(default_factory=dict)
-    budget: Budget | None = None
+    budget_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def allowance_bytes(self) -> int:
-        """The most that may be used of the one real device, whatever is free of it now."""
-        total = self.cards[0].device.total_bytes
-        return total if self.budget is None else self.budget.of(total)
+    def within_budget(self, free_bytes: int | None = None) -> int:
+        """The most that may be used of the one real device, with so much of it free, or with all of it."""
+        size = self.cards[0].device.total_bytes if free_bytes is None else free_bytes
+        return size if self.budget_bytes is None else min(self.budget_bytes, size)
 
 
 def choose_place(arguments: argparse.Namespace) -> Place:
@@ -67,86 +65,77 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     if arguments.gpu or arguments.instance is not None:
         if asked not in ("auto", SIMULATED):
             raise InvalidValue("--device", asked, "simulated or auto with --gpu or --instance, which are simulated")
-        return Place(SIMULATED, _named_cards(arguments))
-    budget = None if arguments.budget is None else Budget.parse(arguments.budget)
+        cards = [card(gpu, arguments.budget) for gpu in arguments.gpu or ()]
+        if arguments.instance is not None:
+            cards.append(instance_card(arguments.instance, arguments.budget))
+        return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
+    budget_bytes = None if arguments.budget is None else parse_bytes(arguments.budget, "--budget")
     if asked == CPU:
-        return _host(budget)
+        return _host(budget_bytes)
     if asked not in ("auto", SIMULATED):
-        return _real_gpu(asked, budget)
+        return _real_gpu(asked, budget_bytes)
     present = present_gpus()
     unusable = ""
     if asked == "auto" and present:
         try:
-            place = _real_gpu("cuda", budget)
+            place = _real_gpu("cuda", budget_bytes)
         except BatchFinderError as error:
             unusable = f". {error}"
         else:
             others = f"this machine has {len(present)} GPUs; --device cuda:1 measures on another one"
             return replace(place, notes=(others,) if len(present) > 1 else ())
-    if budget is not None:
+    if budget_bytes is not None:
         return Place(SIMULATED, (card(None, arguments.budget),))
     if not present:
         return Place(SIMULATED, (card(DEFAULT_GPU, None),))
-    cards = _unique([_present_card(gpu) for gpu in present])
-    names = ", ".join(one.name for one in cards)
-    note = f"this machine has {names}; its figures are simulated, not measured{unusable}"
-    return Place(SIMULATED, cards, notes=(note,))
+    here: dict[str, Card] = {}
+    for gpu in present:
+        try:
+            one = card(gpu.name, None)
+        except UnknownName:
+            capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
+            # nvidia-smi counts what the driver keeps: up to 3 % more than CUDA's total.
+            total = int(0.97 * gpu.smi_total_bytes)
+            usable = max(0, total - _UNKNOWN_CONTEXT_BYTES)
+            one = Card(Device(gpu.name, total, usable, capability, gpu.compute_capability is None), gpu.name)
+        here[one.name] = one
+    note = f"this machine has {', '.join(here)}; its figures are simulated, not measured{unusable}"
+    return Place(SIMULATED, tuple(here.values()), notes=(note,))
 
 
-def _named_cards(arguments: argparse.Namespace) -> tuple[Card, ...]:
-    cards = [card(gpu, arguments.budget) for gpu in arguments.gpu or ()]
-    if arguments.instance is not None:
-        cards.append(instance_card(arguments.instance, arguments.budget))
-    return _unique(cards)
-
-
-def _unique(cards: list[Card]) -> tuple[Card, ...]:
-    return tuple({one.name: one for one in cards}.values())
-
-
-def _present_card(gpu: PresentGpu) -> Card:
-    try:
-        return card(gpu.name, None)
-    except UnknownName:
-        capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
-        # nvidia-smi counts what the driver keeps: up to 3 % more than CUDA's total.
-        total = int(0.97 * gpu.smi_total_bytes)
-        usable = max(0, total - _UNKNOWN_CONTEXT_BYTES)
-        return Card(Device(gpu.name, total, usable, capability, gpu.compute_capability is None), gpu.name)
-
-
-def _real_gpu(asked: str, budget: Budget | None) -> Place:
+def _real_gpu(asked: str, budget_bytes: int | None) -> Place:
     device = "cuda:0" if asked == "cuda" else asked
     try:
         facts = query_gpu(device)
     except InvalidValue as error:
         raise InvalidValue("--device", asked, error.expected) from error
-    usable = facts.free_bytes if budget is None else budget.of(facts.free_bytes)
     try:
         name = find_gpu(facts.name).name  # published figures are found by the catalogue's name
     except UnknownName:
         name = facts.name
-    one = Device(facts.name, facts.total_bytes, usable, facts.compute_capability)
-    shown = Card(one, name if budget is None else f"{name}, {budget}")
-    return Place(device, (shown,), {**facts.versions, "driver": driver_version()}, budget)
+    versions = {**facts.versions, "driver": driver_version()}
+    usable = facts.free_bytes if budget_bytes is None else min(budget_bytes, facts.free_bytes)
+    shown = name if budget_bytes is None else f"{name}, {format_bytes(budget_bytes)} budget"
+    real = Device(facts.name, facts.total_bytes, usable, facts.compute_capability)
+    return Place(device, (Card(real, shown),), versions, budget_bytes)
 
 
-def _host(budget: Budget | None) -> Place:
+def _host(budget_bytes: int | None) -> Place:
     if sys.platform != "linux":
         raise InvalidValue("--device", CPU, f"another device: limits on a CPU's memory need Linux, not {sys.platform}")
     most = available_bytes() or GIB
-    if budget is None:
-        half = _size_text(most // 2)
-        raise InvalidValue("--budget", None, f"a size with --device cpu, such as {half}, half of what is free here")
-    if budget.limit_bytes > most:
+
+    def typed(size: int) -> str:
+        return f"{size // GIB}GiB" if size >= GIB else f"{max(1, size // MIB)}MiB"
+
+    if budget_bytes is None:
+        half = f"a size with --device cpu, such as {typed(most // 2)}, half of what is free here"
+        raise InvalidValue("--budget", None, half)
+    if budget_bytes > most:
         free = f"at most {format_bytes(most)}, the free memory less a reserve against the kernel's out-of-memory killer"
-        raise InvalidValue("--budget", _size_text(budget.limit_bytes), free)
-    device = Device(host_name(), budget.limit_bytes, budget.limit_bytes, DEFAULT_COMPUTE_CAPABILITY)
-    return Place(CPU, (Card(device, f"{device.name}, {budget}"),), {}, budget)
-
-
-def _size_text(size: int) -> str:
-    return f"{size // GIB}GiB" if size >= GIB else f"{max(1, size // MIB)}MiB"
+        raise InvalidValue("--budget", typed(budget_bytes), free)
+    device = Device(host_name(), budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY)
+    return Place(CPU, (Card(device, f"{device.name}, {format_bytes(budget_bytes)} budget"),), {}, budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -154,17 +143,12 @@ class SweepRequest:
     """A sweep to be run.
 
     Attributes:
-        models: as they were asked for.
         seq_lens: as they were asked for; empty for the defaults that suit the model.
-        place: the device that the figures are for.
-        options: of the step.
-        allocator: the caching allocator's settings.
         target_batch_size: the effective batch size to plan for; None without one.
         max_batch_size: the largest size to try; None without one.
         headroom: what stays free: a float for a share, an int for bytes.
         tolerance: how far below the largest a measured result may be, as a share.
         cache: where results are kept; None for nowhere.
-        draw: whether the results are drawn.
         certify: whether a cached measured result is tried once before it is used.
     """
 
@@ -182,16 +166,6 @@ class SweepRequest:
     certify: bool = True
 
     @property
-    def cards(self) -> tuple[Card, ...]:
-        """What the figures are for."""
-        return self.place.cards
-
-    @property
-    def measured(self) -> bool:
-        """Whether real steps are taken."""
-        return self.place.device != SIMULATED
-
-    @property
     def step(self) -> StepConfig:
         """The step; with accumulation the gradients of one micro-batch are in memory while the next one runs."""
         return self.options.step(micro_batches=1 if self.target_batch_size is None else 2)
@@ -205,7 +179,7 @@ class SweepRequest:
         Raises:
             InvalidValue: it leaves nothing.
         """
-        usable = self.place.allowance_bytes if self.measured else card.device.usable_bytes
+        usable = self.place.within_budget() if self.place.device != SIMULATED else card.device.usable_bytes
         reserve = int(self.headroom * usable) if isinstance(self.headroom, float) else self.headroom
         if reserve >= usable:
             expected = f"less than the {format_bytes(usable)} usable on {card.name}"
@@ -215,7 +189,7 @@ class SweepRequest:
     @property
     def conditions(self) -> tuple[str, ...]:
         """What the figures hold under, beyond what each row says, in words."""
-        words = [f"to within {100 * self.tolerance:g} %"] if self.measured and self.tolerance else []
+        words = [f"to within {100 * self.tolerance:g} %"] if self.place.device != SIMULATED and self.tolerance else []
         if self.headroom:
             share = isinstance(self.headroom, float)
             words.append(f"headroom {f'{100 * self.headroom:g}%' if share else format_bytes(int(self.headroom))}")
@@ -256,10 +230,10 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         draw=arguments.plot is not None,
         certify=not arguments.no_certify,
     )
-    for one in request.cards:
+    for one in request.place.cards:
         request.reserve_bytes(one)
     for option in ("batch_sizes", "lhotse"):
-        if getattr(arguments, option) is not None and len(models) * len(request.cards) > 1:
+        if getattr(arguments, option) is not None and len(models) * len(request.place.cards) > 1:
             shown = f"--{option.replace('_', '-')}"
             raise InvalidValue(shown, getattr(arguments, option), "one --model and one GPU in the sweep")
     if request.cache is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +26,7 @@ from batchfinder.errors import NotSplittable
 Path = tuple[Any, ...]
 Reading = Literal["items", "rows", "inside", "whole"]
 _IMAGE_NDIM = 3  # channels, height, width
+IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out
 
 # The usual names of a model's first input: tokens, and everything else.
 TOKEN_NAMES = frozenset({"input_ids", "token_ids", "inputs_ids", "tokens", "ids", "src"})
@@ -59,11 +60,7 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
 
 
 def rebuild(value: Any, made: list[tuple[Any, Any]]) -> Any:
-    """A container of the same make with other contents. The container itself is copied, not changed.
-
-    Args:
-        made: the contents, by the keys, fields or positions of the container's `children`.
-    """
+    """A copy of a container with other contents, by the keys, fields or positions of its `children`."""
     if isinstance(value, Mapping):
         try:
             new = copy.copy(value)
@@ -114,15 +111,15 @@ def size_of(leaf: Any) -> int | None:
 
 def is_alike(value: list[Any] | tuple[Any, ...]) -> bool:
     """Whether the items of a list could be samples: all of one type, rank and dtype, or dicts of the same keys."""
-    return not hasattr(value, "_fields") and len({_kind(item) for item in value}) == 1
-
-
-def _kind(item: Any) -> tuple[Any, ...]:
-    if isinstance(item, Tensor | np.ndarray):
-        return Tensor, item.ndim, item.dtype
-    if isinstance(item, Mapping):
-        return Mapping, frozenset(item)
-    return (type(item),)
+    kinds: set[tuple[Any, ...]] = set()
+    for item in value:
+        if isinstance(item, Tensor | np.ndarray):
+            kinds.add((Tensor, item.ndim, item.dtype))
+        elif isinstance(item, Mapping):
+            kinds.add((Mapping, frozenset(item)))
+        else:
+            kinds.add((type(item),))
+    return not hasattr(value, "_fields") and len(kinds) == 1
 
 
 def samples_in(batch: Any, layout: Layout | None = None) -> int:
@@ -131,24 +128,17 @@ def samples_in(batch: Any, layout: Layout | None = None) -> int:
     Where the parts do not agree (a table of class weights beside the samples), it is the number of rows of the tensors
     named as in `INPUT_NAMES`, or that of the first tensor if another one has as many.
 
-    Args:
-        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
-        layout: what earlier batches have shown.
-
     Raises:
         NotSplittable: the number is not clear.
     """
     layout = layout or Layout()
     rows = [
-        (path, size)
-        for path, leaf in leaves(batch)
-        if (size := size_of(leaf)) is not None and not layout.is_whole(path)
+        (path, size) for path, leaf in leaves(batch) if (size := size_of(leaf)) is not None and path not in layout.whole
     ]
     named = {size for path, size in rows if path and path[-1] in INPUT_NAMES}
     if named == {1}:
         return 1  # a batch of one sample, beside whatever else it holds
-    inside = children(batch) or ()
-    agreed = _common(_possible(child, (key,), layout) for key, child in inside) or _possible(batch, (), layout)
+    agreed = _possible_sizes(batch, (), layout, by_length=False) or _possible_sizes(batch, (), layout)
     if agreed:
         of_tensors = {size_of(leaf) for _, leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)}
         return min(agreed, key=lambda count: (count not in of_tensors, count))
@@ -157,37 +147,30 @@ def samples_in(batch: Any, layout: Layout | None = None) -> int:
     counted = [size for _, size in rows if size != 1]
     if not named and counted and Counter(counted)[counted[0]] > 1:
         return counted[0]
+    if not rows:
+        raise NotSplittable("it holds no tensors, arrays or lists")
+    places = [f"{size} ({''.join(f'[{key!r}]' for key in path) or 'the batch itself'})" for path, size in rows[:6]]
     raise NotSplittable(
-        f"its number of samples is not clear: the first dimensions of its parts are {_text(rows)}"
-        if rows
-        else "it holds no tensors, arrays or lists"
+        f"its number of samples is not clear: the first dimensions of its parts are {', '.join(places)}"
     )
 
 
-def _possible(value: Any, path: Path, layout: Layout) -> frozenset[int] | None:
+def _possible_sizes(value: Any, path: Path, layout: Layout, by_length: bool = True) -> frozenset[int] | None:
     """The numbers of samples that a part could have, empty if its contents disagree; None if it says nothing."""
     inside = children(value)
     if inside is None:
         size = size_of(value)
-        return None if size is None or layout.is_whole(path) else frozenset({size})
-    agreed = _common(_possible(child, (*path, key), layout) for key, child in inside)
-    if isinstance(value, list | tuple) and value and is_alike(value):
+        return None if size is None or path in layout.whole else frozenset({size})
+    possible = [_possible_sizes(child, (*path, key), layout) for key, child in inside]
+    known = [numbers for numbers in possible if numbers is not None]
+    above_one = [numbers for numbers in known if numbers != {1}]
+    agreed = frozenset.intersection(*(above_one or known)) if known else None
+    if by_length and isinstance(value, list | tuple) and value and is_alike(value):
         return (agreed or frozenset()) | {len(value)}
     return agreed
 
 
-def _common(possible: Iterable[frozenset[int] | None]) -> frozenset[int] | None:
-    known = [numbers for numbers in possible if numbers is not None]
-    above_one = [numbers for numbers in known if numbers != {1}]
-    return frozenset.intersection(*(above_one or known)) if known else None
-
-
-def _text(rows: list[tuple[Path, int]]) -> str:
-    return ", ".join(
-        f"{size} ({''.join(f'[{key!r}]' for key in path) or 'the batch itself'})" for path, size in rows[:6]
-    )
-
-
+@dataclasses.dataclass
 class Layout:
     """Tells which parts of a batch follow its samples, and remembers what batches of other sizes have shown.
 
@@ -196,13 +179,22 @@ class Layout:
     tensors of three dimensions are n images. Only items of one kind can be one per sample.
     """
 
-    def __init__(self) -> None:
-        self._items: set[Path] = set()
-        self._whole: set[Path] = set()
+    items: set[Path] = dataclasses.field(default_factory=set)  # lists that are known to have one item per sample
+    whole: set[Path] = dataclasses.field(default_factory=set)  # leaves that are known to be the same for all samples
 
-    def learn(self, batch: Any, samples: int) -> None:
-        """Remember which parts of a batch follow its samples, and which do not."""
-        self._learn(batch, (), samples)
+    def learn(self, batch: Any, samples: int, path: Path = ()) -> None:
+        """Remember which parts of a batch, or of the part at a path, follow its samples, and which do not."""
+        inside = children(batch)
+        if inside is None:
+            if size_of(batch) not in (None, samples):
+                self.whole.add(path)
+            return
+        contents = _list_contents(batch, path, samples)
+        if contents == "samples":
+            self.items.add(path)
+        elif contents != "images":
+            for key, child in inside:
+                self.learn(child, samples, (*path, key))
 
     def read(self, value: Any, path: Path, samples: int) -> Reading:
         """How a part of a batch follows its samples.
@@ -211,44 +203,21 @@ class Layout:
             `items`, a list or tuple of one item per sample; `rows`, a tensor, array or plain list of one row for each;
             `inside`, a container whose contents are to be read; `whole`, the same for all samples.
         """
-        inside = children(value)
-        if inside is not None:
-            return "items" if self._is_items(value, path, samples) else "inside"
-        return "rows" if size_of(value) == samples and path not in self._whole else "whole"
-
-    def is_whole(self, path: Path) -> bool:
-        """Whether a part is known to be the same for all samples."""
-        return path in self._whole
-
-    def _learn(self, value: Any, path: Path, samples: int) -> None:
-        inside = children(value)
-        if inside is None:
-            if size_of(value) not in (None, samples):
-                self._whole.add(path)
-            return
-        if _is_list(value) and len(value) == samples:
-            if is_alike(value) and not _is_fields(value, samples):
-                self._items.add(path)
-                return
-            if _is_images(value, path):
-                return
-        for key, child in inside:
-            self._learn(child, (*path, key), samples)
-
-    def _is_items(self, value: Any, path: Path, samples: int) -> bool:
-        if not _is_list(value) or len(value) != samples or not is_alike(value):
-            return False
-        return path in self._items or not _is_fields(value, samples) or _is_images(value, path)
+        if children(value) is None:
+            return "rows" if size_of(value) == samples and path not in self.whole else "whole"
+        contents = _list_contents(value, path, samples)
+        if contents == "samples":
+            return "items"
+        shown = contents == "images" or (contents == "fields" and path in self.items)
+        return "items" if shown and is_alike(value) else "inside"
 
 
-def _is_images(value: Any, path: Path) -> bool:
-    return bool(path) and all(isinstance(item, Tensor) and item.ndim == _IMAGE_NDIM for item in value)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
-
-
-def _is_fields(value: list[Any] | tuple[Any, ...], samples: int) -> bool:
+def _list_contents(value: Any, path: Path, samples: int) -> Literal["samples", "images", "fields"] | None:
+    """What a list with as many items as there are samples holds, to all appearance; None for anything else."""
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != samples:
+        return None
     sizes = [size_of(leaf) for item in value for _, leaf in leaves(item) if isinstance(leaf, Tensor | np.ndarray)]
-    return bool(sizes) and all(size == samples for size in sizes)
+    if is_alike(value) and not (sizes and all(size == samples for size in sizes)):
+        return "samples"
+    images = bool(path) and all(isinstance(item, Tensor) and item.ndim == _IMAGE_NDIM for item in value)
+    return "images" if images else "fields"

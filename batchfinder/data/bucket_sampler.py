@@ -11,9 +11,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import distributed
@@ -28,137 +26,12 @@ _GROUPS_PER_OCTAVE = 32
 """With a token budget: samples within 2 % of each other's length are shuffled with each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The samples that all ranks train at the same time, as places in an epoch's layout.
-
-    Attributes:
-        start: the first of them.
-        stop: behind the last of them.
-        pool: the first of the samples, up to `start`, that may be repeated to fill the step up.
-    """
+class Step(NamedTuple):
+    """The samples that all ranks train at the same time, as places in an epoch's layout."""
 
     start: int
     stop: int
-    pool: int
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """The samples that take part, by group.
-
-    Attributes:
-        samples: their indices in the dataset, ascending. Shape: (samples,).
-        groups: the group of each, from 0 in the order of the layout. Shape: (samples,).
-        batch_sizes: of each group, on one rank.
-        joined: whether a step that a group does not fill goes on with samples of the next group.
-        left_out: how many samples were dropped for their length.
-    """
-
-    samples: torch.Tensor
-    groups: torch.Tensor
-    batch_sizes: tuple[int, ...]
-    joined: bool
-    left_out: int
-
-    def steps(self, num_replicas: int, drop_last: bool) -> list[Step]:
-        """Cut the layout into steps.
-
-        Args:
-            drop_last: whether steps that are not full are left out; else they are smaller.
-        """
-        counts = torch.bincount(self.groups, minlength=len(self.batch_sizes)).tolist()
-        steps, position, end, total = [], 0, 0, len(self.samples)
-        for count, batch_size in zip(counts, self.batch_sizes, strict=True):
-            begin, end = end, end + count
-            whole = batch_size * num_replicas
-            while position < end:
-                stop = min(position + whole, total if self.joined else end)
-                if stop - position == whole or not drop_last:
-                    # Samples of the groups before are longer than this step's where groups are joined.
-                    steps.append(Step(position, stop, position if self.joined else begin))
-                position = stop
-        return steps
-
-    def layout(self, generator: torch.Generator | None) -> torch.Tensor:
-        """Places in `samples`, group by group.
-
-        Args:
-            generator: shuffles the samples of each group; None for the order of the dataset.
-        """
-        if generator is None:
-            return torch.argsort(self.groups, stable=True)
-        shuffled = torch.randperm(len(self.groups), generator=generator)
-        return shuffled[torch.argsort(self.groups[shuffled], stable=True)]
-
-
-def group_by_table(lengths: torch.Tensor, table: Mapping[int, int], overlong: Overlong) -> Grouping:
-    """A group for each length of the table: samples up to that length and longer than the one before.
-
-    Args:
-        lengths: of all samples. Shape: (samples,).
-        table: batch size by length; both positive.
-
-    Raises:
-        SamplesTooLong: there are longer samples, and `overlong` is `error`.
-    """
-    bounds = sorted(table)
-    sizes = [table[bound] for bound in bounds]
-    what = "the longest that a batch size is known for"
-    samples = _taking_part(lengths, bounds[-1], overlong, what, "find a batch size for {longest} as well")
-    groups = torch.bucketize(lengths[samples], torch.tensor(bounds))
-    return Grouping(samples, groups, (*sizes, 1), joined=False, left_out=len(lengths) - len(samples))
-
-
-def group_by_budget(lengths: torch.Tensor, max_tokens: int, overlong: Overlong) -> Grouping:
-    """Groups of nearly one length, the longest first, whose batches are as large as the budget allows.
-
-    Args:
-        lengths: of all samples. Shape: (samples,).
-        max_tokens: the most that batch size times longest sample may be.
-
-    Raises:
-        SamplesTooLong: there are longer samples, and `overlong` is `error`.
-    """
-    samples = _taking_part(
-        lengths, max_tokens, overlong, "the budget of a whole batch", "raise max_tokens to {longest}"
-    )
-    taken = lengths[samples]
-    nearly = -(taken.double().log2() * _GROUPS_PER_OCTAVE).floor().long()
-    _, groups = torch.unique(nearly, return_inverse=True)
-    longest = torch.zeros(int(groups.max()) + 1 if len(groups) else 0, dtype=torch.int64)
-    longest.scatter_reduce_(0, groups, taken, "amax")
-    sizes = tuple(max(1, max_tokens // length) for length in longest.tolist())
-    return Grouping(samples, groups, sizes, joined=True, left_out=len(lengths) - len(samples))
-
-
-def samples_of_rank(step: Step, layout: torch.Tensor, num_replicas: int, rank: int) -> torch.Tensor:
-    """One rank's part of a step.
-
-    Where the samples do not come out even, as many are repeated as are missing, so that every rank has as many.
-
-    Returns:
-        Places in `Grouping.samples`.
-    """
-    members = layout[step.start : step.stop]
-    missing = -len(members) % num_replicas
-    if missing:
-        pool = layout[step.pool : step.start][:missing]
-        again = members.repeat(math.ceil(missing / len(members)))[: missing - len(pool)]
-        members = torch.cat((members, pool, again))
-    return members[rank::num_replicas]
-
-
-def _taking_part(lengths: torch.Tensor, limit: int, overlong: Overlong, what: str, remedy: str) -> torch.Tensor:
-    """The samples that take part."""
-    too_long = lengths > limit
-    count = int(too_long.sum())
-    if count and overlong == "error":
-        longest = int(lengths.max())
-        raise SamplesTooLong(count, len(lengths), longest, limit, what, remedy.format(longest=longest))
-    if count and overlong == "drop":
-        return torch.nonzero(~too_long).flatten()
-    return torch.arange(len(lengths))
+    pool: int  # the first of the samples, up to `start`, that may be repeated to fill the step up
 
 
 class LengthBucketBatchSampler(Sampler[list[int]]):
@@ -209,7 +82,15 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.lengths = _lengths(lengths)
+        values = torch.as_tensor(lengths if hasattr(lengths, "__array__") else list(lengths))
+        if not len(values):
+            values = values.long()
+        if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            shape = f"a tensor of shape {tuple(values.shape)} and {values.dtype}"
+            raise InvalidValue("lengths", shape, "a whole number for each sample")
+        if len(values) and values.min() < 1:
+            raise InvalidValue("lengths", int(values.min()), "lengths of at least 1")
+        self.lengths = values.long().cpu()
         if (batch_sizes is None) == (max_tokens is None):
             given = "neither" if batch_sizes is None else "both"
             raise InvalidValue("batch_sizes and max_tokens", given, "a table of batch sizes or a token budget")
@@ -229,16 +110,9 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         self.overlong = overlong
         self.num_replicas = num_replicas
         self.rank = rank
-        if self.batch_sizes is not None:
-            self._grouping = group_by_table(self.lengths, self.batch_sizes, overlong)
-        else:
-            assert max_tokens is not None
-            self._grouping = group_by_budget(self.lengths, max_tokens, overlong)
-        if self._grouping.left_out:
-            left_out, total = self._grouping.left_out, len(self.lengths)
-            limit = max_tokens if self.batch_sizes is None else max(self.batch_sizes)
-            warnings.warn(f"{left_out} of {total} samples are left out: they are longer than {limit}.", stacklevel=2)
+        self._group()
         self._cut: dict[int, list[Step]] = {}
+        self._digest: str | None = None
         self._epoch = 0
         self._batches = 0
         self._resuming = False
@@ -278,7 +152,19 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         epoch = self._epoch
         if batches is None:
             epoch, batches = (self.epoch, 0) if self._finished else (epoch, self._batches)
-        return {"epoch": epoch, "batches": batches, "settings": self._settings(self._ranks()[0])}
+        if self._digest is None:
+            self._digest = hashlib.sha256(self.lengths.numpy().tobytes()).hexdigest()
+        settings = {  # everything that the batches of an epoch depend on
+            "lengths": self._digest,
+            "batch_sizes": None if self.batch_sizes is None else sorted(map(list, self.batch_sizes.items())),
+            "max_tokens": self.max_tokens,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "overlong": self.overlong,
+            "num_replicas": self._ranks()[0],
+        }
+        return {"epoch": epoch, "batches": batches, "settings": settings}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another sampler was.
@@ -291,12 +177,49 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
             InvalidValue: the arguments are others; the epoch could not go on with the same batches.
         """
         epoch, batches, saved = state_dict["epoch"], state_dict["batches"], state_dict["settings"]
-        mine = self._settings(self._ranks()[0])
+        mine = self.state_dict()["settings"]
         differ = [name for name in mine if mine[name] != saved.get(name) and (batches or name != "num_replicas")]
         if differ:
             expected = f"one of a sampler with the same {', '.join(differ)}; set_epoch({epoch}) begins that epoch anew"
             raise InvalidValue("state_dict", {name: saved.get(name) for name in differ}, expected)
         self._epoch, self._batches, self._resuming, self._finished = epoch, batches, True, False
+
+    def _group(self) -> None:
+        """Choose the samples that take part, and lay them out by group: those of a bucket, or of nearly one length.
+
+        Sets `_samples`, their indices in the dataset, ascending, and `_groups`, the group of each, from 0 in the order
+        of the layout, both of shape (samples,); `_sizes`, the batch size of each group on one rank; and `_joined`,
+        whether a step that a group does not fill goes on with samples of the next group.
+
+        Raises:
+            SamplesTooLong: there are samples longer than the limit, and `overlong` is `error`.
+        """
+        table, max_tokens = self.batch_sizes, self.max_tokens or 0
+        limit = max(table) if table is not None else max_tokens
+        too_long = self.lengths > limit
+        count, total = int(too_long.sum()), len(self.lengths)
+        self._samples = torch.arange(total)
+        if count and self.overlong == "error":
+            longest = int(self.lengths.max())
+            what, remedy = "the budget of a whole batch", f"raise max_tokens to {longest}"
+            if table is not None:
+                what = "the longest that a batch size is known for"
+                remedy = f"find a batch size for {longest} as well"
+            raise SamplesTooLong(count, total, longest, limit, what, remedy)
+        if count and self.overlong == "drop":
+            self._samples = torch.nonzero(~too_long).flatten()
+            warnings.warn(f"{count} of {total} samples are left out: they are longer than {limit}.", stacklevel=3)
+        taken = self.lengths[self._samples]
+        self._joined = table is None
+        if table is not None:
+            self._groups = torch.bucketize(taken, torch.tensor(list(table)))
+            self._sizes = [*table.values(), 1]  # one at a time beyond the longest bucket
+            return
+        nearly = -(taken.double().log2() * _GROUPS_PER_OCTAVE).floor().long()
+        _, self._groups = torch.unique(nearly, return_inverse=True)  # the longest come first
+        longest_of = torch.zeros(int(self._groups.max()) + 1 if len(taken) else 0, dtype=torch.int64)
+        longest_of.scatter_reduce_(0, self._groups, taken, "amax")
+        self._sizes = [max(1, max_tokens // length) for length in longest_of.tolist()]
 
     def __len__(self) -> int:
         """How many batches each rank has in an epoch."""
@@ -310,33 +233,48 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
             self._batches = 0
         self._resuming = self._finished = False
         num_replicas, rank = self._ranks()
-        for step, layout in self._ordered(num_replicas, self._batches):
-            self._batches += 1
-            yield self._grouping.samples[samples_of_rank(step, layout, num_replicas, rank)].tolist()
-        self._finished = True
-
-    def _ordered(self, num_replicas: int, first: int) -> Iterator[tuple[Step, torch.Tensor]]:
-        """The steps of the epoch from one on, with the epoch's layout."""
-        steps = self._steps(num_replicas)
+        steps, groups = self._steps(num_replicas), self._groups
+        # The layout: places in the samples, group by group, shuffled within each.
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self._epoch)
+        places = torch.randperm(len(groups), generator=generator) if self.shuffle else torch.arange(len(groups))
+        layout = places[torch.argsort(groups[places], stable=True)]
         if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self._epoch)
-            layout = self._grouping.layout(generator)
             order = torch.randperm(len(steps), generator=generator).tolist()
         else:
-            layout = self._grouping.layout(None)
             order = sorted(range(len(steps)), key=lambda number: int(layout[steps[number].start]))
-        for number in order[first:]:
-            yield steps[number], layout
+        for number in order[self._batches :]:
+            self._batches += 1
+            step = steps[number]
+            members = layout[step.start : step.stop]
+            missing = -len(members) % num_replicas
+            if missing:  # as many are repeated, so that every rank has as many
+                pool = layout[step.pool : step.start][:missing]
+                again = members.repeat(math.ceil(missing / len(members)))[: missing - len(pool)]
+                members = torch.cat((members, pool, again))
+            yield self._samples[members[rank::num_replicas]].tolist()
+        self._finished = True
 
     def _steps(self, num_replicas: int) -> list[Step]:
-        if num_replicas not in self._cut:
-            steps = self._grouping.steps(num_replicas, self.drop_last)
-            if not steps and len(self._grouping.samples):
-                ranks = "one rank takes" if num_replicas == 1 else f"{num_replicas} ranks take"
-                raise InvalidValue("drop_last", True, f"False: no bucket has as many samples as {ranks} in a full step")
-            self._cut[num_replicas] = steps
-        return self._cut[num_replicas]
+        """Cut the layout into steps. Those that are not full are smaller, or left out with `drop_last`."""
+        if num_replicas in self._cut:
+            return self._cut[num_replicas]
+        counts = torch.bincount(self._groups, minlength=len(self._sizes)).tolist()
+        steps, position, end, total = [], 0, 0, len(self._samples)
+        for count, batch_size in zip(counts, self._sizes, strict=True):
+            begin, end = end, end + count
+            whole = batch_size * num_replicas
+            while position < end:
+                stop = min(position + whole, total if self._joined else end)
+                if stop - position == whole or not self.drop_last:
+                    # Samples of the groups before are longer than this step's where groups are joined.
+                    steps.append(Step(position, stop, position if self._joined else begin))
+                position = stop
+        if not steps and total:
+            ranks = "one rank takes" if num_replicas == 1 else f"{num_replicas} ranks take"
+            raise InvalidValue("drop_last", True, f"False: no bucket has as many samples as {ranks} in a full step")
+        self._cut[num_replicas] = steps
+        return steps
 
     def _ranks(self) -> tuple[int, int]:
         """How many ranks there are, and which this is."""
@@ -345,33 +283,3 @@ class LengthBucketBatchSampler(Sampler[list[int]]):
         if distributed.is_available() and distributed.is_initialized():
             return distributed.get_world_size(), distributed.get_rank()
         return 1, 0
-
-    @cached_property
-    def _digest(self) -> str:
-        return hashlib.sha256(self.lengths.numpy().tobytes()).hexdigest()
-
-    def _settings(self, num_replicas: int) -> dict[str, Any]:
-        """Everything that the batches of an epoch depend on."""
-        return {
-            "lengths": self._digest,
-            "batch_sizes": None if self.batch_sizes is None else sorted(map(list, self.batch_sizes.items())),
-            "max_tokens": self.max_tokens,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "overlong": self.overlong,
-            "num_replicas": num_replicas,
-        }
-
-
-def _lengths(lengths: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """The lengths as whole numbers. Shape: (samples,)."""
-    values = torch.as_tensor(lengths if hasattr(lengths, "__array__") else list(lengths))
-    if not len(values):
-        values = values.long()
-    if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        shape = f"a tensor of shape {tuple(values.shape)} and {values.dtype}"
-        raise InvalidValue("lengths", shape, "a whole number for each sample")
-    if len(values) and values.min() < 1:
-        raise InvalidValue("lengths", int(values.min()), "lengths of at least 1")
-    return values.long().cpu()

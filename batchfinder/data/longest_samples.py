@@ -13,7 +13,9 @@ import random
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -52,16 +54,17 @@ def read_samples(loader: DataLoader[Any], count: int) -> Iterator[Any]:
     Raises:
         UnreadableData: the dataset can be read only once.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        yield from itertools.islice(_new_iterator(loader.dataset), count)
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        yield from itertools.islice(_new_iterator(dataset), count)
         return
     sampler: Any = loader.batch_sampler
-    if hasattr(sampler, "sampler") and _is_plain(sampler.sampler):
-        keys = _spread(sampler.sampler, loader.dataset, count)
-    else:
-        keys = itertools.islice(itertools.chain.from_iterable(_read_keys(sampler, count)), count)
-    for key in keys:
-        yield _item(loader.dataset, key)
+    keys: Any = _spread_keys(getattr(sampler, "sampler", None), dataset, count)
+    if keys is None:
+        keys = itertools.islice(itertools.chain.from_iterable(_first_keys(sampler, count)), count)
+    for key in keys:  # fetched as a DataLoader does
+        fetch_several = getattr(dataset, "__getitems__", None)
+        yield fetch_several([key])[0] if fetch_several else dataset[key]
 
 
 def read_batches(loader: Any, count: int) -> Iterator[Any]:
@@ -82,10 +85,9 @@ def read_batches(loader: Any, count: int) -> Iterator[Any]:
     made: Iterator[Any]
     if isinstance(loader.dataset, IterableDataset):
         made = itertools.islice(_new_iterator(loader.dataset), count)
-    elif _is_plain(loader.sampler):
-        made = (loader.dataset[key] for key in _spread(loader.sampler, loader.dataset, count))
     else:
-        made = (loader.dataset[key] for key in _read_keys(loader.sampler, count))
+        keys = _spread_keys(loader.sampler, loader.dataset, count)
+        made = (loader.dataset[key] for key in (_first_keys(loader.sampler, count) if keys is None else keys))
     yield from (loader.collate_fn(batch) for batch in made)
 
 
@@ -95,43 +97,35 @@ def spread(size: int, count: int) -> list[int]:
     return [index * size // count for index in range(count)]
 
 
-def _is_plain(sampler: Any) -> bool:
-    return type(sampler) in _WHOLE_DATASET or isinstance(sampler, SubsetRandomSampler)
-
-
-def _spread(sampler: Any, dataset: Any, count: int) -> Iterator[Any]:
+def _spread_keys(sampler: Any, dataset: Any, count: int) -> list[Any] | None:
+    """Keys spread over the dataset; None for a sampler of the user's own, which alone knows them."""
     if isinstance(sampler, SubsetRandomSampler):
-        return (sampler.indices[index] for index in spread(len(sampler.indices), count))
-    return iter(spread(len(dataset), count))
+        return [sampler.indices[index] for index in spread(len(sampler.indices), count)]
+    return spread(len(dataset), count) if type(sampler) in _WHOLE_DATASET else None
 
 
-def _read_keys(sampler: Any, count: int) -> list[Any]:
-    """The first keys of a sampler of the user's, which stays where it is."""
-    return list(itertools.islice(_independent_copy(sampler), count))
+def _first_keys(sampler: Any, count: int) -> list[Any]:
+    """The first keys of a sampler of the user's, which stays where it is: a copy is read.
 
+    The copy shares with it no generator, no list that it might shuffle, and no inner sampler.
+    """
 
-def _independent_copy(sampler: Any) -> Any:
-    """A copy of a sampler that shares with it no generator, no list that it might shuffle, and no inner sampler."""
-    twin = copy.copy(sampler)
-    for name, value in getattr(sampler, "__dict__", {}).items():
-        if isinstance(value, torch.Generator):
-            generator = torch.Generator(value.device)
-            generator.set_state(value.get_state())
-            twin.__dict__[name] = generator
-        elif isinstance(value, Sampler):
-            twin.__dict__[name] = _independent_copy(value)
-        elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-            twin.__dict__[name] = copy.deepcopy(value)
-        elif isinstance(value, list | dict | set | np.ndarray):
-            twin.__dict__[name] = copy.copy(value)
-    return twin
+    def independent_copy(original: Any) -> Any:
+        twin = copy.copy(original)
+        for name, value in getattr(original, "__dict__", {}).items():
+            if isinstance(value, torch.Generator):
+                generator = torch.Generator(value.device)
+                generator.set_state(value.get_state())
+                twin.__dict__[name] = generator
+            elif isinstance(value, Sampler):
+                twin.__dict__[name] = independent_copy(value)
+            elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+                twin.__dict__[name] = copy.deepcopy(value)
+            elif isinstance(value, list | dict | set | np.ndarray):
+                twin.__dict__[name] = copy.copy(value)
+        return twin
 
-
-def _item(dataset: Any, key: Any) -> Any:
-    """One sample, fetched the way a DataLoader fetches it."""
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return dataset.__getitems__([key])[0]
-    return dataset[key]
+    return list(itertools.islice(independent_copy(sampler), count))
 
 
 def _new_iterator(iterable: Any) -> Iterator[Any]:
@@ -140,20 +134,17 @@ def _new_iterator(iterable: Any) -> Iterator[Any]:
     if iterator is iterable:
         with contextlib.suppress(Exception):
             return iter(copy.deepcopy(iterable))
-    elif not _is_one_stream(getattr(iterable, "dataset", iterable)):
-        return iter(iterator)
+    else:
+        data = getattr(iterable, "dataset", iterable)
+        if not isinstance(data, IterableDataset):  # `iter()` of anything else may start workers
+            return iter(iterator)
+        first: Any = iter(data)
+        if first is data or iter(data) is not first:  # else a second iterator goes on where the first one is
+            return iter(iterator)
     raise UnreadableData(
         f"{type(iterable).__name__} can be read only once: a batch that BatchFinder took from it to probe with would be"
         " missing from the training."
     )
-
-
-def _is_one_stream(data: Any) -> bool:
-    """Whether a second iterator over a stream goes on where the first one is."""
-    if not isinstance(data, IterableDataset):  # `iter()` of anything else may start workers
-        return False
-    iterator = iter(data)
-    return iterator is not data and iter(data) is iterator
 
 
 def batches_of(loader: Any) -> SampleBatches | MadeBatches:
@@ -172,6 +163,7 @@ class SampleBatches:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
+        self._scanned: Extremes | None = None
 
     def batch(self, batch_size: int, longest: bool = True) -> Any:
         """Collate a batch of the samples, which are repeated as often as it takes."""
@@ -179,46 +171,43 @@ class SampleBatches:
 
     def mixed(self, batch_size: int) -> Any:
         """Collate samples spread over the first 32 that are looked at."""
-        kept = self._first.kept
-        return self._collate(kept[:: max(1, len(kept) // batch_size)], batch_size)
+        samples, _ = self._first
+        return self._collate(samples[:: max(1, len(samples) // batch_size)], batch_size)
 
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
         """A batch of the longest samples, and one of as many copies of the shortest."""
-        samples = self._samples(longest)
+        samples, (_, seen) = self._samples(longest), self._first
         many = max(2, len(samples))
-        return self._collate(samples, many), self._collate(
-            [self._first.shortest if self._first.vary else samples[0]], many
-        )
-
-    def _samples(self, longest: bool) -> list[Any]:
-        if not self._first.vary:
-            return self._first.kept
-        return self._scanned.longest() if longest and self._scanned.vary else self._first.longest()
+        return self._collate(samples, many), self._collate([seen.shortest if seen.longest else samples[0]], many)
 
     @cached_property
-    def _first(self) -> Extremes:
+    def _first(self) -> tuple[list[Any], Extremes]:
         samples = list(read_samples(self.loader, DISTINCT))
         if not samples:
             raise UnreadableData(
                 f"The dataset {type(self.loader.dataset).__name__} is empty: there is no sample to probe with."
             )
-        return Extremes(samples, keep=True)
+        return samples, find_extremes(samples)
 
-    @cached_property
-    def _scanned(self) -> Extremes:
-        return Extremes(_for_seconds(read_samples(self.loader, SCANNED)))
+    def _samples(self, longest: bool) -> list[Any]:
+        """Those that make up a batch: all of the first where no length differs."""
+        samples, seen = self._first
+        if longest and seen.longest:
+            if self._scanned is None:
+                self._scanned = find_extremes(read_samples(self.loader, SCANNED), SCAN_SECONDS)
+            return self._scanned.longest or seen.longest
+        return seen.longest or samples
 
     def _collate(self, samples: list[Any], batch_size: int) -> Any:
-        # a collate_fn may change what it is given, and here it is given the same samples many times over
-        return self.loader.collate_fn([_copied(samples[index % len(samples)]) for index in range(batch_size)])
+        # A collate_fn may change what it is given, and here it is given the same samples many times over.
+        repeated = (samples[index % len(samples)] for index in range(batch_size))
+        return self.loader.collate_fn(
+            [map_leaves(lambda _, leaf: list(leaf) if type(leaf) is list else leaf, sample) for sample in repeated]
+        )
 
 
 class MadeBatches:
-    """Batches resized from those that a dataset or an iterable makes itself: the largest of the first eight.
-
-    Args:
-        loader: a DataLoader with `batch_size=None`, or any iterable.
-    """
+    """Batches resized from those that a dataset or an iterable makes itself: the largest of the first eight."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -227,9 +216,7 @@ class MadeBatches:
         """Repeat or cut the samples of the largest batch; None if it is not clear how many it has."""
         return with_batch_size(self._made[-1], batch_size)
 
-    def mixed(self, batch_size: int) -> Any:
-        """The same as `batch`."""
-        return self.batch(batch_size)
+    mixed = batch
 
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
         """The batch with the largest samples, and the one with the smallest, cut to as many of them."""
@@ -237,78 +224,61 @@ class MadeBatches:
 
     @cached_property
     def _made(self) -> list[Any]:
-        made = list(read_batches(self.loader, MADE))
+        """The batches, that with the fewest elements for each sample first."""
+        made = []
+        for batch in read_batches(self.loader, MADE):
+            try:
+                per_sample = sum(tensor.numel() for _, tensor in tensors(batch)) / max(1, samples_in(batch))
+            except NotSplittable:
+                per_sample = 0.0
+            made.append((per_sample, batch))
         if not made:
             raise UnreadableData(f"{type(self.loader).__name__} is empty: there is no batch to probe with.")
-        return sorted(made, key=_elements_per_sample)
+        return [batch for _, batch in sorted(made, key=itemgetter(0))]
 
 
+@dataclass(frozen=True)
 class Extremes:
-    """The longest and shortest of some samples, in one pass that keeps no others (with `keep`, all in `kept`)."""
+    """The longest and shortest of some samples."""
 
-    def __init__(self, samples: Iterable[Any], keep: bool = False) -> None:
-        self.kept: list[Any] = []
-        self._most: dict[tuple[Path, int], tuple[int, Any]] = {}
-        self._least: dict[tuple[Path, int], int] = {}
-        self._total = math.inf
-        self.shortest: Any = None
-        for sample in samples:
-            sizes = _sizes(sample)
-            if keep:
-                self.kept.append(sample)
-            for place, size in sizes.items():
-                if place not in self._most or size > self._most[place][0]:
-                    self._most[place] = (size, sample)
-                self._least[place] = min(size, self._least.get(place, size))
-            if (total := sum(sizes.values())) < self._total:
-                self._total, self.shortest = total, sample
-
-    @property
-    def vary(self) -> bool:
-        """Whether any length differs."""
-        return any(most != self._least[place] for place, (most, _) in self._most.items())
-
-    def longest(self) -> list[Any]:
-        """For each length that differs a sample that has the most of it; the one with most in all comes first."""
-        found = {
-            id(sample): sample for place, (most, sample) in self._most.items() if most != self._least[place]
-        }.values()
-        return sorted(found, key=lambda sample: -sum(_sizes(sample).values()))[:DISTINCT]
+    # For each length that differs a sample that has the most of it, the one with most in all first; else empty.
+    longest: list[Any]
+    shortest: Any  # the one with least in all
 
 
-def _sizes(sample: Any) -> dict[tuple[Path, int], int]:
-    """The size of each dimension of each tensor, array, list of numbers and text in a sample."""
-    sizes = {}
-    for path, leaf in leaves(sample):
-        shape = getattr(leaf, "shape", None)
-        if shape is None and isinstance(leaf, list | tuple | str | bytes):
-            shape = (len(leaf),)
-        for dim, size in enumerate(shape if isinstance(shape, tuple) else ()):
-            sizes[path, dim] = int(size)
-    return sizes
+def find_extremes(samples: Iterable[Any], seconds: float = math.inf) -> Extremes:
+    """Compare each dimension of each tensor, array, list of numbers and text, in one pass that keeps no other samples.
 
-
-def _for_seconds(samples: Iterator[Any]) -> Iterator[Any]:
+    Args:
+        seconds: how long to look; a warning says where that did not do for all `SCANNED` samples.
+    """
     start = time.monotonic()
+    most: dict[tuple[Path, int], tuple[int, int, Any]] = {}  # the size, the sample's sizes in all, the sample
+    least: dict[tuple[Path, int], int] = {}
+    least_in_all, shortest = math.inf, None
     for count, sample in enumerate(samples, 1):
-        yield sample
-        if time.monotonic() - start > SCAN_SECONDS and count < SCANNED:
+        sizes: dict[tuple[Path, int], int] = {}
+        for path, leaf in leaves(sample):
+            shape = getattr(leaf, "shape", None)
+            if shape is None and isinstance(leaf, list | tuple | str | bytes):
+                shape = (len(leaf),)
+            for dim, size in enumerate(shape if isinstance(shape, tuple) else ()):
+                sizes[path, dim] = int(size)
+        total = sum(sizes.values())
+        for place, size in sizes.items():
+            if place not in most or size > most[place][0]:
+                most[place] = (size, total, sample)
+            least[place] = min(size, least.get(place, size))
+        if total < least_in_all:
+            least_in_all, shortest = total, sample
+        if time.monotonic() - start > seconds and count < SCANNED:
             if not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
                 warnings.warn(
-                    f"The longest sample was looked for among {count} only, as reading them took {SCAN_SECONDS:.0f}"
+                    f"The longest sample was looked for among {count} only, as reading them took {seconds:.0f}"
                     " seconds. If there are longer ones, pass make_batch=, or their length: seq_lens= of BatchFinder,"
                     " seq_len= of tune_trainer.",
                     stacklevel=4,
                 )
-            return
-
-
-def _copied(sample: Any) -> Any:
-    return map_leaves(lambda path, leaf: list(leaf) if type(leaf) is list else leaf, sample)
-
-
-def _elements_per_sample(batch: Any) -> float:
-    try:
-        return sum(tensor.numel() for _, tensor in tensors(batch)) / max(1, samples_in(batch))
-    except NotSplittable:
-        return 0.0
+            break
+    found = {id(sample): (total, sample) for place, (size, total, sample) in most.items() if size != least[place]}
+    return Extremes([one for _, one in sorted(found.values(), key=lambda pair: -pair[0])[:DISTINCT]], shortest)

@@ -9,15 +9,12 @@ tokens are -100: a causal model predicts these from the padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from batchfinder.data.batch import TOKEN_NAMES, Path, map_leaves, tensors
-from batchfinder.data.loss_weights import IGNORED
+from batchfinder.data.batch import IGNORED, TOKEN_NAMES, Path, map_leaves, tensors
 from batchfinder.data.sequence_dim import SequenceDims, find_sequence
 
 MASK = "attention_mask"
@@ -31,14 +28,14 @@ def padded_length(batch: Any, sequence: SequenceDims | None = None) -> int | Non
             tensors with the usual names are looked for, then an attention mask.
 
     Returns:
-        Tokens; None if the length is not clear.
+        In tokens; None if the length is not clear.
     """
     if sequence is not None:
         return sequence.length_of(batch)
     found = find_sequence(batch, batch, guess=False)
     if not isinstance(found, str):
         return found.length
-    lengths = {tensor.size(1) for path, tensor in tensors(batch) if _is_mask(path, tensor)}
+    lengths = {tensor.size(1) for path, tensor in tensors(batch) if tensor.ndim == 2 and MASK in str(path[-1:])}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -55,11 +52,10 @@ def trim(batch: Any, *, multiple_of: int = 1) -> Any:
     Returns:
         A batch of the same make with views of its tensors; the batch itself if there is nothing that may be cut.
     """
-    cuts: dict[tuple[Path, int], tuple[int, int]] = {}
     found = dict(tensors(batch))
-    for path, tensor in found.items():
-        if _is_mask(path, tensor):
-            cuts |= _cuts(found, path, tensor, multiple_of)
+    cuts: dict[tuple[Path, int], tuple[int, int]] = {}
+    for mask, members in _members_by_mask(found).items():
+        cuts |= _cuts(found, found[mask], members, multiple_of)
     if not cuts:
         return batch
 
@@ -72,88 +68,69 @@ def trim(batch: Any, *, multiple_of: int = 1) -> Any:
     return map_leaves(trimmed, batch)
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A tensor that a mask is for: where it is, and its name without the mask's prefix and suffix."""
-
-    path: Path
-    name: str
-    tensor: Tensor
-
-    @property
-    def is_mask(self) -> bool:
-        return self.name.endswith(("mask", "bias"))
-
-    @property
-    def is_tokens(self) -> bool:
-        return self.name in TOKEN_NAMES or self.name.endswith(("ids", "embeds"))
-
-    def dims(self, length: int) -> list[int]:
-        """The dimensions that are as long: of the last two of a mask or bias, the second of tokens, any of the rest."""
-        first = max(1, self.tensor.ndim - 2) if self.is_mask else 1
-        last = 2 if self.is_tokens else self.tensor.ndim
-        return [dim for dim in range(first, min(last, self.tensor.ndim)) if self.tensor.size(dim) == length]
-
-    def may_be_cut(self, start: int, stop: int) -> bool:
-        """Whether what lies outside a span does not count for the loss."""
-        if self.is_mask or self.is_tokens:
-            return True
-        if self.tensor.ndim != 2 or self.tensor.is_floating_point() or self.tensor.is_complex():
-            return False
-        return bool((self.tensor[:, :start] == IGNORED).all() and (self.tensor[:, stop:] == IGNORED).all())
-
-    def may_lose_front(self, mask: Tensor) -> bool:
-        """Whether no label is predicted from the padding in front, as a causal model does with a first token's."""
-        if self.is_mask or self.is_tokens or self.tensor.ndim != 2:
-            return True
-        first = mask.ne(0).long().argmax(1, keepdim=True)
-        return bool((self.tensor.gather(1, first) == IGNORED).all())
+def _members_by_mask(found: dict[Path, Tensor]) -> dict[Path, list[tuple[Path, str]]]:
+    """By mask, the paths of the tensors it is for, itself included, with their names less its prefix and suffix."""
+    names = {path: str(path[-1]) if path else "" for path in found}
+    members: dict[Path, list[tuple[Path, str]]] = {
+        path: [] for path, tensor in found.items() if tensor.ndim == 2 and MASK in names[path]
+    }
+    decodes = any("decoder" in name for name in names.values())
+    for path, name in names.items():
+        decoded = decodes and ("decoder" in name or name == "labels")
+        fitting = []
+        for mask in members:
+            before, _, after = names[mask].partition(MASK)
+            beside = len(members) == 1 or mask[:-1] == path[:-1]
+            named = name.startswith(before) or (decoded and before == "decoder_")
+            if beside and named and name.endswith(after) and decoded <= ("decoder" in before):
+                fitting.append((len(before + after), mask, name.removeprefix(before).removesuffix(after)))
+        if fitting:
+            _, owner, base = max(fitting, key=lambda item: item[0])
+            members[owner].append((path, base))
+    return members
 
 
 def _cuts(
-    found: dict[Path, Tensor], path: Path, mask: Tensor, multiple_of: int
+    found: dict[Path, Tensor], mask: Tensor, members: list[tuple[Path, str]], multiple_of: int
 ) -> dict[tuple[Path, int], tuple[int, int]]:
-    """Where to begin and how much to keep, by path and dimension, of all that the mask is for; empty for no cut."""
+    """Where to begin and how much to keep, by path and dimension, of all that a mask is for; empty for no cut."""
     length = mask.size(1)
+    places: list[tuple[Path, int]] = []  # the dimensions that are as long as the mask
+    has_tokens = has_positions = False
+    others = []  # what is neither mask nor tokens: labels, whatever their name
+    for path, name in members:
+        tensor = found[path]
+        is_mask = name.endswith(("mask", "bias"))
+        is_tokens = name in TOKEN_NAMES or name.endswith(("ids", "embeds"))
+        # Of the last two dimensions of a mask or bias, the second of tokens, any of the rest.
+        first = max(1, tensor.ndim - 2) if is_mask else 1
+        stop = min(2, tensor.ndim) if is_tokens else tensor.ndim
+        dims = [dim for dim in range(first, stop) if tensor.size(dim) == length]
+        places += [(path, dim) for dim in dims]
+        if dims:
+            has_tokens |= is_tokens
+            has_positions |= name == "position_ids"
+            others += [] if is_mask or is_tokens else [tensor]
+
     seen = mask.ne(0).any(0).nonzero().flatten().tolist()
-    members = [(member, dims) for member in _members(found, path) if (dims := member.dims(length))]
-    if not seen or not any(member.is_tokens for member, _ in members) or bool((mask < 0).any()):  # one that is added
+    if not seen or not has_tokens or bool((mask < 0).any()):  # a mask that is added to attention's scores
         return {}
-    start = seen[0] if any(member.name == "position_ids" for member, _ in members) else 0
-    if start and not all(member.may_lose_front(mask) for member, _ in members):
-        start = 0
+    start = seen[0] if has_positions else 0
+    if start:
+        # A causal model predicts a first token's label from the padding in front.
+        first_tokens = mask.ne(0).long().argmax(1, keepdim=True)
+        if any(other.ndim == 2 and bool((other.gather(1, first_tokens) != IGNORED).any()) for other in others):
+            start = 0
     kept = min(length, -(-(seen[-1] + 1 - start) // multiple_of) * multiple_of)
     start = min(start, length - kept)
-    if kept == length or not all(member.may_be_cut(start, start + kept) for member, _ in members):
+    if kept == length:
         return {}
-    return {(member.path, dim): (start, kept) for member, dims in members for dim in dims}
-
-
-def _members(found: dict[Path, Tensor], mask: Path) -> Iterator[_Member]:
-    masks = [path for path, tensor in found.items() if _is_mask(path, tensor)]
-    decodes = any("decoder" in _name(path) for path in found)
-    for path, tensor in found.items():
-        name = _name(path)
-        decoded = decodes and ("decoder" in name or name == "labels")
-        fitting = []
-        for other in masks:
-            before, _, after = _name(other).partition(MASK)
-            beside = len(masks) == 1 or other[:-1] == path[:-1]
-            named = name.startswith(before) or (decoded and before == "decoder_")
-            if beside and named and name.endswith(after) and decoded <= ("decoder" in before):
-                fitting.append((len(before + after), other, name.removeprefix(before).removesuffix(after)))
-        if fitting:
-            _, owner, base = max(fitting, key=lambda item: item[0])
-            if owner == mask:
-                yield _Member(path, base, tensor)
-
-
-def _is_mask(path: Path, tensor: Tensor) -> bool:
-    return tensor.ndim == 2 and MASK in _name(path)
-
-
-def _name(path: Path) -> str:
-    return str(path[-1]) if path else ""
+    for other in others:
+        if other.ndim != 2 or other.is_floating_point() or other.is_complex():
+            return {}
+        if bool((other[:, :start] != IGNORED).any() or (other[:, start + kept :] != IGNORED).any()):
+            return {}
+    return dict.fromkeys(places, (start, kept))
 
 
 def sample_lengths(batch: Any) -> list[int] | None:

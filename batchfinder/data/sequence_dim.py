@@ -20,6 +20,8 @@ from torch import Tensor
 
 from batchfinder.data.batch import TOKEN_NAMES, Path, map_leaves, tensors
 
+_TOKENS = {(name,) for name in TOKEN_NAMES}
+
 
 @dataclass(frozen=True)
 class SequenceDims:
@@ -83,37 +85,32 @@ def find_sequence(long: Any, short: Any, guess: bool = True) -> SequenceDims | s
     }
     if any(dim == 0 for _, dim in varying):
         return "their first dimension, which should be the batch, grows with the samples' lengths"
-    return _varying(longs, shorts, varying) if varying else _named(longs, guess)
+    if varying:
+        first = min(varying, key=lambda place: (place[0][-1:] not in _TOKENS, _is_float(longs[place[0]])))
+        length, shortest = varying[first]
+        dims = {}
+        for place, (most, least) in varying.items():
+            if most - length != least - shortest:
+                one, other = (
+                    f"dimension {dim} of {'batch' if path else 'the batch'}{''.join(f'[{key!r}]' for key in path)}"
+                    for path, dim in (first, place)
+                )
+                return f"{one} and {other} vary independently"
+            dims[place] = most - length
+        lengths = {
+            path
+            for path, tensor in longs.items()
+            if _is_vector(tensor) and int(tensor.max()) == length and int(shorts[path].max()) == shortest
+        }
+        return SequenceDims(length, dims, frozenset(lengths))
 
-
-def cycle(tensor: Tensor, size: int, dim: int) -> Tensor:
-    """Repeat or cut a tensor along a dimension; the tensor itself if it has the size."""
-    have = tensor.size(dim)
-    return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device) % have)
-
-
-def _varying(
-    longs: dict[Path, Tensor], shorts: dict[Path, Tensor], varying: dict[tuple[Path, int], tuple[int, int]]
-) -> SequenceDims | str:
-    first = min(varying, key=lambda place: (not _is_named(place[0]), _is_float(longs[place[0]])))
-    length, shortest = varying[first]
-    dims = {}
-    for place, (most, least) in varying.items():
-        if most - length != least - shortest:
-            return f"{_text(first)} and {_text(place)} vary independently"
-        dims[place] = most - length
-    lengths = {
-        path
+    # All are padded alike: tokens are known by their names.
+    tables = {
+        path: tensor.size(1)
         for path, tensor in longs.items()
-        if _is_vector(tensor) and int(tensor.max()) == length and int(shorts[path].max()) == shortest
+        if tensor.ndim == 2 and tensor.size(1) > 1 and not _is_float(tensor) and tensor.dtype != torch.bool
     }
-    return SequenceDims(length, dims, frozenset(lengths))
-
-
-def _named(found: dict[Path, Tensor], guess: bool) -> SequenceDims | str:
-    tables = {path: tensor.size(1) for path, tensor in found.items() if tensor.ndim == 2 and _is_integer(tensor)}
-    tables = {path: size for path, size in tables.items() if size > 1}
-    sizes = {size for path, size in tables.items() if _is_named(path)}
+    sizes = {size for path, size in tables.items() if path[-1:] in _TOKENS}
     if not sizes and guess:
         sizes = set(tables.values())
     if not sizes:
@@ -122,36 +119,28 @@ def _named(found: dict[Path, Tensor], guess: bool) -> SequenceDims | str:
         return f"tensors that could hold tokens have the lengths {', '.join(map(str, sorted(sizes)))}"
     (length,) = sizes
     dims = {}
-    for path, tensor in found.items():
+    for path, tensor in longs.items():
         every = not _is_float(tensor) or "mask" in str(path[-1:]) or "bias" in str(path[-1:])
         for dim in range(1, tensor.ndim if every else min(2, tensor.ndim)):
             if tensor.size(dim) == length:
                 dims[path, dim] = 0
     lengths = {
         path
-        for path, tensor in found.items()
+        for path, tensor in longs.items()
         if _is_vector(tensor) and "len" in str(path[-1:]) and int(tensor.max()) == length
     }
     return SequenceDims(length, dims, frozenset(lengths))
 
 
-def _is_named(path: Path) -> bool:
-    return bool(path) and path[-1] in TOKEN_NAMES
+def cycle(tensor: Tensor, size: int, dim: int) -> Tensor:
+    """Repeat or cut a tensor along a dimension; the tensor itself if it has the size."""
+    have = tensor.size(dim)
+    return tensor if have == size else tensor.index_select(dim, torch.arange(size, device=tensor.device) % have)
 
 
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _is_integer(tensor: Tensor) -> bool:
-    return not _is_float(tensor) and tensor.dtype != torch.bool
-
-
 def _is_vector(tensor: Tensor) -> bool:
-    return tensor.ndim == 1 and len(tensor) > 0 and _is_integer(tensor)
-
-
-def _text(place: tuple[Path, int]) -> str:
-    path, dim = place
-    name = "the batch" if not path else f"batch{''.join(f'[{key!r}]' for key in path)}"
-    return f"dimension {dim} of {name}"
+    return tensor.ndim == 1 and len(tensor) > 0 and not _is_float(tensor) and tensor.dtype != torch.bool

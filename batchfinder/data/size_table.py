@@ -15,9 +15,7 @@ class HasResults(Protocol):
     """The result of each stage and length, as the `BatchFinder` callback keeps it."""
 
     @property
-    def results(self) -> Mapping[str, Mapping[int | None, SearchResult]]:
-        """By stage, then by length."""
-        ...
+    def results(self) -> Mapping[str, Mapping[int | None, SearchResult]]: ...
 
 
 Found = HasResults | Mapping[Any, Any] | Iterable[SearchResult]
@@ -42,10 +40,12 @@ def table_of(found: Found, stage: str = "fit") -> dict[int, int]:
             ran = ", ".join(results) or "none yet: it finds sizes when training begins"
             raise InvalidValue("stage", stage, f"one that BatchFinder has found sizes for ({ran})")
         results = results[stage]
-    if isinstance(results, Mapping):
-        sizes = {seq_len: _size(value) for seq_len, value in results.items()}
-    else:
-        sizes = {result.shape.seq_len: result.max_batch_size for result in results}
+    if not isinstance(results, Mapping):
+        return checked({result.shape.seq_len: result.max_batch_size for result in results})
+    sizes = {}
+    for seq_len, value in results.items():  # a size as it is given, or the largest one of a result
+        result = getattr(value, "result", value)
+        sizes[seq_len] = result.max_batch_size if isinstance(result, SearchResult) else result
     return checked(sizes)
 
 
@@ -58,9 +58,9 @@ def checked(sizes: Mapping[Any, Any]) -> dict[int, int]:
     for seq_len, size in sizes.items():
         if seq_len is None:
             raise InvalidValue("batch sizes", "of one fixed shape", "sizes by length, found with seq_lens or --seq-len")
-        if not _whole(seq_len) or seq_len < 1:
+        if not isinstance(seq_len, Integral) or isinstance(seq_len, bool) or seq_len < 1:
             raise InvalidValue("length", seq_len, "a whole number of at least 1")
-        if not _whole(size) or size < 0:
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
             raise InvalidValue(f"batch size at {seq_len}", size, "a whole number from 0")
     table = {int(seq_len): int(sizes[seq_len]) for seq_len in sorted(sizes) if sizes[seq_len]}
     if not table:
@@ -101,13 +101,3 @@ def to_lhotse(table: Mapping[int, int]) -> dict[str, list[int]]:
     """
     table = checked(table)
     return {"bucket_duration_bins": list(table), "bucket_batch_size": list(table.values())}
-
-
-def _size(value: Any) -> Any:
-    """A batch size as it is given, or the largest one of a result."""
-    result = getattr(value, "result", value)
-    return result.max_batch_size if isinstance(result, SearchResult) else result
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -2,19 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from batchfinder.data.batch import Layout, Path, children, rebuild, samples_in
-from batchfinder.data.loss_weights import Weight, weigh
+from batchfinder.data.batch import IGNORED, Layout, Path, children, rebuild, samples_in, tensors
 from batchfinder.data.padding import trim
 from batchfinder.errors import InvalidValue, NotSplittable
+
+Weight = Literal["samples", "tokens", "next_tokens", "sum"] | Callable[[Any], float | Tensor]
+WEIGHTS: tuple[Literal["samples", "tokens", "next_tokens", "sum"], ...] = ("samples", "tokens", "next_tokens", "sum")
+
+
+def weigh(parts: Sequence[Any], weight: Weight = "samples") -> list[float]:
+    """The factors with which the losses of a batch's parts make the loss of the batch.
+
+    A part of which nothing counts (every label is ignored) has the factor 0. Its own loss is a mean over nothing, NaN,
+    and 0 times NaN is NaN in the loss and in the gradients alike: leave such a part out of the forward and the
+    backward. Where nothing counts in any part, the factors are the shares of samples, so that the sum is what the loss
+    makes of such a batch.
+
+    The weight is that of `split_batch`; what is raised, that of `count_in`.
+    """
+    if weight == "sum":
+        return [1.0] * len(parts)
+    counts = [count_in(part, weight) for part in parts]
+    total = math.fsum(counts)
+    if total == 0 and weight != "samples":
+        return weigh(parts, "samples")
+    return [count / total for count in counts]
+
+
+def count_in(batch: Any, weight: Weight) -> float:
+    """How much a batch or micro-batch counts; 1 for the weight `sum`.
+
+    Raises:
+        InvalidValue: the weight is not a known one, or the function returned something below 0 or not finite.
+        NotSplittable: tokens are to be counted and no tensor is called `labels`, or the number of samples is not clear.
+    """
+    if callable(weight):
+        count = float(weight(batch))
+        if not (math.isfinite(count) and count >= 0):
+            raise InvalidValue(
+                "weight", count, "a function that returns a finite number, 0 or more, for each micro-batch"
+            )
+        return count
+    if weight == "samples":
+        return samples_in(batch)
+    if weight in ("tokens", "next_tokens"):
+        found = [tensor for path, tensor in tensors(batch) if path and path[-1] == "labels"]
+        if len(found) != 1 or not found[0].ndim:
+            there = "no tensor" if not found else "more than one tensor" if len(found) > 1 else "a single number"
+            raise NotSplittable(
+                f"weight={weight!r} counts the labels that are not {IGNORED}, and {there} in it is called labels",
+                "Pass weight= a function that returns the number of tokens that the loss of a micro-batch is a mean"
+                " over.",
+            )
+        labels = found[0][..., 1:] if weight == "next_tokens" else found[0]
+        return int(labels.ne(IGNORED).sum())
+    if weight == "sum":
+        return 1
+    raise InvalidValue("weight", weight, f"one of {', '.join(WEIGHTS)}, or a function of a micro-batch")
 
 
 def split(batch: Any, sizes: Sequence[int], layout: Layout | None = None) -> list[Any]:
@@ -25,7 +79,6 @@ def split(batch: Any, sizes: Sequence[int], layout: Layout | None = None) -> lis
     containers are of the batch's own types; the batch itself is not changed.
 
     Args:
-        batch: tensors, arrays and lists, nested in dicts, tuples, dataclasses, BatchEncodings.
         sizes: samples of each part; together as many as the batch has.
         layout: what earlier batches have shown; it learns from this one.
 
@@ -142,43 +195,35 @@ def _follows(value: Any, path: Path, samples: int, layout: Layout) -> bool:
 
 
 def _part(value: Any, path: Path, choice: slice | list[int], samples: int, layout: Layout) -> Any:
+    """The chosen samples of a part of a batch."""
     reading = layout.read(value, path, samples)
     if reading == "whole":
         return value
-    if reading == "rows":
-        return _rows(value, choice)
-    if reading == "items":
+    if reading == "inside":
+        inside = children(value) or []
+        part = rebuild(value, [(key, _part(child, (*path, key), choice, samples, layout)) for key, child in inside])
+        encodings = getattr(value, "_encodings", None)  # of a BatchEncoding: one per sample, beside the tensors
+        if isinstance(encodings, list) and len(encodings) == samples:
+            part._encodings = _items(encodings, choice)
+        return part
+    if isinstance(value, PackedSequence):
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        lengths = lengths[choice]
+        return pack_padded_sequence(padded[choice, : int(lengths.max())], lengths, True, enforce_sorted=False)
+    if isinstance(value, np.ndarray):
+        return value[choice]
+    if not isinstance(value, Tensor):
         return _items(value, choice)
-    inside = children(value) or []
-    part = rebuild(value, [(key, _part(child, (*path, key), choice, samples, layout)) for key, child in inside])
-    encodings = getattr(value, "_encodings", None)  # of a BatchEncoding: one per sample, beside the tensors
-    if isinstance(encodings, list) and len(encodings) == samples:
-        part._encodings = _items(encodings, choice)
-    return part
+    if value.is_nested:
+        return torch.nested.as_nested_tensor(_items(list(value.unbind()), choice), layout=value.layout)
+    if value.layout not in (torch.strided, torch.sparse_coo):
+        raise NotSplittable(f"it holds a tensor of layout {value.layout}, of which no rows can be taken")
+    if isinstance(choice, slice):
+        if value.layout is torch.strided:
+            return value[choice]
+        choice = list(range(choice.start, choice.stop))
+    return value.index_select(0, torch.tensor(choice, device=value.device))
 
 
 def _items(value: Any, choice: slice | list[int]) -> Any:
     return type(value)(value[choice] if isinstance(choice, slice) else [value[index] for index in choice])
-
-
-def _rows(leaf: Any, choice: slice | list[int]) -> Any:
-    if isinstance(leaf, PackedSequence):
-        padded, lengths = pad_packed_sequence(leaf, batch_first=True)
-        lengths = lengths[choice]
-        return pack_padded_sequence(padded[choice, : int(lengths.max())], lengths, True, enforce_sorted=False)
-    if isinstance(leaf, np.ndarray):
-        return leaf[choice]
-    if not isinstance(leaf, Tensor):
-        return _items(leaf, choice)
-    if leaf.is_nested:
-        return torch.nested.as_nested_tensor(_items(list(leaf.unbind()), choice), layout=leaf.layout)
-    if leaf.layout is torch.strided:
-        return leaf[choice] if isinstance(choice, slice) else leaf.index_select(0, _index(leaf, choice))
-    if leaf.layout is torch.sparse_coo:
-        return leaf.index_select(0, _index(leaf, choice))
-    raise NotSplittable(f"it holds a tensor of layout {leaf.layout}, of which no rows can be taken")
-
-
-def _index(tensor: Tensor, choice: slice | list[int]) -> Tensor:
-    chosen = choice if isinstance(choice, list) else list(range(choice.start, choice.stop))
-    return torch.tensor(chosen, device=tensor.device)

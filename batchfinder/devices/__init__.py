@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from batchfinder.devices.catalog import Gpu, Instance, all_gpus, all_instances, find_gpu, find_instance
 from batchfinder.devices.detect import PresentGpu, driver_version, host_name, present_gpus
-from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY, Budget, Card, Device, device_for, device_with_budget
+from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY, Card, Device, device_for, device_with_budget
 
 __all__ = [
     "DEFAULT_COMPUTE_CAPABILITY",
-    "Budget",
     "Card",
     "Device",
     "Gpu",

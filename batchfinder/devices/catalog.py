@@ -33,14 +33,9 @@ _PROVIDER = re.compile(r"(?:(?:ml|aws|amazon|ec2|sagemaker|azure|microsoft|gcp|g
 
 @dataclass(frozen=True, slots=True)
 class GpuKey:
-    """A GPU's name, taken apart.
+    """A GPU's name, taken apart."""
 
-    Attributes:
-        model: the model without vendor, size and punctuation: `v100sxm2`, `rtx3090`, `titanxpascal`.
-        size_gb: the memory size in the name; None when there is none.
-    """
-
-    model: str
+    model: str  # without vendor, size and punctuation: `v100sxm2`, `rtx3090`, `titanxpascal`
     size_gb: int | None
 
     @property
@@ -86,7 +81,6 @@ class Gpu:
     """One GPU as software sees it; a card with two of them (K80, MI250X) counts as two.
 
     Attributes:
-        aliases: other names it is found by.
         class_gb: the marketing size, which tells cards of one family apart; not a capacity.
         memory_bytes: what the driver reports as total.
         context_bytes: what the CUDA context and libraries take of it before the first tensor.
@@ -120,7 +114,15 @@ class Gpu:
 @cache
 def all_gpus() -> tuple[Gpu, ...]:
     """Every GPU of the catalog, by generation."""
-    return tuple(_gpu(table) for table in read_tables("gpus.toml", "gpu"))
+    gpus = []
+    for table in read_tables("gpus.toml", "gpu"):
+        capability = None
+        if table.get("compute_capability"):
+            major, minor = table["compute_capability"].split(".")
+            capability = int(major), int(minor)
+        lists = {field: tuple(table.get(field, ())) for field in ("aliases", "estimated")}
+        gpus.append(Gpu(**{**table, **lists, "compute_capability": capability}))
+    return tuple(gpus)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -140,9 +142,12 @@ def find_gpu(name: str) -> Gpu:
     for attempt in (key, key.without_form()):
         if attempt.text in known:
             return known[attempt.text]
-    raise UnknownName(
-        "GPU", name, _same_family(key) or nearest(key.text, {text: gpu.name for text, gpu in known.items()})
-    )
+    if key.size_gb is not None:  # the cards whose name differs from this one in the size only
+        models = {key.model, key.without_form().model}
+        family = [gpu.name for gpu in all_gpus() if {gpu_key(each).model for each in (gpu.name, *gpu.aliases)} & models]
+        if family:
+            raise UnknownName("GPU", name, family)
+    raise UnknownName("GPU", name, nearest(key.text, {text: gpu.name for text, gpu in known.items()}))
 
 
 @cache
@@ -157,37 +162,13 @@ def _gpus_by_key() -> dict[str, Gpu]:
     return known
 
 
-def _same_family(key: GpuKey) -> tuple[str, ...]:
-    """The cards whose name differs from this one in the size only."""
-    if key.size_gb is None:
-        return ()
-    models = {key.model, key.without_form().model}
-    return tuple(
-        gpu.name for gpu in all_gpus() if any(gpu_key(name).model in models for name in (gpu.name, *gpu.aliases))
-    )
-
-
-def _gpu(table: dict[str, Any]) -> Gpu:
-    capability = table.get("compute_capability")
-    lists = {field: tuple(table.get(field, ())) for field in ("aliases", "estimated")}
-    return Gpu(**{**table, **lists, "compute_capability": _major_minor(capability) if capability else None})
-
-
-def _major_minor(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")
-    return int(major), int(minor)
-
-
 @dataclass(frozen=True, slots=True)
 class Instance:
     """A rented machine and the GPUs in it.
 
     Attributes:
-        name: the provider's name for it.
-        aliases: other names it is found by.
         provider: `AWS`, `Azure` or `Google Cloud`.
         num_gpus: how many GPUs a process sees there.
-        source: where the GPU and the number come from.
     """
 
     name: str
@@ -201,7 +182,10 @@ class Instance:
 @cache
 def all_instances() -> tuple[Instance, ...]:
     """Every instance of the catalog, by provider."""
-    return tuple(_instance(table) for table in read_tables("instances.toml", "instance"))
+    return tuple(
+        Instance(**{**table, "aliases": tuple(table.get("aliases", ())), "gpu": find_gpu(table["gpu"])})
+        for table in read_tables("instances.toml", "instance")
+    )
 
 
 def find_instance(name: str) -> Instance:
@@ -216,16 +200,7 @@ def find_instance(name: str) -> Instance:
         UnknownName: there is no such instance.
     """
     key = instance_key(name)
-    known = _instances_by_key()
+    known = {instance_key(each): found for found in all_instances() for each in (found.name, *found.aliases)}
     if key not in known:
         raise UnknownName("instance", name, nearest(key, {text: found.name for text, found in known.items()}))
     return known[key]
-
-
-@cache
-def _instances_by_key() -> dict[str, Instance]:
-    return {instance_key(name): instance for instance in all_instances() for name in (instance.name, *instance.aliases)}
-
-
-def _instance(table: dict[str, Any]) -> Instance:
-    return Instance(**{**table, "aliases": tuple(table.get("aliases", ())), "gpu": find_gpu(table["gpu"])})

@@ -100,13 +100,9 @@ def _ask(name: str, query: Sequence[str], timeout_seconds: float) -> str:
 
 
 def parse_nvidia_smi(text: str) -> tuple[PresentGpu, ...]:
-    """Read nvidia-smi's answer to the query of `present_gpus`.
+    """One GPU for each line of index, UUID, name, total MiB and compute capability, separated by commas.
 
-    Args:
-        text: lines of index, UUID, name, total MiB and compute capability, separated by commas.
-
-    Returns:
-        One GPU for each line that has an index and a total; warnings and other lines are skipped.
+    Other lines, such as warnings, are skipped.
     """
     gpus = []
     for line in text.splitlines():

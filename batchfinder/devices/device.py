@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from batchfinder.devices.catalog import Gpu
 from batchfinder.errors import InvalidValue
-from batchfinder.units import format_bytes, parse_bytes
+from batchfinder.units import format_bytes
 
 DEFAULT_COMPUTE_CAPABILITY = (8, 0)
 """An A100's: assumed for a budget without a GPU, and for AMD GPUs."""
@@ -18,7 +18,6 @@ class Device:
     """What a simulation needs to know of a device.
 
     Attributes:
-        name: for reports and messages.
         total_bytes: what an out-of-memory message calls the total capacity.
         usable_bytes: what the caching allocator can reserve.
         compute_capability: decides which kernels the recorded step would run.
@@ -43,7 +42,6 @@ class Card:
     """A device as tables show it.
 
     Attributes:
-        device: with what of it may be used.
         name: as it is shown: an instance's card by the instance's name, a real one by its short name.
         count: how many of it train side by side.
     """
@@ -67,10 +65,11 @@ def device_for(gpu: Gpu) -> Device:
 
 
 def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
-    """A device of which the allocator may take a budget, as under `torch.cuda.set_per_process_memory_fraction`.
+    """A device of which the caching allocator of one process may reserve so many bytes in all.
 
-    The budget is the allocator's in full: the CUDA context is outside it. On a named card the context still has to fit
-    beside it, so no more than the card's own usable bytes are given out.
+    It is the limit of `torch.cuda.set_per_process_memory_fraction`: the CUDA context is not counted
+    (`CUDACachingAllocator.cpp`: `allowed_memory_maximum`). On a named card the context still has to fit beside it, so
+    no more than the card's own usable bytes are given out.
 
     Args:
         gpu: the card it is a part of; None for no card in particular.
@@ -78,52 +77,18 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
     Raises:
         InvalidValue: the budget is not positive.
     """
-    budget = Budget(budget_bytes)
+    if budget_bytes <= 0:
+        raise InvalidValue("budget", budget_bytes, "a positive number of bytes")
+    budget = f"{format_bytes(budget_bytes)} budget"
     if gpu is None:
-        return Device(str(budget), budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY, assumed_capability=True)
+        return Device(budget, budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY, assumed_capability=True)
     card = device_for(gpu)
-    return Device(
+    return replace(
+        card,
         name=f"{gpu.name}, {budget}",
-        total_bytes=budget.of(card.total_bytes),
-        usable_bytes=budget.of(card.usable_bytes),
-        compute_capability=card.compute_capability,
-        assumed_capability=card.assumed_capability,
-        context_bytes=card.context_bytes,
+        total_bytes=min(budget_bytes, card.total_bytes),
+        usable_bytes=min(budget_bytes, card.usable_bytes),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The most the caching allocator of one process may take from the device.
-
-    It is the limit that `torch.cuda.set_per_process_memory_fraction` sets: it applies to the bytes the allocator
-    reserves; the CUDA context is not counted (`CUDACachingAllocator.cpp`: `allowed_memory_maximum`).
-
-    Attributes:
-        limit_bytes: bytes the allocator may reserve in all.
-    """
-
-    limit_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.limit_bytes <= 0:
-            raise InvalidValue("budget", self.limit_bytes, "a positive number of bytes")
-
-    @classmethod
-    def parse(cls, text: str) -> Budget:
-        """Read `12GiB`, `900MiB` or `24GB`.
-
-        Raises:
-            InvalidValue: it is not a positive size.
-        """
-        return cls(parse_bytes(text, "--budget"))
-
-    def of(self, usable_bytes: int) -> int:
-        """The budget, or the bytes that the allocator could get without it if they are fewer."""
-        return min(self.limit_bytes, usable_bytes)
-
-    def __str__(self) -> str:
-        return f"{format_bytes(self.limit_bytes)} budget"
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
@@ -135,9 +100,6 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
 
     Args:
         total_bytes: the real device's total memory, as `torch.cuda.get_device_properties` has it.
-
-    Returns:
-        At most 1.0, and not below 0.0.
     """
     if limit_bytes >= total_bytes:
         return 1.0

@@ -7,11 +7,11 @@ a collective that fails leaves the training's group as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,6 @@ class Ranks:
 
     `all_reduce_min`, `all_gather`, `all_gather_call` and `barrier_call` are collectives: all ranks call them, in the
     same order. Each raises `RankLost` where another rank has ended, or does not answer within the time limit.
-
-    Args:
-        group: a gloo group of all ranks, from `open`; None for a single process.
-        seconds: time limit of a collective.
 
     Attributes:
         rank: this process's rank, from 0.
@@ -76,15 +72,11 @@ class Ranks:
                 dist.destroy_process_group(group)
 
     def all_reduce_min(self, *numbers: int) -> tuple[int, ...]:
-        """The least of each number over all ranks.
-
-        Args:
-            numbers: as many on every rank, each within 64 bits.
-        """
+        """The least of each number over all ranks; as many on every rank, each within 64 bits."""
         if self.size == 1:
             return numbers
         agreed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._collective(lambda: dist.all_reduce(agreed, dist.ReduceOp.MIN, group=self._open_group()))
+        self._collective(lambda group: dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group))
         return tuple(agreed.tolist())
 
     def all_gather(self, thing: T) -> list[T]:
@@ -96,7 +88,7 @@ class Ranks:
         if self.size == 1:
             return [thing]
         things: list[T] = [thing] * self.size
-        self._collective(lambda: dist.all_gather_object(things, thing, group=self._open_group()))
+        self._collective(lambda group: dist.all_gather_object(things, thing, group=group))
         return things
 
     def barrier_call(self, doing: Callable[[], T], what: str) -> T:
@@ -138,14 +130,11 @@ class Ranks:
         """
         return self.all_gather(self.barrier_call(doing, what))
 
-    def _open_group(self) -> dist.ProcessGroup:
-        if self._group is None:
-            raise RuntimeError("this rank has left the group")
-        return self._group
-
-    def _collective(self, collective: Callable[[], object]) -> None:
+    def _collective(self, collective: Callable[[dist.ProcessGroup], object]) -> None:
         try:
-            collective()
+            if self._group is None:
+                raise RuntimeError("this rank has left the group")
+            collective(self._group)
         except RuntimeError as error:
             raise RankLost(self.rank, self.size, self.seconds, _words(error)) from error
 
@@ -156,38 +145,26 @@ def _words(error: RuntimeError) -> str:
 
 
 def agree(seen: list[Measurement]) -> Measurement:
-    """The measurement that holds for all ranks.
-
-    Args:
-        seen: each rank's measurement of the same size, by rank.
+    """The measurement of one size that holds for all ranks, of each rank's own, by rank.
 
     Returns:
         The largest peaks; where it failed, the verdict of the first rank it failed on, which the message names.
     """
     if len(seen) == 1:
         return seen[0]
-    failed = [(rank, one) for rank, one in enumerate(seen) if not one.fits]
     seconds = max(one.seconds for one in seen)
-    if failed:
-        rank, first = failed[0]
-        return replace(first, seconds=seconds, message=f"on rank {rank}: {first.message}")
-    return replace(
-        seen[0],
-        peak_allocated_bytes=_most(one.peak_allocated_bytes for one in seen),
-        peak_reserved_bytes=_most(one.peak_reserved_bytes for one in seen),
-        seconds=seconds,
-        resting_bytes=_most(one.resting_bytes for one in seen),
-        forward_bytes=_most(one.forward_bytes for one in seen),
-    )
+    for rank, one in enumerate(seen):
+        if not one.fits:
+            return replace(one, seconds=seconds, message=f"on rank {rank}: {one.message}")
+    largest: dict[str, Any] = {}
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "resting_bytes", "forward_bytes"):
+        known = [nbytes for one in seen if (nbytes := getattr(one, name)) is not None]
+        largest[name] = max(known, default=None)
+    return replace(seen[0], seconds=seconds, **largest)
 
 
 class AgreedProbe:
-    """A probe that tries each size on every rank and returns the same measurement on all of them.
-
-    Args:
-        probe: this rank's, which waits for no other.
-        ranks: all ranks.
-    """
+    """A probe that tries each size on every rank, waiting for no other, and returns one measurement on all of them."""
 
     def __init__(self, probe: Probe, ranks: Ranks) -> None:
         self._probe = probe
@@ -196,73 +173,37 @@ class AgreedProbe:
         self.unmodelled = probe.unmodelled
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size on every rank.
-
-        Raises:
-            Exception: whatever this rank's probe raised, unchanged.
-            RankFailed: another rank's probe raised something.
-            RankLost: a rank has ended, or does not answer within the time limit.
-        """
         return agree(
             self._ranks.all_gather_call(lambda: self._probe(batch_size, shape), f"tried batch size {batch_size}")
         )
 
 
+@dataclass
 class AgreedMemory:
     """This rank's device memory, of which as much is free as on the rank with the least.
 
-    Args:
-        memory: this rank's.
-        ranks: all ranks. `free_bytes` and `max_peak_bytes` are collectives.
+    `free_bytes` and `max_peak_bytes` are collectives; all else is this rank's own.
     """
 
-    def __init__(self, memory: Memory, ranks: Ranks) -> None:
-        self._memory = memory
-        self._ranks = ranks
-        self.name = memory.name
-        self.total_bytes = memory.total_bytes
-        self.allowance_bytes = memory.allowance_bytes
+    _memory: Memory
+    _ranks: Ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
 
     def free_bytes(self) -> int:
-        """What training could take now on the rank with the least."""
         return self._ranks.all_reduce_min(self._memory.free_bytes())[0]
 
     def max_peak_bytes(self, held_bytes: int) -> int:
-        """What a peak may come to on the rank with the least."""
         return self._ranks.all_reduce_min(self._memory.max_peak_bytes(held_bytes))[0]
 
-    def held_bytes(self) -> int:
-        """What this process holds now."""
-        return self._memory.held_bytes()
 
-    def limited(self, reserve_bytes: int, held_bytes: int) -> AbstractContextManager[None]:
-        """This rank's own limit."""
-        return self._memory.limited(reserve_bytes, held_bytes)
-
-    def reset_peak(self) -> None:
-        """Start to watch."""
-        self._memory.reset_peak()
-
-    def peaks(self) -> tuple[int | None, int | None]:
-        """This rank's own peaks."""
-        return self._memory.peaks()
-
-    def retries(self) -> int:
-        """This rank's own."""
-        return self._memory.retries()
-
-
+@dataclass
 class AgreedEntry:
-    """A cache entry that rank 0 alone reads and writes, for all ranks.
+    """A cache entry that rank 0 alone reads and writes, for all ranks."""
 
-    Args:
-        entry: this rank's.
-        ranks: all ranks. `get` is a collective.
-    """
-
-    def __init__(self, entry: ResultEntry, ranks: Ranks) -> None:
-        self._entry = entry
-        self._ranks = ranks
+    _entry: ResultEntry
+    _ranks: Ranks
 
     def get(self) -> SearchResult | None:
         """What rank 0 reads.
@@ -270,28 +211,18 @@ class AgreedEntry:
         Raises:
             CacheFailed: rank 0 cannot read it; on every rank.
         """
-        found, failed = self._ranks.all_gather_call(self._read, "read the cache")[0]
+
+        def read() -> tuple[SearchResult | None, tuple[str, str] | None]:
+            try:
+                return (self._entry.get() if self._ranks.rank == 0 else None), None
+            except CacheFailed as error:
+                return None, (error.url, error.reason)
+
+        found, failed = self._ranks.all_gather_call(read, "read the cache")[0]
         if failed is not None:
             raise CacheFailed(*failed)
         return found
 
     def put(self, result: SearchResult) -> None:
-        """Write a result on rank 0.
-
-        Raises:
-            CacheFailed: it cannot be written; on rank 0.
-        """
         if self._ranks.rank == 0:
             self._entry.put(result)
-
-    def _read(self) -> tuple[SearchResult | None, tuple[str, str] | None]:
-        if self._ranks.rank > 0:
-            return None, None
-        try:
-            return self._entry.get(), None
-        except CacheFailed as error:
-            return None, (error.url, error.reason)
-
-
-def _most(numbers: Iterable[int | None]) -> int | None:
-    return max((number for number in numbers if number is not None), default=None)

@@ -218,7 +218,7 @@ def estimate(
     timeline = steady.timeline
     if not steady.fits:
         timeline = replay(structure, sizes, CachingAllocator(UNLIMITED, settings))
-    at_peak = timeline.allocated_peak
+    at_peak, last = timeline.allocated_peak, timeline.reserved_peak
     alive = () if at_peak is None else tuple(alive_at(structure, at_peak.position))
     held = bytes_by_kind(trace, alive)
     reserved = timeline.max_reserved_bytes
@@ -233,15 +233,11 @@ def estimate(
         capacity_bytes=memory.capacity_bytes + context_bytes,
         required_bytes=smallest_usable_bytes(structure, sizes, settings, context_bytes) + context_bytes,
         fits=steady.fits,
-        peak=_peak(trace, at_peak),
-        last_segment=_peak(trace, timeline.reserved_peak),
+        peak=None if at_peak is None else Peak(at_peak, _tensor(trace, at_peak.block)),
+        last_segment=None if last is None else Peak(last, _tensor(trace, last.block)),
         num_alloc_retries=timeline.num_alloc_retries,
         oom=steady.timeline.oom,
     )
-
-
-def _peak(trace: Trace, moment: PeakEvent | None) -> Peak | None:
-    return None if moment is None else Peak(moment, _tensor(trace, moment.block))
 
 
 def _tensor(trace: Trace, block: int) -> Tensor:

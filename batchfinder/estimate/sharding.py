@@ -61,19 +61,13 @@ def layers_of(trace: Trace) -> Layers:
     units: dict[str, int] = {}
     for kind, module, size in zip(structure.kinds, structure.modules, trace.sizes, strict=True):
         if kind == "parameter":
-            unit = _unit(module)
+            # The path of the layer that the module is in: up to its number in a list; empty for one that is in none.
+            parts = module.split(".")
+            ends = (index + 1 for index, part in enumerate(parts) if part.isdecimal())
+            unit = ".".join(parts[: next(ends, 0)])
             units[unit] = units.get(unit, 0) + size
     rest = units.pop("", 0)
     return Layers(max(units.values(), default=0), rest)
-
-
-def _unit(module: str) -> str:
-    """The path of the layer that a module is in; empty for one that is in none."""
-    parts = module.split(".")
-    for index, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: index + 1])
-    return ""
 
 
 FIRST_BUCKET_BYTES = MIB
@@ -93,16 +87,46 @@ def sharded_step(trace: Trace, stage: int, num_gpus: int, computed_share: float 
             in 3 the parameters, whose layers are gathered for their work as `fully_shard` does.
         computed_share: bytes of a number as it is computed with over bytes as it is stored.
     """
-    sharded = _shard_optimizer(trace, num_gpus) if stage >= 1 else trace
+    structure = trace.structure
+    sizes = list(trace.sizes)
+
+    def share(kind: str) -> None:
+        for block, size in enumerate(sizes):
+            if structure.kinds[block] == kind:
+                sizes[block] = -(-size // num_gpus)
+
+    if stage >= 1:
+        for start, end in _spans(trace, "optimizer", ("optimizer",)):
+            for event in structure.order[start:end]:
+                if event >= 0:
+                    sizes[event] = -(-sizes[event] // num_gpus)
+    first = next((mark.step for mark in structure.marks if mark.step >= 0), 0)
+    end = next((mark.position for mark in structure.marks if mark.step > first), len(structure.order))
+    gradients = [sizes[i] for i in structure.order[:end] if i >= 0 and structure.kinds[i] == "gradient"]  # as made
     if stage < 2:
-        return add_blocks(sharded, _ddp_buckets(sharded))
-    sharded = _shard_kind(sharded, "gradient", num_gpus)
+        start = next((mark.position for mark in structure.marks if mark.step >= 0), 0)  # the model is there
+        what = "the reducer's bucket"
+        buckets = [AddedBlock(size, start, None, "communication", what) for size in bucket_sizes(gradients)]
+        return add_blocks(replace(trace, sizes=tuple(sizes)), buckets)
+    share("gradient")
     layers = layers_of(trace)
     rest, largest = int(layers.rest * computed_share), int(layers.largest * computed_share)
-    added = _gradient_buffers(trace, max(rest, largest))
-    if stage < 3:
-        return add_blocks(sharded, added)
-    return add_blocks(_shard_kind(sharded, "parameter", num_gpus), [*_gathered_layers(trace, rest, largest), *added])
+    added = []
+    if stage >= 3:
+        share("parameter")
+        gathered = (
+            (rest, "gathered: what is in no layer"),
+            (largest, "gathered: the largest layer"),
+            (largest, "gathered: the largest layer, flat"),
+        )
+        for start, end in _spans(trace, "forward", _THROUGH_BACKWARD):
+            added += [AddedBlock(size, start, end, "communication", what) for size, what in gathered if size]
+    unit = max(rest, largest)
+    if unit and gradients:
+        for start, end in _spans(trace, "backward", ("backward",)):
+            for what in ("whole gradients of the largest unit", "what they are scattered from"):
+                added.append(AddedBlock(unit, start, end, "communication", what))
+    return add_blocks(replace(trace, sizes=tuple(sizes)), added)
 
 
 def bucket_sizes(gradients: list[int]) -> list[int]:
@@ -119,62 +143,6 @@ def bucket_sizes(gradients: list[int]) -> list[int]:
             sizes.append(filling)
             filling = 0
     return [*sizes, filling] if filling else sizes
-
-
-def _ddp_buckets(trace: Trace) -> list[AddedBlock]:
-    start = next((mark.position for mark in trace.structure.marks if mark.step >= 0), 0)  # the model is there
-    sizes = bucket_sizes(_gradients(trace))
-    return [AddedBlock(size, start, None, "communication", "the reducer's bucket") for size in sizes]
-
-
-def _gathered_layers(trace: Trace, rest: int, largest: int) -> list[AddedBlock]:
-    return [
-        AddedBlock(size, start, end, "communication", what)
-        for start, end in _spans(trace, "forward", _THROUGH_BACKWARD)
-        for size, what in (
-            (rest, "gathered: what is in no layer"),
-            (largest, "gathered: the largest layer"),
-            (largest, "gathered: the largest layer, flat"),
-        )
-        if size
-    ]
-
-
-def _gradient_buffers(trace: Trace, unit: int) -> list[AddedBlock]:
-    if not unit or not _gradients(trace):
-        return []
-    return [
-        AddedBlock(unit, start, end, "communication", what)
-        for start, end in _spans(trace, "backward", ("backward",))
-        for what in ("whole gradients of the largest unit", "what they are scattered from")
-    ]
-
-
-def _gradients(trace: Trace) -> list[int]:
-    """The bytes of one step's gradients, in the order in which they are made."""
-    structure = trace.structure
-    steps = [mark.step for mark in structure.marks]
-    first = next((step for step in steps if step >= 0), 0)
-    ends = [mark.position for mark in structure.marks if mark.step > first]
-    events = structure.order[: ends[0]] if ends else structure.order
-    return [trace.sizes[i] for i in events if i >= 0 and structure.kinds[i] == "gradient"]
-
-
-def _shard_kind(trace: Trace, kind: str, num_gpus: int) -> Trace:
-    kinds = trace.structure.kinds
-    return replace(
-        trace,
-        sizes=tuple([-(-size // num_gpus) if kinds[i] == kind else size for i, size in enumerate(trace.sizes)]),
-    )
-
-
-def _shard_optimizer(trace: Trace, num_gpus: int) -> Trace:
-    sizes = list(trace.sizes)
-    for start, end in _spans(trace, "optimizer", ("optimizer",)):
-        for event in trace.structure.order[start:end]:
-            if event >= 0:
-                sizes[event] = -(-sizes[event] // num_gpus)
-    return replace(trace, sizes=tuple(sizes))
 
 
 def _spans(trace: Trace, first: str, through: tuple[str, ...]) -> Iterator[tuple[int, int]]:

@@ -40,11 +40,6 @@ class TrainerStep:
     run here.
 
     Source: `Trainer._run_epoch` in transformers 5.23, `DataLoaderShard.__iter__` in accelerate 1.15.
-
-    Args:
-        trainer: about to train.
-        batches: what makes the micro-batches.
-        target_batch_size: samples per optimizer step.
     """
 
     def __init__(self, trainer: Trainer, batches: TrainerBatches, target_batch_size: int) -> None:
@@ -53,11 +48,7 @@ class TrainerStep:
         self._target_batch_size = target_batch_size
 
     def __call__(self, micro_batches: Any) -> None:
-        """Take one step.
-
-        Args:
-            micro_batches: an iterable that has a length.
-        """
+        """Take one step with an iterable of micro-batches that has a length."""
         trainer = self._trainer
         args, model, count = trainer.args, trainer.model_wrapped, len(micro_batches)
         batches, num_items = trainer.get_batch_samples(iter(micro_batches), count, args.device)
@@ -115,13 +106,8 @@ def make_key(
 ) -> CacheKey:
     """The key of a Trainer: what changes the memory that a step takes.
 
-    Args:
-        trainer: about to train, all prepared, with the callbacks that take part.
-        config: the trainer as a loop.
-        shape: one sample's shape.
-        sample: a batch of the smallest size, for the shapes and dtypes of the data.
-        memory: the device's memory.
-        limits: what bounds the search.
+    The trainer is about to train, all prepared, with the callbacks that take part; `sample` is a batch of the smallest
+    size, for the shapes and dtypes of the data.
     """
     args, model, optimizers = trainer.args, trainer.model_wrapped, config.optimizers
     extra: dict[str, Json] = {
@@ -219,9 +205,7 @@ class TrainerBatches:
     def __call__(self, batch_size: int, seq_len: int | None) -> Any:
         """Make one batch.
 
-        Args:
-            batch_size: its samples.
-            seq_len: its sequence length, to which it is stretched or cut; None for that of the longest samples.
+        It is stretched or cut to `seq_len`; None is for that of the longest samples.
 
         Raises:
             InvalidValue: the data do not tell how to make one, or can be read only once.

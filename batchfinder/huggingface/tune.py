@@ -175,7 +175,7 @@ def tune_trainer(
         # Batches keep the samples they have read from one trial to the next.
         alone = (batches, *bulk_data(trainer))
         config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone)
-        batches(limits.smallest, seq_len)
+        batches(limits.bounds.first, seq_len)
         key = functools.partial(make_key, trainer)
         return tune_loop(config, limits, budget_bytes, [seq_len], store, on_trial, key).smallest
 

@@ -88,7 +88,6 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         self._known = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if an epoch is too short for one step of the plan."""
         self._sizes = []
         plan, batches = self.plan, trainer.num_training_batches
         if plan is None or plan.accumulation <= batches:
@@ -103,7 +102,6 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note how many samples the micro-batch has."""
         if self.plan is None:
             return
         combined = combined_loader(trainer.fit_loop)

@@ -21,7 +21,7 @@ from pytorch_lightning.callbacks import Callback
 from batchfinder.cache import Store
 from batchfinder.cache.record import DamagedRecord, Record, decode, encode
 from batchfinder.cache.validity import lower
-from batchfinder.data.loss_weights import Weight
+from batchfinder.data.split import Weight
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
 from batchfinder.lightning.accumulation import Accumulating
@@ -285,7 +285,7 @@ class BatchFinder(Accumulating):
     def micro_batch_sizes(self) -> dict[int | None, int]:
         """Where batches are split, the largest micro-batch of each length as it is now; empty before, and elsewhere."""
         table = None if self._micro_batching is None else self._micro_batching.table
-        return {} if table is None else table.sizes
+        return {} if table is None else dict(table.sizes)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Undo an earlier run's sizes, and watch for what asks for the loaders before this run's are known."""

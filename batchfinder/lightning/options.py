@@ -12,7 +12,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 
 from batchfinder.cache import Store
-from batchfinder.data.loss_weights import WEIGHTS, Weight
+from batchfinder.data.split import WEIGHTS, Weight
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.compat import callbacks_of, is_a
 from batchfinder.measure.tuner import SearchLimits

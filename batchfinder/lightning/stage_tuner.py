@@ -115,7 +115,7 @@ class StageTuner:
         finally:
             before.restore()
         cap = min((cap for cap in all_caps if cap is not None), default=None)
-        smallest = options.limits().smallest
+        smallest = options.limits().bounds.first
         if cap is not None and cap < smallest:
             if config.stage == "fit":
                 name = "min_batch_size" if options.min_batch_size > cap else "multiple_of"
@@ -158,7 +158,7 @@ class StageTuner:
         whole = self._config.split_batch_size
         with shown_trials(self._trainer) as on_trial, self._session:
             tuner = Tuner(
-                self._memory,
+                self._memory.free_bytes,
                 self._limits,
                 self._open_probe,
                 hint=self._predict,
@@ -215,7 +215,7 @@ class StageTuner:
                         self._trainer,
                         self._config,
                         shape,
-                        self._batches.batch(self._limits.smallest, shape.seq_len),
+                        self._batches.batch(self._limits.bounds.first, shape.seq_len),
                         self._memory,
                         self._limits,
                         self._callbacks.active,

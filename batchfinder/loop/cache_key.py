@@ -19,15 +19,7 @@ from batchfinder.results import Shape
 
 
 def make_key(config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limits: SearchLimits) -> CacheKey:
-    """The key of a loop.
-
-    Args:
-        config: the loop.
-        shape: one sample's shape.
-        sample: a batch of the smallest size, for the shapes and dtypes of the data.
-        memory: the device's memory.
-        limits: what bounds the search.
-    """
+    """The key of a loop; `sample` is a batch of the smallest size, for the shapes and dtypes of the data."""
     device, optimizers = config.device, config.optimizers
     modules = [item for item in config.state if isinstance(item, nn.Module)]
     extra: dict[str, Json] = {

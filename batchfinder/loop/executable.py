@@ -83,20 +83,41 @@ def executable_batch_size(
 
     def decorate(function: Any) -> Any:
         _check_function(function)
+        name, signature = _name(function), inspect.signature(function)
         ran_at = 0  # the last time; 0 before
         entry: CacheEntry | None = None
         free_bytes = 0
 
+        def binds(*args: Any, **kwargs: Any) -> bool:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                return False
+            return True
+
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
             nonlocal ran_at, entry, free_bytes
-            _check_call(function, args, kwargs)
+            if not binds(0, *args, **kwargs):
+                if binds(*args, **kwargs):
+                    rest = [*map(repr, args[1:]), *(f"{key}={value!r}" for key, value in kwargs.items())]
+                    raise TypeError(
+                        f"{name} was called with a batch size, which the decorator passes itself. Call it without: "
+                        f"{name}({', '.join(rest)})"
+                    )
+                signature.bind(0, *args, **kwargs)  # says what is wrong
             check_single_process()
             where = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"), ())
             clear(where)
             if ran_at == 0 and store is not None:
                 entry, free_bytes = _entry(function, args, kwargs, where, starting_batch_size, store)
-                ran_at = _cached_size(entry, free_bytes)
+                try:
+                    known = None if entry is None else entry.get()
+                except CacheFailed as error:
+                    warn_not_cached(error)
+                    known = None
+                # Where more memory is free now, a larger size may run.
+                ran_at = 0 if known is None or outgrown(known, free_bytes) else known.max_batch_size
             size, failed = ran_at or starting_batch_size, []
             while True:
                 done = attempt(functools.partial(function, size, *args, **kwargs), where.type)
@@ -105,9 +126,22 @@ def executable_batch_size(
                 clear(where)
                 failed.append(Trial(size, Shape(), Measurement(done.verdict, message=done.message)))
                 smaller = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
-                size = _checked(function, size, smaller, done.message)
+                if smaller < 1:
+                    advice = "try a smaller model or a lower precision."
+                    raise OutOfMemory(size, f"{done.message.rstrip('.')}. {name} ran at no batch size; {advice}")
+                if smaller >= size:
+                    expected = f"a function that returns a size below {size}"
+                    raise InvalidValue("reduce_batch_size_fn", smaller, expected)
+                again = f"and is called again with {smaller}: {done.message}"
+                warnings.warn(f"{name} ran out of memory at batch size {size} {again}", stacklevel=2)
+                size = smaller
             if entry is not None and size != ran_at:
-                _cache(entry, size, failed, free_bytes)
+                stop, ran = StopReason.TOLERANCE if failed else StopReason.CAP, Measurement(Verdict.FITS)
+                trials = (*failed, Trial(size, Shape(), ran))
+                try:
+                    entry.put(SearchResult(Shape(), size, stop, ran, trials, free_bytes=free_bytes))
+                except CacheFailed as error:
+                    warn_not_cached(error)
             ran_at = size
             return done
 
@@ -135,46 +169,6 @@ def _entry(
     return store.entry(replace(key, extra={**key.extra, "given": plain}), config.label), free_bytes
 
 
-def _cached_size(entry: CacheEntry | None, free_bytes: int) -> int:
-    """The size that ran the last time; 0 for none, or where more memory is free now."""
-    try:
-        known = None if entry is None else entry.get()
-    except CacheFailed as error:
-        warn_not_cached(error)
-        return 0
-    return 0 if known is None or outgrown(known, free_bytes) else known.max_batch_size
-
-
-def _cache(entry: CacheEntry, size: int, failed: list[Trial], free_bytes: int) -> None:
-    ran = Measurement(Verdict.FITS)
-    stop = StopReason.TOLERANCE if failed else StopReason.CAP
-    trials = (*failed, Trial(size, Shape(), ran))
-    try:
-        entry.put(SearchResult(Shape(), size, stop, ran, trials, free_bytes=free_bytes))
-    except CacheFailed as error:
-        warn_not_cached(error)
-
-
-def _checked(function: Any, failed_size: int, size: int, words: str) -> int:
-    """A size to go on with.
-
-    Raises:
-        OutOfMemory: there is none.
-        InvalidValue: it is not smaller.
-    """
-    name = _name(function)
-    if size < 1:
-        raise OutOfMemory(
-            failed_size, f"{words.rstrip('.')}. {name} ran at no batch size; try a smaller model or a lower precision."
-        )
-    if size >= failed_size:
-        raise InvalidValue("reduce_batch_size_fn", size, f"a function that returns a size below {failed_size}")
-    warnings.warn(
-        f"{name} ran out of memory at batch size {failed_size} and is called again with {size}: {words}", stacklevel=3
-    )
-    return size
-
-
 def _check_function(function: Any) -> None:
     """Refuse, as it is decorated, what cannot be called with a batch size in the first place."""
     name, parameters = _name(function), [*inspect.signature(function).parameters.values()]
@@ -187,27 +181,6 @@ def _check_function(function: Any) -> None:
     if first.name in ("self", "cls"):
         expected = f"a function; within the method, define one that takes the batch size first and uses {first.name}"
         raise InvalidValue("function", name, expected)
-
-
-def _check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a call that passes the batch size from other wrong calls."""
-    signature, name = inspect.signature(function), _name(function)
-    if _binds(signature, 0, *args, **kwargs) or not _binds(signature, *args, **kwargs):
-        signature.bind(0, *args, **kwargs)  # says what is wrong
-        return
-    rest = [*map(repr, args[1:]), *(f"{key}={value!r}" for key, value in kwargs.items())]
-    raise TypeError(
-        f"{name} was called with a batch size, which the decorator passes itself. Call it without: "
-        f"{name}({', '.join(rest)})"
-    )
-
-
-def _binds(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 def _name(function: Any) -> str:

@@ -49,11 +49,7 @@ class LoopConfig:
         return [item for item in self.state if isinstance(item, Optimizer)]
 
     def capture(self, left_alone: Sequence[Any] = ()) -> TrainingState:
-        """Copy all that a step changes.
-
-        Args:
-            left_alone: objects and classes that are not to be copied, besides the loop's own.
-        """
+        """Copy all that a step changes, but for objects and classes in `left_alone` and the loop's own."""
         functions = (self.train_step, self.make_batch)
         owners = [owner for owner in (getattr(one, "__self__", None) for one in functions) if owner is not None]
         return TrainingState.capture(*self.state, *owners, *functions, left_alone=[*left_alone, *self.left_alone])
@@ -94,9 +90,7 @@ def warn_not_cached(error: CacheFailed) -> None:
 def device_of(device: torch.device | str | None, state: Sequence[Any]) -> torch.device:
     """The device that trains.
 
-    Args:
-        device: as it was asked for; None for where the model in `state` is.
-        state: what the user has named.
+    Where none was asked for, it is where the model in `state` is.
 
     Raises:
         InvalidValue: its memory cannot be limited and measured, or there is no such device here.

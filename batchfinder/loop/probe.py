@@ -23,12 +23,7 @@ from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCH
 
 
 class StepCounter:
-    """Counts the calls in which each optimizer stepped, and refuses what could not be put back.
-
-    Args:
-        session: has the copy of what will be put back.
-        config: the loop.
-    """
+    """Counts the calls in which each optimizer stepped, and refuses what the session's copy could not put back."""
 
     def __init__(self, session: TrialSession, config: LoopConfig) -> None:
         self._session = session
@@ -47,11 +42,30 @@ class StepCounter:
             InvalidValue: something would be changed that the copy does not hold.
         """
         self._calls, self._steps, self._in_this_call = 0, {}, set()
+        state, named = self._session.open(), [type(item).__name__ for item in self._config.state]
+
+        def unnamed(item: object, does: str) -> InvalidValue:
+            expected = f"the {type(item).__name__} that train_step {does} among them, so that it can be put back"
+            return InvalidValue("state", named, expected)
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not state.reaches(optimizer):
+                raise unnamed(optimizer, "steps")
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            if state.reaches(module):
+                return
+            # A loss made inside the step holds nothing, and a frozen teacher is not changed.
+            learns = any(parameter.requires_grad for parameter in module.parameters())
+            if learns or (module.training and any(True for _ in module.buffers())):
+                raise unnamed(module, "runs")
+
         with ExitStack() as hooks:
-            hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
+            after = register_optimizer_step_post_hook(lambda optimizer, *_: self._in_this_call.add(id(optimizer)))
+            hooks.callback(after.remove)
             if not self._checked_modules:
-                hooks.callback(register_module_forward_pre_hook(self._before_forward).remove)
+                hooks.callback(register_module_forward_pre_hook(before_forward).remove)
             yield
         self._checked_modules = True
 
@@ -73,37 +87,9 @@ class StepCounter:
         """Classes of the optimizers that did not step in `MAX_BATCHES_WITHOUT_STEP` calls."""
         return [type(one).__name__ for one in self._config.optimizers if id(one) in self._idle]
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._session.open().reaches(optimizer):
-            raise self._unnamed(optimizer, "steps")
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._in_this_call.add(id(optimizer))
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if self._session.open().reaches(module):
-            return
-        # A loss made inside the step holds nothing, and a frozen teacher is not changed.
-        learns = any(parameter.requires_grad for parameter in module.parameters())
-        if learns or (module.training and any(True for _ in module.buffers())):
-            raise self._unnamed(module, "runs")
-
-    def _unnamed(self, item: object, does: str) -> InvalidValue:
-        return InvalidValue(
-            "state",
-            [type(item).__name__ for item in self._config.state],
-            f"the {type(item).__name__} that train_step {does} among them, so that it can be put back",
-        )
-
 
 class LoopProbe:
-    """Tries a size with steps of the user's, and puts everything back.
-
-    Args:
-        config: the loop.
-        limits: what the sizes are for: with a target, steps take micro-batches.
-        session: has the copy of the training state.
-    """
+    """Tries a size with steps of the user's, and puts everything back. With a target, steps take micro-batches."""
 
     source = "measured"
     unmodelled: tuple[str, ...] = ()
@@ -126,14 +112,23 @@ class LoopProbe:
             InvalidValue: the step uses something that could not be put back, or leaves micro-batches out.
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
-        session = self._session
+        session, config, target = self._session, self._config, self._target
+
+        def batches() -> Iterator[Any]:
+            while True:
+                yield config.make_batch(batch_size, shape.seq_len)
 
         def steps(check: SteadyStateCheck) -> None:
+            one, count = batches(), PEAK_MICRO_BATCHES if batch_size < (target or 0) else 1
             with self._counter.counting():
-                for given in self._given(batch_size, shape):
-                    self._config.train_step(given)
-                    if isinstance(given, MicroBatches):
-                        self._check_all_taken(given)
+                while True:
+                    # As in a loop, a batch lives until the next has been made.
+                    given = next(one) if target is None else MicroBatches(batches, count)
+                    config.train_step(given)
+                    if isinstance(given, MicroBatches) and given.given < count:
+                        name = getattr(config.train_step, "__qualname__", type(config.train_step).__qualname__)
+                        expected = f"a function that goes through all {count} micro-batches it is given"
+                        raise InvalidValue("train_step", name, f"{expected}, not {given.given}")
                     if not self._counter.needs_another_call() and not check.goes_on():
                         break
 
@@ -166,26 +161,3 @@ class LoopProbe:
                 stacklevel=2,
             )
         return seen
-
-    def _given(self, batch_size: int, shape: Shape) -> Iterator[Any]:
-        """What the step is called with, time after time. As in a loop, a batch lives until the next has been made."""
-        while True:
-            if self._target is None:
-                yield self._config.make_batch(batch_size, shape.seq_len)
-            else:
-                count = PEAK_MICRO_BATCHES if batch_size < self._target else 1
-                yield MicroBatches(lambda: self._batches(batch_size, shape), count)
-
-    def _batches(self, batch_size: int, shape: Shape) -> Iterator[Any]:
-        while True:
-            yield self._config.make_batch(batch_size, shape.seq_len)
-
-    def _check_all_taken(self, micro_batches: MicroBatches) -> None:
-        if micro_batches.given < len(micro_batches):
-            train_step = self._config.train_step
-            raise InvalidValue(
-                "train_step",
-                getattr(train_step, "__qualname__", type(train_step).__qualname__),
-                f"a function that goes through all {len(micro_batches)} micro-batches it is given, "
-                f"not {micro_batches.given}",
-            )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
-from batchfinder.accumulation import AccumulationPlan
 from batchfinder.cache.validity import lower
 from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
-from batchfinder.results import SearchResult, Verdict
+from batchfinder.results import Verdict
 
 
 class MicroBatches:
@@ -51,73 +49,49 @@ def in_windows(batches: Iterable[Any], accumulation: int) -> Iterator[MicroBatch
         batches: a loader. If it has no length, the micro-batches of a step are fetched before the step begins.
         accumulation: micro-batches in a step; the last step of an epoch has fewer where they do not come out even.
     """
-    iterator = iter(batches)
-    left = _length(batches)
+    iterator, left = iter(batches), None
+    with suppress(TypeError):  # a DataLoader over an IterableDataset has no length
+        left = len(batches) if isinstance(batches, Sized) else None
     if left is None:
         while window := list(islice(iterator, accumulation)):
             yield window
         return
     while left > 0:
-        micro_batches = MicroBatches(_once(iterator), min(accumulation, left))
+        waiting = [iterator]
+
+        def once(waiting: list[Iterator[Any]] = waiting) -> Iterator[Any]:
+            if not waiting:  # the iterator would go on with the next step's batches
+                raise InvalidValue(
+                    "micro_batches", "a second pass", "one pass, or a list made of them where a step needs several"
+                )
+            return waiting.pop()
+
+        micro_batches = MicroBatches(once, min(accumulation, left))
         yield micro_batches
         left -= len(micro_batches)
         for _ in islice(iterator, len(micro_batches) - micro_batches.given):
             pass  # what the step did not ask for
 
 
-def _once(iterator: Iterator[Any]) -> Callable[[], Iterator[Any]]:
-    """Return the iterator the first time; the second time it would go on with the next step's batches."""
-    waiting = [iterator]
-
-    def take() -> Iterator[Any]:
-        if not waiting:
-            raise InvalidValue(
-                "micro_batches", "a second pass", "one pass, or a list made of them where a step needs several"
-            )
-        return waiting.pop()
-
-    return take
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    """How many batches there are; None when it cannot be known."""
-    try:
-        return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # a DataLoader over an IterableDataset
-        return None
-
-
-@dataclass(frozen=True)
 class TunedBatchSize:
     """The batch size for one length; as text, a line with all there is to say of it.
 
     Attributes:
         tuning: how it was found: the largest size with its trials, the plan, the limits, the cache entry.
+        result: the largest size that runs; its trials are those of this call.
+        plan: how the target is made up; None without one.
+        batch_size: the size to train with: the plan's micro-batch, or the largest.
+        accumulation: micro-batches per optimizer step; 1 without a target.
     """
 
-    tuning: TuningResult
-    _device: str = field(repr=False)
-    _caller: str = field(default="tune_batch_size", repr=False)
-
-    @property
-    def result(self) -> SearchResult:
-        """The largest size that runs; its trials are those of this call."""
-        return self.tuning.result
-
-    @property
-    def plan(self) -> AccumulationPlan | None:
-        """How the target is made up; None without one."""
-        return self.tuning.plan
-
-    @property
-    def batch_size(self) -> int:
-        """The size to train with: the plan's micro-batch, or the largest."""
-        return self.tuning.batch_size
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per optimizer step; 1 without a target."""
-        return 1 if self.plan is None else self.plan.accumulation
+    def __init__(self, tuning: TuningResult, device: str, caller: str = "tune_batch_size") -> None:
+        self.tuning = tuning
+        self.result = tuning.result
+        self.plan = tuning.plan
+        self.batch_size = tuning.batch_size
+        self.accumulation = 1 if tuning.plan is None else tuning.plan.accumulation
+        self._device = device
+        self._caller = caller
 
     def micro_batches(self, batches: Iterable[Any]) -> Iterator[MicroBatches | list[Any]]:
         """Divide the batches of a loader, of `batch_size` each, into what `train_step` takes.
@@ -142,36 +116,40 @@ class TunedBatchSize:
         try:
             yield
         except Exception as error:
-            if classify(error, device=self._device) in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
-                warnings.warn(self._lower(str(error)), stacklevel=3)
+            if classify(error, device=self._device) not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
+                raise
+            said = f"training ran out of memory at batch size {self.batch_size}, which ran when it was tried."
+            if self.tuning.entry is None:
+                said += f" Leave more memory free with {self._caller}(headroom=0.05)."
+            else:
+                try:
+                    lowered = lower(self.tuning.entry, self.batch_size, str(error))
+                except CacheFailed as failed:
+                    said += f" The cached result cannot be lowered: {failed}"
+                else:
+                    after = f"The cache now says {lowered}, which the next start tries before it uses it."
+                    said += f" {after if lowered else 'The next start searches again.'}"
+            warnings.warn(said, stacklevel=3)
             raise
 
     def __str__(self) -> str:
         return f"{self.tuning}."
 
-    def _lower(self, message: str) -> str:
-        """Lower the cached result; what to say of it."""
-        ran_out = f"training ran out of memory at batch size {self.batch_size}, which ran when it was tried."
-        if self.tuning.entry is None:
-            return f"{ran_out} Leave more memory free with {self._caller}(headroom=0.05)."
-        try:
-            lowered = lower(self.tuning.entry, self.batch_size, message)
-        except CacheFailed as error:
-            return f"{ran_out} The cached result cannot be lowered: {error}"
-        if lowered == 0:
-            return f"{ran_out} The next start searches again."
-        return f"{ran_out} The cache now says {lowered}, which the next start tries before it uses it."
 
-
-class TunedBatchSizes(Mapping[int | None, TunedBatchSize]):
+class TunedBatchSizes(TunedBatchSize, Mapping[int | None, TunedBatchSize]):
     """The batch size for each length; for data of one fixed shape the length is None.
 
     Its own `batch_size`, `plan` and so on are those of the length with the smallest size, for a loop that trains all
     lengths with one.
+
+    Attributes:
+        smallest: that of the length with the smallest size.
     """
 
     def __init__(self, sizes: Mapping[int | None, TunedBatchSize]) -> None:
         self._sizes = dict(sizes)
+        self.smallest = smallest = min(sizes.values(), key=lambda size: size.batch_size)
+        super().__init__(smallest.tuning, smallest._device, smallest._caller)
 
     def __getitem__(self, seq_len: int | None) -> TunedBatchSize:
         return self._sizes[seq_len]
@@ -181,34 +159,6 @@ class TunedBatchSizes(Mapping[int | None, TunedBatchSize]):
 
     def __len__(self) -> int:
         return len(self._sizes)
-
-    @property
-    def smallest(self) -> TunedBatchSize:
-        """That of the length with the smallest size."""
-        return min(self._sizes.values(), key=lambda size: size.batch_size)
-
-    @property
-    def batch_size(self) -> int:
-        """The size to train with; see `TunedBatchSize.batch_size`."""
-        return self.smallest.batch_size
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per optimizer step; 1 without a target."""
-        return self.smallest.accumulation
-
-    @property
-    def plan(self) -> AccumulationPlan | None:
-        """How the target is made up; None without one."""
-        return self.smallest.plan
-
-    def micro_batches(self, batches: Iterable[Any]) -> Iterator[MicroBatches | list[Any]]:
-        """Divide the batches of a loader into what `train_step` takes; see `TunedBatchSize.micro_batches`."""
-        return self.smallest.micro_batches(batches)
-
-    def watch(self) -> AbstractContextManager[None]:
-        """A context for the training itself; see `TunedBatchSize.watch`."""
-        return self.smallest.watch()
 
     def __str__(self) -> str:
         return "\n".join(map(str, self._sizes.values()))

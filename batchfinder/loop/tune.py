@@ -37,14 +37,7 @@ def tune_loop(
 ) -> TunedBatchSizes:
     """Find the size for each length, with one copy of the training state for all of them.
 
-    Args:
-        config: the loop.
-        limits: what bounds the search; the headroom is turned into bytes here.
-        budget_bytes: the most memory that may be used; None for what there is.
-        seq_lens: one sample's lengths, in the order they are to be tried.
-        store: where results are cached; None for no cache.
-        on_trial: called after each trial.
-        make_key: makes the key of a length, given a batch of the smallest size as well.
+    Lengths are tried in the order given. `make_key` is given a batch of the smallest size as well.
 
     Raises:
         OutOfMemory: not even the smallest size fits.
@@ -57,7 +50,7 @@ def tune_loop(
     sizes: dict[int | None, TunedBatchSize] = {}
     with TrialSession(memory, config.device, limits.reserve_bytes, config.capture) as session:
         probe = LoopProbe(config, limits, session)
-        tuner = Tuner(memory, limits, probe.open, on_trial=on_trial, warn=warn_not_cached)
+        tuner = Tuner(memory.free_bytes, limits, probe.open, on_trial=on_trial, warn=warn_not_cached)
         keys = [] if store is None else _keys(config, limits, memory, shapes, make_key)
         each = (time.perf_counter() - started) / len(shapes)
         for index, shape in enumerate(shapes):
@@ -75,7 +68,7 @@ def _keys(
     # No tensors: a step has not run, and a copy of them would take longer than the look-up.
     untouched = config.capture(left_alone=[torch.Tensor, Optimizer])
     try:
-        samples = (config.make_batch(limits.smallest, shape.seq_len) for shape in shapes)
+        samples = (config.make_batch(limits.bounds.first, shape.seq_len) for shape in shapes)
         return [make_key(config, shape, sample, memory, limits) for shape, sample in zip(shapes, samples, strict=True)]
     finally:
         untouched.restore()

@@ -7,31 +7,23 @@ child's side. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import TracebackType
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchfinder.errors import BatchFinderError, ContextDied, InvalidValue, UserCodeFailed
+from batchfinder.errors import ContextDied, InvalidValue, UserCodeFailed
 from batchfinder.measure.oom import decode
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.retry import retrying
 from batchfinder.training.child_process import Child, ChildDied, revive
-from batchfinder.training.spec import WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 
 WORKER = "batchfinder.measure.worker"
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU as PyTorch sees it.
-
-    Attributes:
-        name: as the driver prints it.
-        total_bytes: what it has.
-        free_bytes: what is free of it for the allocator of a process that has its context already.
-        compute_capability: major and minor.
-        versions: of PyTorch and of CUDA or HIP.
-    """
+    """A GPU as PyTorch sees it; `free_bytes` are those for the allocator of a process that has its context already."""
 
     name: str
     total_bytes: int
@@ -42,9 +34,6 @@ class GpuFacts:
 
 def query_gpu(device: str) -> GpuFacts:
     """Ask PyTorch for a GPU, in a process that ends then.
-
-    Args:
-        device: as `torch.device` takes it.
 
     Raises:
         InvalidValue: there is no such GPU, or PyTorch cannot use it.
@@ -67,7 +56,7 @@ def _gpu_facts(child: Child, device: str) -> GpuFacts:
     return GpuFacts(**{**facts, "compute_capability": tuple(facts["compute_capability"])})
 
 
-class ChildProcessProbe:
+class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
     """A probe whose steps are taken by a child process.
 
     A death, of the process or of the GPU's context, is believed when it comes twice. Errors of the user's code are
@@ -75,19 +64,18 @@ class ChildProcessProbe:
 
     Args:
         spec: how to build the workload there.
-        settings: the fields of a `StepConfig`; raised to what shows the peak (`minimal_steps` of the worker).
+        config: how a step is taken; raised to what shows the peak (`minimal_steps` of the worker).
         device: as `torch.device` takes it.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
         environment: variables to set for the child.
-        flash: whether attention must run as the flash kernel.
 
     Attributes:
         limit_bytes: as it was given; may be changed until the first probe.
 
     Example:
         >>> spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": "bert-base"})  # doctest: +SKIP
-        >>> with ChildProcessProbe(spec, {}, "cuda:0") as probe:  # doctest: +SKIP
+        >>> with ChildProcessProbe(spec, StepConfig(), "cuda:0") as probe:  # doctest: +SKIP
         ...     probe(8, Shape(128)).fits
     """
 
@@ -97,12 +85,11 @@ class ChildProcessProbe:
     def __init__(
         self,
         spec: WorkloadSpec,
-        settings: Mapping[str, Any],
+        config: StepConfig,
         device: str,
         limit_bytes: int | None = None,
         threads: int | None = None,
         environment: Mapping[str, str] | None = None,
-        flash: bool = False,
     ) -> None:
         self.spec = spec
         self.limit_bytes = limit_bytes
@@ -110,21 +97,15 @@ class ChildProcessProbe:
         self._open = {
             "builder": spec.builder,
             "arguments": spec.arguments,
-            "settings": dict(settings),
+            "config": asdict(config),
             "device": device,
             "threads": threads,
-            "flash": flash,
         }
         self._environment = {"PYTHONUNBUFFERED": "1", **(environment or {})}
         self._child: Child | None = None
         self._opened = False
 
-    def __enter__(self) -> ChildProcessProbe:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
@@ -135,7 +116,7 @@ class ChildProcessProbe:
             ContextDied: twice, the user's code left the GPU's context dead behind it.
             ProbeDied: the child died twice in a way that says nothing about memory.
         """
-        what = f"{self._name()} at batch size {batch_size}"
+        what = f"{self.spec.name} at batch size {batch_size}"
         if shape.seq_len is not None:
             what += f", sequence length {shape.seq_len}"
         try:
@@ -146,12 +127,11 @@ class ChildProcessProbe:
     def query_gpu(self) -> GpuFacts:
         """Ask for the GPU in the child that then takes the steps: what is free as they begin.
 
-        Raises:
-            InvalidValue: there is no such GPU, or PyTorch cannot use it.
-            UserCodeFailed: PyTorch raised, as it does where another process has the GPU for itself.
+        Raises: as the function `query_gpu` does.
         """
         self.close()
-        return _gpu_facts(self._start(), self.device)
+        self._child = Child(WORKER, environment=self._environment)
+        return _gpu_facts(self._child, self.device)
 
     def close(self) -> None:
         """End the child and everything it started."""
@@ -160,45 +140,31 @@ class ChildProcessProbe:
             self._child = None
         self._opened = False
 
-    def _start(self) -> Child:
-        self._child = Child(WORKER, environment=self._environment)
-        return self._child
-
     def _once(self, batch_size: int, shape: Shape, what: str) -> Measurement:
-        child = self._child or self._start()
+        if self._child is None:
+            self._child = Child(WORKER, environment=self._environment)
+        child = self._child
+        requests: list[dict[str, Any]] = [{"probe": {"batch_size": batch_size, "seq_len": shape.seq_len}}]
         if not self._opened:
-            opened = self._ask(child, {"open": {**self._open, "limit_bytes": self.limit_bytes}})
-            if "error" in opened:
+            requests.insert(0, {"open": {**self._open, "limit_bytes": self.limit_bytes}})
+        for request in requests:
+            try:
+                answer = child.ask(request)
+            except ChildDied:
                 self.close()
-                raise _error(opened, self._name())
+                raise
+            if "exit" in answer:  # of the fork that took the steps; the child itself lives
+                raise ChildDied(answer["exit"], child.last_words())
+            if "error" in answer:
+                if "open" in request or self.device != "cpu":
+                    self.close()
+                error = revive(answer["error"], self.spec.name if "open" in request else what)
+                if answer.get("context") == "dead" and isinstance(error, UserCodeFailed):
+                    raise ContextDied(error.what, error.traceback)
+                raise error
             self._opened = True
-        answer = self._ask(child, {"probe": {"batch_size": batch_size, "seq_len": shape.seq_len}})
-        if "exit" in answer:  # of the fork that took the steps; the child itself lives
-            raise ChildDied(answer["exit"], child.last_words())
-        if "error" in answer:
-            if self.device != "cpu":
-                self.close()
-            raise _error(answer, what)
         measurement = answer["measurement"]
         return Measurement(**{**measurement, "verdict": Verdict[measurement["verdict"]]})
-
-    def _ask(self, child: Child, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return child.ask(request)
-        except ChildDied:
-            self.close()
-            raise
-
-    def _name(self) -> str:
-        return str(self.spec.arguments.get("spec", self.spec.builder))
-
-
-def _error(answer: Mapping[str, Any], what: str) -> BatchFinderError:
-    """The error in an answer; `ContextDied` where the GPU's context died of it."""
-    error = revive(answer["error"], what)
-    if answer.get("context") == "dead" and isinstance(error, UserCodeFailed):
-        return ContextDied(error.what, error.traceback)
-    return error
 
 
 MALLOC = {
@@ -229,29 +195,15 @@ class CpuProbe(ChildProcessProbe):
     its peak is within the limit. What PyTorch's CPU allocator hands out is not counted, so `peak_allocated_bytes` is
     None.
 
-    Args:
-        spec: how to build the workload in the child.
-        settings: the fields of a `StepConfig`.
-        limit_bytes: bytes for model and steps.
-        threads: threads of PyTorch's operators; None for PyTorch's own choice.
-        flash: whether attention must run as the flash kernel.
-
     Raises:
         InvalidValue: the limit is not positive.
     """
 
     unmodelled = ("fragmentation of glibc's heap: measured with malloc set to return freed memory at once",)
 
-    def __init__(
-        self,
-        spec: WorkloadSpec,
-        settings: Mapping[str, Any],
-        limit_bytes: int,
-        threads: int | None = None,
-        flash: bool = False,
-    ) -> None:
+    def __init__(self, spec: WorkloadSpec, config: StepConfig, limit_bytes: int, threads: int | None = None) -> None:
         if limit_bytes <= 0:
             raise InvalidValue("limit_bytes", limit_bytes, "a positive number of bytes")
         # Without a GPU to be seen, the autograd engine starts no threads that a fork would lose.
         environment = {**MALLOC, "CUDA_VISIBLE_DEVICES": ""}
-        super().__init__(spec, settings, "cpu", limit_bytes, threads, environment, flash)
+        super().__init__(spec, config, "cpu", limit_bytes, threads, environment)

@@ -25,12 +25,7 @@ _UNSURE = " ({library} says the same of faults other than a full memory.)"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a step did not run; nothing in it keeps the step alive.
-
-    Attributes:
-        verdict: how it failed.
-        message: the device's own words.
-    """
+    """Why a step did not run, in the device's own words; nothing in it keeps the step alive."""
 
     verdict: Verdict
     message: str
@@ -41,11 +36,7 @@ def attempt(step: Callable[[], T], device: str = "cuda") -> T | Failure:
 
     When this returns a failure, no reference is left to the exception, those it was chained to, their tracebacks and
     frames: every tensor that only the failed step knew is dead already, without a garbage collection, unless the user's
-    own objects formed a cycle.
-
-    Args:
-        step: takes no arguments; should hold nothing that is to die.
-        device: the type of the device that trains.
+    own objects formed a cycle. The step itself should hold nothing that is to die.
 
     Raises:
         Exception: whatever the step raised that is not about the size, unchanged.
@@ -67,9 +58,6 @@ def clear(device: torch.device) -> None:
     Call it outside any `except` block, after `attempt`. Besides the caching allocator's free segments these go: the
     casts that autocast keeps, and cuBLAS's workspaces, which live in the same pool for good once taken, so that each
     probe counts its own as the first step of a training run does. Peak statistics start anew.
-
-    Args:
-        device: where the step ran.
 
     Raises:
         RuntimeError: the device's context is dead; only a new process can use it again.

@@ -29,13 +29,14 @@ _GUARD_BYTES = 512 * MIB
 the stacks of new threads, their arenas (64 MiB each in glibc) and holes in the heap."""
 
 
+_ULIMITS = {"RLIMIT_AS": "VmSize", "RLIMIT_DATA": "VmData"}
+"""Limits that a user may have set, and what of /proc/self/status counts against each."""
+
+
 class Memory(Protocol):
     """A device's memory. All figures are bytes that this process holds in all, on the device.
 
-    Attributes:
-        name: the device's name.
-        total_bytes: what the device has.
-        allowance_bytes: the limit as it was set, whatever is in use now; part of the cache's key.
+    `allowance_bytes` is the limit as it was set, whatever is in use now; it is part of the cache's key.
     """
 
     name: str
@@ -90,50 +91,42 @@ class CudaMemory:
         self.allowance_bytes = min(self._fraction_bytes(), self.total_bytes if budget is None else budget)
 
     def free_bytes(self) -> int:
-        """What the allocator could reserve in all: what it has, and what nobody has."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return min(self.allowance_bytes, free + torch.cuda.memory_reserved(self._device))
 
     def max_peak_bytes(self, held_bytes: int) -> int:
-        """`free_bytes`, and what is held by what training will not have."""
         return self.free_bytes() + held_bytes
 
     def held_bytes(self) -> int:
-        """`torch.cuda.memory_allocated`."""
         return torch.cuda.memory_allocated(self._device)
 
     @contextmanager
     def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
         """Limit the allocator by `torch.cuda.set_per_process_memory_fraction`, and put the fraction of before back."""
         before = self._fraction_bytes()
-        self._set_fraction(min(before, self.max_peak_bytes(held_bytes) - reserve_bytes))
+        limit = min(before, self.max_peak_bytes(held_bytes) - reserve_bytes)
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(limit, self.total_bytes), self._device)
+        before_fraction = memory_fraction(before, self.total_bytes)
         try:
             yield
         except BaseException:
             # A dead context refuses this too, which must not take the place of what it died of.
             with suppress(RuntimeError):
-                self._set_fraction(before)
+                torch.cuda.set_per_process_memory_fraction(before_fraction, self._device)
             raise
-        self._set_fraction(before)
+        torch.cuda.set_per_process_memory_fraction(before_fraction, self._device)
 
     def reset_peak(self) -> None:
-        """`torch.cuda.reset_peak_memory_stats`."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peaks(self) -> tuple[int | None, int | None]:
-        """`max_memory_allocated` and `max_memory_reserved`."""
         return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
 
     def retries(self) -> int:
-        """`num_alloc_retries` of `torch.cuda.memory_stats`."""
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
 
     def _fraction_bytes(self) -> int:
         return round(float(torch.cuda.get_per_process_memory_fraction(self._device)) * self.total_bytes)
-
-    def _set_fraction(self, limit_bytes: int) -> None:
-        fraction = memory_fraction(limit_bytes, self.total_bytes)
-        torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
 
 class HostMemory:
@@ -168,19 +161,14 @@ class HostMemory:
         self._peak_before: int | None = None
 
     def free_bytes(self) -> int:
-        """What may be resident in all, by every limit there is."""
-        left = _left_by_ulimits()
-        limit = self._resident_limit()
-        return max(0, limit if left is None else min(limit, self.held_bytes() + left))
+        """The limit as it is now, and what ulimits leave."""
+        return self._within_ulimits(self._resident_limit())
 
     def max_peak_bytes(self, held_bytes: int) -> int:
         """The limit as it was when this object was made; what a ulimit leaves is asked each time."""
-        left = _left_by_ulimits()
-        limit = self._limit_bytes if left is None else min(self._limit_bytes, self.held_bytes() + left)
-        return max(0, limit + held_bytes)
+        return max(0, self._within_ulimits(self._limit_bytes) + held_bytes)
 
     def held_bytes(self) -> int:
-        """What is resident (`VmRSS`)."""
         return status("VmRSS") or 0
 
     @contextmanager
@@ -190,21 +178,31 @@ class HostMemory:
             yield
             return
         limit = self._limit_bytes + held_bytes - reserve_bytes
-        before = resource.getrlimit(resource.RLIMIT_AS)
-        guard = self._guard(limit, before, held_bytes - reserve_bytes)
-        if guard is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (guard, before[1]))
+        before, size = resource.getrlimit(resource.RLIMIT_AS), status("VmSize")
+        guarded = sys.platform == "linux" and size is not None
+        if guarded:
+            room, more = max(0, limit - self.held_bytes()), 0
+            if self._can_reset:
+                more, available = max(room, _GUARD_BYTES), available_bytes()
+                if available is not None:
+                    more = max(0, min(more, available - room))
+            soft, hard = before
+            guards = [(size or 0) + room + more]
+            if soft != resource.RLIM_INFINITY:
+                guards.append(max(0, soft - _ULIMIT_MARGIN_BYTES + held_bytes - reserve_bytes))
+            if hard != resource.RLIM_INFINITY:
+                guards.append(hard)
+            resource.setrlimit(resource.RLIMIT_AS, (min(guards), hard))
         try:
             yield
         finally:
-            if guard is not None:
+            if guarded:
                 resource.setrlimit(resource.RLIMIT_AS, before)
         peak = self.peaks()[1]
         if peak is not None and peak > limit:
             raise MemoryError(f"{format_bytes(peak)} were resident at the peak; the limit is {format_bytes(limit)}")
 
     def reset_peak(self) -> None:
-        """Start a new resident peak where the kernel can."""
         self._can_reset = reset_resident_peak()
         self._peak_before = None if self._can_reset else status("VmHWM")
 
@@ -215,53 +213,32 @@ class HostMemory:
         return None, None if hidden else peak
 
     def retries(self) -> int:
-        """The host's allocator does not try again."""
-        return 0
+        return 0  # the host's allocator does not try again
 
     def _resident_limit(self) -> int:
         """What may be resident in all, ulimits aside."""
         limits = [] if self._budget is None else [self._budget]
         available = available_bytes()
         if available is not None:
-            bounded = limits or cgroup()[0] is not None or _left_by_ulimits() is not None
+            ulimits = [name for name in _ULIMITS if soft_limit(name) is not None]
+            bounded = limits or cgroup()[0] is not None or ulimits
             limits.append(self.held_bytes() + (available if bounded else int(SHARE_OF_AVAILABLE * available)))
         if not limits:
             raise InvalidValue("budget", self._budget, "a number of bytes, since this system does not say what is free")
         return min(limits)
 
-    def _guard(self, limit_bytes: int, before: tuple[int, int], copies_bytes: int) -> int | None:
-        """Where the soft RLIMIT_AS is to stand; None where the system does not say how large the process is."""
-        size, (soft, hard) = status("VmSize"), before
-        if sys.platform != "linux" or size is None:
-            return None
-        room, more = max(0, limit_bytes - self.held_bytes()), 0
-        if self._can_reset:
-            more = max(room, _GUARD_BYTES)
-            available = available_bytes()
-            if available is not None:
-                more = max(0, min(more, available - room))
-        ceilings = [size + room + more]
-        if soft != resource.RLIM_INFINITY:
-            ceilings.append(max(0, soft - _ULIMIT_MARGIN_BYTES + copies_bytes))
-        if hard != resource.RLIM_INFINITY:
-            ceilings.append(hard)
-        return min(ceilings)
-
-
-def _left_by_ulimits() -> int | None:
-    """What the soft RLIMIT_AS and RLIMIT_DATA leave this process; None where neither is set."""
-    limits = ((soft_limit("RLIMIT_AS"), status("VmSize")), (soft_limit("RLIMIT_DATA"), status("VmData")))
-    left = [limit - used for limit, used in limits if limit is not None and used is not None]
-    return max(0, min(left) - _ULIMIT_MARGIN_BYTES) if left else None
+    def _within_ulimits(self, limit_bytes: int) -> int:
+        """The limit, or less where the soft RLIMIT_AS or RLIMIT_DATA leaves less."""
+        for name, field in _ULIMITS.items():
+            limit, used = soft_limit(name), status(field)
+            if limit is not None and used is not None:
+                left = max(0, limit - used - _ULIMIT_MARGIN_BYTES)
+                limit_bytes = min(limit_bytes, self.held_bytes() + left)
+        return max(0, limit_bytes)
 
 
 def memory_of(device: torch.device, budget: int | None) -> Memory:
-    """The memory of the device that trains, a CUDA device or the CPU.
-
-    Args:
-        device: which.
-        budget: the most that may be used, in bytes; None for what there is.
-    """
+    """The memory of the device that trains, a CUDA device or the CPU; `budget` is the most that may be used of it."""
     return CudaMemory(device, budget) if device.type == "cuda" else HostMemory(budget)
 
 

@@ -14,6 +14,8 @@ _SHARE_TO_TAKE = 0.9
 _STATUS = Path("/proc/self/status")
 _UNLIMITED = 1 << 60
 """A cgroup of version 1 without a limit names the largest multiple of a page in 63 bits."""
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def soft_limit(name: str) -> int | None:
@@ -24,19 +26,31 @@ def soft_limit(name: str) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def status(field: str) -> int | None:
+def status(field: str, path: Path | None = None) -> int | None:
     """A size in bytes from /proc/self/status, such as `VmRSS`; None where there is no such file or field."""
-    return _kib(_STATUS, field)
+    try:
+        lines = (path or _STATUS).read_text().splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith(f"{field}:")), None)
+    return None if found is None else int(found.split()[1]) * 1024
 
 
 def meminfo(field: str) -> int | None:
     """A size in bytes from /proc/meminfo, such as `MemAvailable`; None where there is no such file or field."""
-    return _kib(Path("/proc/meminfo"), field)
+    return status(field, Path("/proc/meminfo"))
 
 
-def size_bytes() -> int:
-    """Bytes mapped now, which is what RLIMIT_AS limits (`VmSize` in proc_pid_status(5))."""
-    return _expected("VmSize")
+def size_bytes(field: str = "VmSize") -> int:
+    """Bytes mapped now, which is what RLIMIT_AS limits (`VmSize` in proc_pid_status(5)).
+
+    Raises:
+        OSError: the system does not say.
+    """
+    found = status(field)
+    if found is None:
+        raise OSError(f"{_STATUS} has no {field}")
+    return found
 
 
 def peak_bytes() -> int:
@@ -44,7 +58,7 @@ def peak_bytes() -> int:
 
     Source: `dup_mm` in Linux's kernel/fork.c, `mm->hiwater_vm = mm->total_vm`.
     """
-    return _expected("VmPeak")
+    return size_bytes("VmPeak")
 
 
 def reset_resident_peak() -> bool:
@@ -63,10 +77,7 @@ def reset_resident_peak() -> bool:
 def limited_to(total_bytes: int) -> Iterator[None]:
     """Let no allocation inside make the address space larger than this: it fails as on a full machine.
 
-    A tighter limit that is there already stays.
-
-    Args:
-        total_bytes: bytes mapped in all, those of before included.
+    A tighter limit that is there already stays. The bytes are all that are mapped, those of before included.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     ceiling = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
@@ -82,21 +93,39 @@ def cgroup(
 ) -> tuple[int | None, int]:
     """The memory limit of this process's cgroup and of all cgroups around it, and what counts as used of it.
 
-    A job of Slurm or systemd-run lies in a cgroup within others, any of which may be limited.
-
-    Args:
-        membership: lists the cgroups of this process; see cgroups(7).
-        mount: where the cgroup file systems are mounted.
+    A job of Slurm or systemd-run lies in a cgroup within others, any of which may be limited; see cgroups(7).
 
     Returns:
         The lowest limit, and so many bytes that the difference of the two is the least that is left in any of the
         cgroups; reclaimable file cache counts as free. (None, 0) without a limit.
     """
-    levels = [level for folder, names in _folders(membership, mount) if (level := _level(folder, *names)) is not None]
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = ["0::/", "0:memory:/"]
+    levels: list[tuple[int, int]] = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit_name, used_name, reclaimable = _CGROUP_V1 if controllers else _CGROUP_V2
+        mounts = [mount / "memory"] if controllers else [mount, mount / "unified"]
+        # In a container the names may be those outside of it, where no such folders are mounted; the root is its own.
+        parts = [part.relative_to("/") for part in (PurePosixPath(name), *PurePosixPath(name).parents)]
+        for folder in (root / part for part in parts for root in mounts):
+            try:
+                limit = (folder / limit_name).read_text().strip()
+                if limit == "max" or int(limit) >= _UNLIMITED:
+                    continue
+                used = int((folder / used_name).read_text())
+                stat = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
+                levels.append((int(limit), max(0, used - int(stat.get(reclaimable, 0)))))
+            except (OSError, ValueError):
+                continue
     if not levels:
         return None, 0
-    limit = min(limit for limit, _ in levels)
-    return limit, limit - min(limit - used for limit, used in levels)
+    lowest = min(limit for limit, _ in levels)
+    return lowest, lowest - min(limit - used for limit, used in levels)
 
 
 def available_bytes() -> int | None:
@@ -105,59 +134,3 @@ def available_bytes() -> int | None:
     left = [meminfo("MemAvailable"), None if limit is None else limit - used]
     least = min((one for one in left if one is not None), default=None)
     return None if least is None else int(_SHARE_TO_TAKE * least)
-
-
-_Names = tuple[str, str, str]
-_V1: _Names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2: _Names = ("memory.max", "memory.current", "inactive_file")
-
-
-def _folders(membership: Path, mount: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folders of this process's cgroups, innermost first, and the names of their files.
-
-    In a container the names may be those outside of it, where no such folders are mounted; the root is its own.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        lines = ["0::/", "0:memory:/"]
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        cgroup = PurePosixPath(name)
-        for part in (cgroup, *cgroup.parents):
-            if controllers:
-                yield mount / "memory" / part.relative_to("/"), _V1
-            else:
-                yield mount / part.relative_to("/"), _V2
-                yield mount / "unified" / part.relative_to("/"), _V2
-
-
-def _level(folder: Path, limit_name: str, used_name: str, reclaimable: str) -> tuple[int, int] | None:
-    """The limit of one cgroup and what is used of it; None without a limit."""
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        if limit == "max" or int(limit) >= _UNLIMITED:
-            return None
-        used = int((folder / used_name).read_text())
-        stat = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    return int(limit), max(0, used - int(stat.get(reclaimable, 0)))
-
-
-def _kib(path: Path, field: str) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    found = next((line for line in lines if line.startswith(f"{field}:")), None)
-    return None if found is None else int(found.split()[1]) * 1024
-
-
-def _expected(field: str) -> int:
-    found = status(field)
-    if found is None:
-        raise OSError(f"{_STATUS} has no {field}")
-    return found

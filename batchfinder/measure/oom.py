@@ -225,10 +225,7 @@ def classify(error: BaseException, *, device: str = "cuda") -> Verdict | None:
     A library that catches an out-of-memory and raises its own error `from` it (`__cause__`) has still run out of
     memory. An error raised by chance while another was handled (`__context__` alone) is judged for itself: it is a bug
     in the handler.
-
-    Args:
-        error: as it was caught.
-        device: the type of the device that trains. On `cpu` the host's memory is the device's.
+    On `cpu` the host's memory is the device's.
 
     Returns:
         The verdict; None for an error that is not about the size and should propagate.
@@ -279,12 +276,7 @@ KILLED = "killed, probably by the kernel's out-of-memory killer"
 
 
 def decode(death: ChildDied, what: str, device: str) -> Measurement:
-    """The measurement that a death amounts to.
-
-    Args:
-        death: how the process ended, when it was run again as well.
-        what: model and size, for the message.
-        device: the type of the device that trained.
+    """The measurement that a death amounts to, of a process that was run again and died again.
 
     Raises:
         ProbeDied: the death says nothing about memory: a segmentation fault, an assertion, an exit.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,9 +24,6 @@ from batchfinder.snapshot.training_state import TrainingState
 
 class SteadyStateCheck:
     """Lets a trial take more steps until one goes by in which the allocator kept its cache.
-
-    Args:
-        retries: says how often the allocator has given back its cache to go on, in all.
 
     Attributes:
         settled: False once `MORE_STEPS` were taken, each of which gave it back.
@@ -67,10 +63,6 @@ class StageReadings:
     At small sizes a step's peak is the optimizer's, whatever the size. These two are not: what stays between steps is
     where the peaks of large sizes begin, and the first forward takes nearly what a sample adds to them.
 
-    Args:
-        held: bytes held now, counted as peaks are.
-        peak: the most bytes held so far.
-
     Attributes:
         resting_bytes: held as the last micro-batch of a later step begins; None before.
         forward_bytes: the most the first forward, loss included, took beyond what was held before; None before.
@@ -84,13 +76,7 @@ class StageReadings:
         self.forward_bytes: int | None = None
 
     def __call__(self, step: int, stage: str, micro_batch: int) -> None:
-        """Called as each stage begins, as `on_stage` of `Step.run`.
-
-        Args:
-            step: which optimizer step, from 0.
-            stage: `batch`, `forward`, `loss`, `backward` or another.
-            micro_batch: which micro-batch of the step, from 0.
-        """
+        """Called as each stage begins, as `on_stage` of `Step.run`; steps and micro-batches count from 0."""
         if stage == "batch" and step == 0 and micro_batch == 0:
             self._before_bytes = self._held()
         elif stage == "batch" and step > 0:
@@ -105,9 +91,7 @@ def read_stages(memory: Memory) -> Iterator[StageReadings]:
 
     The forward has ended where `torch.autograd.backward` is called, which `Tensor.backward` does as well; a step that
     calls `torch.autograd.grad` alone is not read. No hooks on modules: a compiled one would be compiled again for them.
-
-    Args:
-        memory: the device's memory. Where it does not count what is allocated, nothing is read.
+    Where the memory does not count what is allocated, nothing is read.
     """
     readings = StageReadings(memory.held_bytes, lambda: memory.peaks()[0] or 0)
     if memory.peaks()[0] is None:
@@ -149,10 +133,8 @@ def run_trial(
 
     Args:
         steps: takes them, and more for as long as `goes_on` of what it is given says so.
-        memory: the device's memory, whose limit holds meanwhile.
-        device: where they run.
+        memory: whose limit holds meanwhile.
         restore: puts back what they changed, however they end.
-        reserve_bytes: to keep free.
         held_bytes: held on the device by what training will not have, such as the copies that `restore` needs.
         readings: read by the steps themselves; None to read them by hooks on backward and on optimizers.
 
@@ -186,17 +168,10 @@ def run_trial(
     return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
 
 
-class TrialSession:
+class TrialSession(AbstractContextManager["TrialSession"]):
     """A copy of the training state, made when something is tried for the first time, and let go of at the end.
 
-    Args:
-        memory: the device's memory.
-        device: where the model is.
-        reserve_bytes: to keep free.
-        capture: copies the training state.
-
-    Attributes:
-        held_bytes: what the copy takes on the device, which training will not have; 0 before.
+    `held_bytes` are what the copy takes on the device, which training will not have; 0 before.
     """
 
     def __init__(
@@ -211,13 +186,14 @@ class TrialSession:
         self._start_bytes = 0
         self._froze = False
 
-    def __enter__(self) -> TrialSession:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        """Let go of the copy, and of all memory that is not in use."""
+        if self._froze:
+            gc.unfreeze()
+            self._froze = False
+        if self._state is not None:
+            self._state = None
+            clear(self.device)
 
     def open(self) -> TrainingState:
         """Return the copy; the first call makes it."""
@@ -238,12 +214,3 @@ class TrialSession:
         self.open()
         left_bytes = max(0, self.memory.held_bytes() - self._start_bytes)
         return max(1, self.memory.max_peak_bytes(self.held_bytes - left_bytes) - self.reserve_bytes)
-
-    def close(self) -> None:
-        """Let go of the copy, and of all memory that is not in use."""
-        if self._froze:
-            gc.unfreeze()
-            self._froze = False
-        if self._state is not None:
-            self._state = None
-            clear(self.device)

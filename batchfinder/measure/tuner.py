@@ -7,9 +7,10 @@ the key under which a result is cached; the rest is here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cache.store import ResultEntry
@@ -78,15 +79,6 @@ class SearchLimits:
         return min((size for size in (self.max_batch_size, part) if size is not None), default=None)
 
     @property
-    def smallest(self) -> int:
-        """The smallest size that may be tried.
-
-        Raises:
-            InvalidValue: it is above the largest.
-        """
-        return self.bounds.first
-
-    @property
     def bounds(self) -> Bounds:
         """The sizes that may be tried.
 
@@ -96,21 +88,9 @@ class SearchLimits:
         return Bounds(self.min_batch_size, self.cap, self.multiple_of)
 
     def with_memory(self, free_bytes: int) -> SearchLimits:
-        """The same with the headroom in bytes.
-
-        Args:
-            free_bytes: what training could take; a headroom that is a share is a share of it.
-        """
+        """The same with the headroom in bytes: a headroom that is a share is one of `free_bytes`."""
         reserve = self.headroom if isinstance(self.headroom, int) else int(self.headroom * free_bytes)
         return replace(self, reserve_bytes=reserve)
-
-
-class FreeMemory(Protocol):
-    """What the tuner asks of a device's memory."""
-
-    def free_bytes(self) -> int:
-        """What training could take now."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -144,11 +124,7 @@ class TuningResult:
         return self.result.max_batch_size if self.plan is None else self.plan.micro_batch_size
 
     def raise_if_nothing_fits(self) -> None:
-        """Raise where not even the smallest size runs.
-
-        Raises:
-            OutOfMemory: with that size, the device's words and advice.
-        """
+        """Raise `OutOfMemory` where not even the smallest size runs: with it, the device's words and advice."""
         if self.result.max_batch_size == 0:
             raise _out_of_memory(min(self.result.trials, key=lambda trial: trial.batch_size))
 
@@ -180,7 +156,7 @@ class Tuner:
     """Finds batch sizes on one device.
 
     Args:
-        memory: says what is free.
+        free_bytes: says what training could take now.
         limits: what bounds the search.
         open_probe: returns the probe, and what a peak may come to now, in bytes. Called only when something has to be
             tried, since a probe may copy the training state.
@@ -191,7 +167,7 @@ class Tuner:
 
     def __init__(
         self,
-        memory: FreeMemory,
+        free_bytes: Callable[[], int],
         limits: SearchLimits,
         open_probe: Callable[[], tuple[Probe, int]],
         *,
@@ -206,18 +182,14 @@ class Tuner:
         self._on_trial = on_trial
         self._warn = warn
         self._cache_failed = False
-        self._memory = memory
+        self._ask_free_bytes = free_bytes
         self._opened = False
-        self._limit_bytes = memory.free_bytes()
+        self._limit_bytes = free_bytes()
         self._free_bytes = max(0, self._limit_bytes - limits.reserve_bytes)
         self._trials: list[Trial] = []
 
     def find(self, shape: Shape, entry: ResultEntry | None = None) -> TuningResult:
         """Look the answer up and certify it; search where there is none, or it does not run, or more would fit now.
-
-        Args:
-            shape: one sample's shape.
-            entry: where the result is cached; None for no cache.
 
         Raises:
             OutOfMemory: no micro-batch that makes up the target runs.
@@ -226,34 +198,33 @@ class Tuner:
         """
         started = time.perf_counter()
         self._trials = []
-        known = self._read(entry)
-        result, failed = self._certified(known)
-        cached, tolerance = result is not None, self._limits.tolerance
-        while result is None:
-            probe, max_peak_bytes = self._open()
-            predicted = self._predicted(shape, max_peak_bytes, known, failed)
-            search = self._search(max_peak_bytes, tolerance, predicted)
-            found = find_max_batch_size(
-                probe, shape, search=search, on_trial=self._tried, trials=self._bracket_below(failed)
-            )
-            # Trials after it may have left less than it takes, as oneDNN's kernels for each new shape do on a CPU.
-            peak = None if found.measurement is None else found.measurement.peak_reserved_bytes
-            last = self._trials[-1].batch_size == found.max_batch_size
-            if found.max_batch_size == 0 or last or peak is None or peak <= self._open()[1]:
-                result = found
-            else:
-                again = self._try(found.max_batch_size, shape)
-                if again.fits:
-                    result = replace(found, measurement=again.measurement)
+        known, result, failed = None, None, None
+        if entry is not None:
+            with self._cache_errors():
+                known = entry.get()
+        if known is not None and not outgrown(known, self._free_bytes):
+            size = self._bounds.floor(known.max_batch_size)  # it may have been lowered to no multiple
+            if size and not self._limits.certify and holds(known, self._free_bytes):
+                result = known
+            elif size:
+                trial = self._try(size, known.shape)
+                if trial.fits:
+                    result = replace(known, max_batch_size=size, measurement=trial.measurement)
                 else:
-                    failed, tolerance = again, max(2 * tolerance, _AFTER_A_LEAK)
+                    failed = trial
+        cached = result is not None
+        if result is None:
+            result, failed = self._search(shape, known, failed)
         # The least that it ran with: growth by less than what outgrows it is not to add up over many starts.
         then = result.free_bytes
         result = replace(result, free_bytes=self._free_bytes if then is None else min(self._free_bytes, then))
         earlier = result.trials if cached else ()
         plan = self._plan(result)
-        if self._trials:
-            self._write(entry, replace(result, trials=(*earlier, *self._trials)))
+        ran_larger = any(trial.fits and trial.batch_size > result.max_batch_size for trial in self._trials)
+        if entry is not None and self._trials and not ran_larger:  # else the next start searches anew
+            last = {trial.batch_size: trial for trial in (*earlier, *self._trials)}
+            with self._cache_errors():
+                entry.put(replace(result, trials=tuple(last.values())))
         return TuningResult(
             replace(result, trials=tuple(self._trials), source="cache" if cached else result.source),
             plan,
@@ -265,26 +236,51 @@ class Tuner:
             earlier_trials=earlier,
         )
 
-    def _certified(self, known: SearchResult | None) -> tuple[SearchResult | None, Trial | None]:
-        """A cached result that can be used; or the trial of it that failed."""
-        if known is None or outgrown(known, self._free_bytes):
-            return None, None
-        size = self._bounds.floor(known.max_batch_size)  # it may have been lowered to no multiple
-        if size == 0:
-            return None, None
-        if not self._limits.certify and holds(known, self._free_bytes):
-            return known, None
-        trial = self._try(size, known.shape)
-        if not trial.fits:
-            return None, trial
-        return replace(known, max_batch_size=size, measurement=trial.measurement), None
+    def _search(
+        self, shape: Shape, known: SearchResult | None, failed: Trial | None
+    ) -> tuple[SearchResult, Trial | None]:
+        """Search, and try the answer again where trials after it have left less memory than it takes.
+
+        Returns:
+            The result, and the last trial of a size that had run before and failed: `failed`, the trial of what is
+            cached, or one of this search.
+        """
+        limits = self._limits
+        tolerance = limits.tolerance
+        while True:
+            probe, max_peak_bytes = self._open()
+            then = None if known is None else known.free_bytes
+            share = self._free_bytes / then if then else 1.0
+            trials: tuple[Trial, ...] = ()
+            if failed is not None:
+                predicted: int | None = int(min(share, _BELOW_A_FAILURE) * failed.batch_size)
+                ran = {t.batch_size: t for t in self._trials if t.fits and t.batch_size < failed.batch_size}
+                trials = (*(ran[size] for size in sorted(ran)), failed)
+            else:
+                predicted = None if self._hint is None else self._hint(shape, max_peak_bytes)
+                if predicted is None and known is not None and known.max_batch_size:
+                    predicted = int(share * known.max_batch_size)
+            search: Search[Any] = Secant(max_peak_bytes, min(tolerance, 0.5), predicted)
+            search = Floored(Multiples(search, limits.multiple_of), limits.min_batch_size)
+            if limits.cap is not None:
+                search = Capped(search, limits.cap)
+            found = find_max_batch_size(probe, shape, search=search, on_trial=self._tried, trials=trials)
+            # Trials after it may have left less than it takes, as oneDNN's kernels for each new shape do on a CPU.
+            peak = None if found.measurement is None else found.measurement.peak_reserved_bytes
+            last = self._trials[-1].batch_size == found.max_batch_size
+            if found.max_batch_size == 0 or last or peak is None or peak <= self._open()[1]:
+                return found, failed
+            again = self._try(found.max_batch_size, shape)
+            if again.fits:
+                return replace(found, measurement=again.measurement), failed
+            failed, tolerance = again, max(2 * tolerance, _AFTER_A_LEAK)
 
     def _open(self) -> tuple[Probe, int]:
         opened = self._open_probe()
         if not self._opened:
             # A child process knows better what is free than whoever was asked before it started.
             self._opened = True
-            self._free_bytes = min(self._free_bytes, max(0, self._memory.free_bytes() - self._limits.reserve_bytes))
+            self._free_bytes = min(self._free_bytes, max(0, self._ask_free_bytes() - self._limits.reserve_bytes))
         return opened
 
     def _try(self, batch_size: int, shape: Shape) -> Trial:
@@ -297,32 +293,6 @@ class Tuner:
         self._trials.append(trial)
         if self._on_trial is not None:
             self._on_trial(trial)
-
-    def _search(self, max_peak_bytes: int, tolerance: float, predicted: int | None) -> Search[Any]:
-        limits = self._limits
-        search: Search[Any] = Secant(max_peak_bytes, min(tolerance, 0.5), predicted)
-        search = Floored(Multiples(search, limits.multiple_of), limits.min_batch_size)
-        return search if limits.cap is None else Capped(search, limits.cap)
-
-    def _predicted(
-        self, shape: Shape, max_peak_bytes: int, known: SearchResult | None, failed: Trial | None
-    ) -> int | None:
-        """A guess of the answer: from a size that failed, else the hint, else from what fitted in less memory."""
-        then = None if known is None else known.free_bytes
-        share = self._free_bytes / then if then else 1.0
-        if failed is not None:
-            return int(min(share, _BELOW_A_FAILURE) * failed.batch_size)
-        guess = None if self._hint is None else self._hint(shape, max_peak_bytes)
-        if guess is None and known is not None and known.max_batch_size:
-            return int(share * known.max_batch_size)
-        return guess
-
-    def _bracket_below(self, failed: Trial | None) -> Sequence[Trial]:
-        """The sizes below a failure that ran in this start, the smallest first, and the failure."""
-        if failed is None:
-            return ()
-        ran = {t.batch_size: t for t in self._trials if t.fits and t.batch_size < failed.batch_size}
-        return (*(ran[size] for size in sorted(ran)), failed)
 
     def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
@@ -343,30 +313,17 @@ class Tuner:
             if limit < self._bounds.first:
                 raise _out_of_memory(trial)
 
-    def _read(self, entry: ResultEntry | None) -> SearchResult | None:
+    @contextmanager
+    def _cache_errors(self) -> Iterator[None]:
+        """Warn once of a cache that cannot be used: one that cannot be read cannot be written either."""
         try:
-            return None if entry is None else entry.get()
+            yield
         except CacheFailed as error:
-            self._report(error)
-            return None
-
-    def _write(self, entry: ResultEntry | None, result: SearchResult) -> None:
-        """Cache a result, but not where a larger size ran in the same search: the next start searches anew."""
-        if entry is None or any(trial.fits and trial.batch_size > result.max_batch_size for trial in self._trials):
-            return
-        last = {trial.batch_size: trial for trial in result.trials}
-        try:
-            entry.put(replace(result, trials=tuple(last.values())))
-        except CacheFailed as error:
-            self._report(error)
-
-    def _report(self, error: CacheFailed) -> None:
-        """Warn once: a cache that cannot be read cannot be written either."""
-        if self._warn is None:
-            raise error
-        if not self._cache_failed:
-            self._warn(error)
-        self._cache_failed = True
+            if self._warn is None:
+                raise
+            if not self._cache_failed:
+                self._warn(error)
+            self._cache_failed = True
 
 
 def _out_of_memory(trial: Trial) -> OutOfMemory:

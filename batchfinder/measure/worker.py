@@ -79,8 +79,7 @@ class CudaProbe:
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size, from a clean slate.
 
-        Raises:
-            Exception: whatever the steps raise that is not about the size, unchanged.
+        Raises whatever the steps raise that is not about the size, unchanged.
         """
         readings = StageReadings(self._memory.held_bytes, lambda: self._memory.peaks()[0] or 0)
         return run_trial(
@@ -163,23 +162,19 @@ class WorkerState:
     """One workload, built on the CPU and ready to be probed; the arguments are those of `open_workload`."""
 
     def __init__(
-        self,
-        workload: Workload,
-        settings: StepConfig,
-        device: torch.device,
-        limit_bytes: int | None,
-        threads: int,
-        flash: bool = False,
+        self, workload: Workload, config: StepConfig, device: torch.device, limit_bytes: int | None, threads: int
     ) -> None:
         self.workload = workload
         self.device = device
         self.limit_bytes = limit_bytes
         self.threads = threads
-        self.flash = flash
-        self.step = Step(workload, minimal_steps(settings), device)
+        self.flash = config.flash
+        self.step = Step(workload, minimal_steps(config), device)
         if device.type == "cpu":
-            workload.model.to(dtype=self.step.precision.weights)
-            self.held_bytes = _storage_bytes(workload.model)
+            model = workload.model.to(dtype=self.step.precision.weights)
+            tensors = [*model.parameters(), *model.buffers()]
+            storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+            self.held_bytes = sum(storages.values())
             clear(device)
         else:
             self.cuda = CudaProbe(self._steps_on_gpu, device, limit_bytes)
@@ -203,13 +198,7 @@ class WorkerState:
         return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
 
     def limited(self, batch_size: int, seq_len: int | None, limit_bytes: int | None) -> dict[str, Any]:
-        """Take the steps within a limit; the model is left changed, so this is for a fork.
-
-        Args:
-            batch_size: samples in a micro-batch.
-            seq_len: tokens per sample; None for data of one fixed shape.
-            limit_bytes: what model and steps may take together; None for all there is.
-        """
+        """Take the steps within a limit on model and steps together. The model is left changed: for a fork."""
         torch.set_num_threads(self.threads)
         self._start_threads_and_math_library()
         base_bytes = host_limits.size_bytes() - self.held_bytes
@@ -282,52 +271,32 @@ def measurement_to_json(measurement: Measurement) -> dict[str, Any]:
 def open_workload(
     builder: str,
     arguments: dict[str, Any],
-    settings: dict[str, Any],
+    config: dict[str, Any],
     device: str,
     limit_bytes: int | None,
     threads: int | None,
-    flash: bool = False,
 ) -> WorkerState:
     """Build what is to be probed.
 
     Args:
         builder: `module:function`, which returns a `Workload`.
         arguments: its keyword arguments.
-        settings: the fields of a `StepConfig`.
+        config: the fields of a `StepConfig`.
         device: as `torch.device` takes it.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
-        flash: whether attention must run as the flash kernel.
 
     Raises:
         InvalidValue: there is no such device here.
     """
-    if device != "cpu":
-        _check_gpu(device)
     threads = threads or torch.get_num_threads()
     if device == "cpu":
         _warm_up()
+    else:
+        _check_gpu(device)
     module, _, attribute = builder.partition(":")
     workload: Workload = getattr(importlib.import_module(module), attribute)(**arguments)
-    return WorkerState(workload, StepConfig(**settings), torch.device(device), limit_bytes, threads, flash)
-
-
-def query_gpu(device: str) -> dict[str, Any]:
-    """What PyTorch says of a GPU, as an answer.
-
-    Raises:
-        InvalidValue: there is no such GPU here.
-    """
-    _check_gpu(device)
-    return {"gpu": gpu_facts(torch.device(device))}
-
-
-def _check_gpu(device: str) -> None:
-    if not torch.cuda.is_available():
-        raise InvalidValue("device", device, f"cpu, or a GPU that PyTorch {torch.__version__} can use here")
-    count = torch.cuda.device_count()
-    if (torch.device(device).index or 0) >= count:
-        raise InvalidValue("device", device, f"one of {', '.join(f'cuda:{index}' for index in range(count))}")
+    return WorkerState(workload, StepConfig(**config), torch.device(device), limit_bytes, threads)
 
 
 def _warm_up() -> None:
@@ -341,10 +310,12 @@ def _warm_up() -> None:
     torch.optim.AdamW([parameter]).step()
 
 
-def _storage_bytes(model: nn.Module) -> int:
-    tensors = [*model.parameters(), *model.buffers()]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+def _check_gpu(device: str) -> None:
+    if not torch.cuda.is_available():
+        raise InvalidValue("device", device, f"cpu, or a GPU that PyTorch {torch.__version__} can use here")
+    count = torch.cuda.device_count()
+    if (torch.device(device).index or 0) >= count:
+        raise InvalidValue("device", device, f"one of {', '.join(f'cuda:{index}' for index in range(count))}")
 
 
 def main(argv: list[str]) -> int:
@@ -355,7 +326,9 @@ def main(argv: list[str]) -> int:
     for request in requests_from(requests):
         try:
             if "query_gpu" in request:
-                message: dict[str, Any] = query_gpu(**request["query_gpu"])
+                device = request["query_gpu"]["device"]
+                _check_gpu(device)
+                message: dict[str, Any] = {"gpu": gpu_facts(torch.device(device))}
             elif "open" in request:
                 served = open_workload(**request["open"])
                 gc.freeze()

@@ -27,31 +27,34 @@ from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.workload import Workload
 
 
-def makes_fake_tensors() -> bool:
-    """Whether tensors made now would be fake ones."""
-    return active_fake_mode() is not None
-
-
 @contextmanager
-def allow_fake_init() -> Iterator[None]:
-    """Let truncated normal initialisation pass on fake tensors; nothing changes for real ones.
+def allow_fake_weights() -> Iterator[None]:
+    """Let code that fills and converts weights run on fake tensors; nothing changes for real ones.
 
-    Of the functions in torch.nn.init it alone looks at the values it has drawn (torch 2.13, `_no_grad_trunc_normal_`:
-    `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
+    Of the functions in torch.nn.init truncated normal alone looks at the values it has drawn (torch 2.13,
+    `_no_grad_trunc_normal_`: `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
+    `module.to(memory_format=...)` swaps parameters, which is refused while the fake mode's own memo refers to them.
     """
-    drawn = getattr(nn.init, "_no_grad_trunc_normal_", None)
-    if drawn is None or not makes_fake_tensors():
+    mode = active_fake_mode()
+    if mode is None:
         yield
         return
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    drawn, swap = getattr(nn.init, "_no_grad_trunc_normal_", None), torch.utils.swap_tensors
 
-    def skip(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
+    def forget_and_swap(first: torch.Tensor, second: torch.Tensor) -> None:
+        memo.clear()
+        swap(first, second)  # type: ignore[no-untyped-call]
 
-    nn.init._no_grad_trunc_normal_ = skip
+    torch.utils.swap_tensors = forget_and_swap
+    if drawn is not None:
+        nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
-        nn.init._no_grad_trunc_normal_ = drawn
+        torch.utils.swap_tensors = swap
+        if drawn is not None:
+            nn.init._no_grad_trunc_normal_ = drawn
 
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -82,18 +85,33 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
     """
     if attention is not None and attention not in ATTENTION_NAMES:
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
-    workload = _workload(spec, attention)
+    from_factory = is_factory(spec)
+    workload = workload_from_factory(spec) if from_factory else _from_name_or_path(spec, attention)
+    model: Any = workload.model
+    if from_factory and attention is not None:
+        if not hasattr(model, "set_attn_implementation"):
+            expected = f"no --attention: {spec} chooses the attention of its model itself"
+            raise InvalidValue("attention", attention, expected)
+        from batchfinder.models.pretrained import use_attention
+
+        use_attention(model, attention, spec)
     if gradient_checkpointing:
-        _checkpoint(workload.model, spec)
+        # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
+        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+            model, "gradient_checkpointing_enable", None
+        )
+        name = type(model).__name__
+        if not callable(enable):
+            expected = f"no --gradient-checkpointing: {spec} enables it in its model ({name}) itself"
+            raise InvalidValue("gradient_checkpointing", True, expected)
+        if not getattr(model, "supports_gradient_checkpointing", True):
+            expected = f"a model that supports it, which {spec} ({name}) does not"
+            raise InvalidValue("gradient_checkpointing", True, expected)
+        enable()
     return workload
 
 
-def _workload(spec: str, attention: str | None) -> Workload:
-    if is_factory(spec):
-        workload = workload_from_factory(spec)
-        if attention is not None:
-            _change_attention(workload.model, attention, spec)
-        return workload
+def _from_name_or_path(spec: str, attention: str | None) -> Workload:
     from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
     path = Path(spec).expanduser()
@@ -108,28 +126,6 @@ def _workload(spec: str, attention: str | None) -> Workload:
             raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
         raise
     return workload_from_row(row, attention)
-
-
-def _change_attention(model: Any, attention: str, spec: str) -> None:
-    if not hasattr(model, "set_attn_implementation"):
-        raise InvalidValue("attention", attention, f"no --attention: {spec} chooses the attention of its model itself")
-    from batchfinder.models.pretrained import use_attention
-
-    use_attention(model, attention, spec)
-
-
-def _checkpoint(model: Any, spec: str) -> None:
-    # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
-    name = type(model).__name__
-    if not callable(enable):
-        expected = f"no --gradient-checkpointing: {spec} enables it in its model ({name}) itself"
-        raise InvalidValue("gradient_checkpointing", True, expected)
-    if not getattr(model, "supports_gradient_checkpointing", True):
-        raise InvalidValue("gradient_checkpointing", True, f"a model that supports it, which {spec} ({name}) does not")
-    enable()
 
 
 def is_factory(spec: str) -> bool:
@@ -153,32 +149,44 @@ def workload_from_factory(spec: str) -> Workload:
     module_name, _, attribute = spec.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    factory: Any = _import(spec, module_name)
+
+    def load() -> Any:
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            # Only the module itself, or a package it is in: a dependency that is missing is the user's error.
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            where = f"in {os.getcwd()} or on the Python path"
+            raise InvalidValue("model", spec, f"a module that exists; there is no {error.name} {where}") from None
+
+    factory = run_user_code(f"importing {module_name}", load)
     for part in attribute.split("."):
         if not hasattr(factory, part):
             raise InvalidValue("model", spec, f"a factory that exists; {module_name} has no {attribute}")
         factory = getattr(factory, part)
     if not callable(factory):
         raise InvalidValue("model", spec, f"a factory that can be called; it is of type {type(factory).__name__}")
-    with allow_fake_init():
+    with allow_fake_weights():
         return workload_from_object(run_user_code(spec, factory), spec)
 
 
 def workload_from_object(made: Any, spec: str) -> Workload:
     """Make a workload of what a factory returned.
 
-    Args:
-        made: a Workload, a transformers model, a module with a training step, or a module that takes token ids.
-        spec: the name the messages call it by.
-
     Raises:
-        InvalidValue: it is none of these.
+        InvalidValue: it is no Workload, transformers model, module with a training step or module that takes token ids.
         UserCodeFailed: its `configure_optimizers` raised.
     """
     if isinstance(made, Workload):
         return made
     if not isinstance(made, nn.Module):
-        raise InvalidValue("model", spec, f"{_EXPECTED}; it returned {_describe(made)}")
+        returned = f"something of type {type(made).__module__}.{type(made).__qualname__}".replace("builtins.", "")
+        if made is None:
+            returned = "None (is its return statement missing?)"
+        elif isinstance(made, type):
+            returned = f"the class {made.__name__} itself"
+        raise InvalidValue("model", spec, f"{_EXPECTED}; it returned {returned}")
     make_batch = getattr(made, "make_batch", None)
     if has_training_step(made):
         if not callable(make_batch):
@@ -192,7 +200,15 @@ def workload_from_object(made: Any, spec: str) -> Workload:
 
         if is_pretrained(made):
             return workload_from_model(made, spec)
-    return Workload(made, _token_batches(made, spec))
+    config = getattr(made, "config", None)
+    vocab_size = config.get("vocab_size") if isinstance(config, dict) else getattr(config, "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        vocab_size = next((m.num_embeddings for m in made.modules() if isinstance(m, nn.Embedding)), None)
+    if vocab_size is None:
+        expected = "a module with config.vocab_size or an nn.Embedding, to draw input_ids from, or a Workload"
+        raise InvalidValue("model", spec, f"{expected}; {type(made).__name__} has neither")
+    named = "input_ids" in inspect.signature(made.forward).parameters
+    return Workload(made, TextBatches(vocab_size, keyword="input_ids" if named else None))
 
 
 def run_user_code(what: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -206,51 +222,12 @@ def run_user_code(what: str, function: Callable[..., Any], *args: Any) -> Any:
     except BatchFinderError:
         raise
     except (Exception, SystemExit) as error:
-        # A SystemExit here would end the command without a word.
-        raise UserCodeFailed(what, _traceback(error)) from None
-
-
-def _import(spec: str, module_name: str) -> Any:
-    def load() -> Any:
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            # Only the module itself, or a package it is in: a dependency that is missing is the user's error.
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise
-            where = f"in {os.getcwd()} or on the Python path"
-            raise InvalidValue("model", spec, f"a module that exists; there is no {error.name} {where}") from None
-
-    return run_user_code(f"importing {module_name}", load)
-
-
-def _traceback(error: BaseException) -> str:
-    """Write a traceback that starts in the user's code: our frames and the import machinery before it are left out."""
-    frame = error.__traceback__
-    while frame is not None and _is_machinery(frame.tb_frame.f_code.co_filename):
-        frame = frame.tb_next
-    return "".join(traceback.TracebackException(type(error), error, frame).format())
-
-
-def _is_machinery(file: str) -> bool:
-    return file.startswith((_OURS, "<frozen importlib")) or file == importlib.__file__
-
-
-def _describe(made: Any) -> str:
-    if made is None:
-        return "None (is its return statement missing?)"
-    if isinstance(made, type):
-        return f"the class {made.__name__} itself"
-    return f"something of type {type(made).__module__}.{type(made).__qualname__}".replace("builtins.", "")
-
-
-def _token_batches(model: nn.Module, spec: str) -> TextBatches:
-    config = getattr(model, "config", None)
-    vocab_size = config.get("vocab_size") if isinstance(config, dict) else getattr(config, "vocab_size", None)
-    if not isinstance(vocab_size, int):
-        vocab_size = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    if vocab_size is None:
-        expected = "a module with config.vocab_size or an nn.Embedding, to draw input_ids from, or a Workload"
-        raise InvalidValue("model", spec, f"{expected}; {type(model).__name__} has neither")
-    named = "input_ids" in inspect.signature(model.forward).parameters
-    return TextBatches(vocab_size, keyword="input_ids" if named else None)
+        # A SystemExit here would end the command without a word. The traceback starts in the user's code.
+        frame = error.__traceback__
+        while frame is not None:
+            file = frame.tb_frame.f_code.co_filename
+            if not file.startswith((_OURS, "<frozen importlib")) and file != importlib.__file__:
+                break
+            frame = frame.tb_next
+        text = "".join(traceback.TracebackException(type(error), error, frame).format())
+        raise UserCodeFailed(what, text) from None

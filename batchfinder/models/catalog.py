@@ -17,23 +17,14 @@ from batchfinder.errors import UnknownName
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One named model.
-
-    Attributes:
-        name: the name it is listed by.
-        aliases: other names for exactly this configuration.
-        published: the repository on the Hugging Face hub that its figures come from.
-        architecture: the transformers class, body and head.
-        source: address of the published config.json.
-        config: the figures, by the names of the config class.
-    """
+    """One named model."""
 
     name: str
-    aliases: tuple[str, ...]
-    published: str
-    architecture: str
-    source: str
-    config: dict[str, Any]
+    aliases: tuple[str, ...]  # other names for exactly this configuration
+    published: str  # the repository on the Hugging Face hub that its figures come from
+    architecture: str  # the transformers class, body and head
+    source: str  # address of the published config.json
+    config: dict[str, Any]  # the figures, by the names of the config class
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -43,34 +34,21 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A tensor of integers that a head computes its loss from.
+    """A tensor of integers that a head computes its loss from."""
 
-    Attributes:
-        name: the keyword it is passed by.
-        each: `sample` or `token`: what has one number.
-        below: the numbers are smaller than this; a name stands for an attribute of the config, or for `seq_len`.
-    """
-
-    name: str
-    each: str
-    below: int | str
+    name: str  # the keyword it is passed by
+    each: str  # `sample` or `token`: what has one number
+    below: int | str  # the numbers are smaller; a name stands for an attribute of the config, or for `seq_len`
 
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """What transformers' class names and model types say about training.
+    """What transformers' class names and model types say about training."""
 
-    Attributes:
-        heads: labels by the end of the class name.
-        unlimited: model types whose positions have no end.
-        after_padding: model types that number positions from `pad_token_id + 1`.
-        smallest_side: smallest image side in pixels by model type.
-    """
-
-    heads: dict[str, tuple[Label, ...]]
-    unlimited: frozenset[str]
-    after_padding: frozenset[str]
-    smallest_side: dict[str, int]
+    heads: dict[str, tuple[Label, ...]]  # labels by the end of the class name
+    unlimited: frozenset[str]  # model types whose positions have no end
+    after_padding: frozenset[str]  # model types that number positions from `pad_token_id + 1`
+    smallest_side: dict[str, int]  # smallest image side by model type, in pixels
 
     def labels(self, architecture: str) -> tuple[Label, ...] | None:
         """Return the labels that a transformers class is trained with, None where it has no head known here."""

@@ -49,17 +49,60 @@ def fingerprint_module(module: nn.Module, *code: Any) -> str:
         module: what is trained.
         code: functions, classes and objects whose code a step runs besides the module's.
     """
-    parts = list(module.named_modules())
-    configs = {id(config): config for _, part in parts if _is_config(config := vars(part).get("config"))}
+    parts: list[Json] = []
+    configs: dict[int, Any] = {}
+    kinds: list[Any] = []
+    for name, part in module.named_modules():
+        kind = type(part)
+        kinds.append(kind)
+        settings: dict[str, Json] = {}
+        if not any(base.__name__ == "LightningModule" for base in kind.__mro__):
+            # Text in a user's module may be a path, or the name of a run.
+            text_counts = _is_library(kind.__module__)
+            described = {str(name): _setting(value) for name, value in vars(part).items() if name not in _RUNNING}
+            for attribute, value in described.items():
+                if value is not None and (text_counts or type(value) is not str):
+                    settings[attribute] = value
+        parts.append([name, _qualified(kind), settings])
+        config = vars(part).get("config")
+        if any(base.__module__.startswith("transformers.") for base in type(config).__mro__):
+            configs[id(config)] = config
+
+    written: list[Json] = []
+    for config in configs.values():
+        try:
+            figures = {name: value for name, value in config.to_dict().items() if name not in _ORIGIN}
+            text = json.dumps(figures, sort_keys=True, default=lambda other: _qualified(type(other)))
+        except Exception:  # a kind of the user's own that cannot be written
+            text = ""
+        written.append([_qualified(type(config)), text, str(getattr(config, "_attn_implementation", None))])
+
+    # What holds the code of a function, a class, a partial, a bound method or an object that can be called.
+    for each in code:
+        while isinstance(each, functools.partial | MethodType):
+            each = each.func if isinstance(each, functools.partial) else each.__func__
+        kinds.append(each if isinstance(each, type | FunctionType) else type(each))
+
+    # A library's name and version for a class or function of its, the hash of the source of a user's own.
+    origins: set[str] = set()
+    for base in (base for kind in kinds for base in (kind.__mro__ if isinstance(kind, type) else [kind])):
+        of = str(getattr(base, "__module__", ""))
+        if _is_library(of):
+            origins.add(_library_version(of.partition(".")[0]))
+            continue
+        try:
+            origins.add(hashlib.sha256(inspect.getsource(base).encode("utf-8", "surrogatepass")).hexdigest())
+        except Exception:  # it was typed in, or its file is gone or cannot be parsed
+            origins.add(_qualified(base))
+
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    kinds = [type(part) for _, part in parts] + [_class_or_function(each) for each in code]
-    described = [
-        [[name, _qualified(type(part)), _settings(part)] for name, part in parts],
-        [_describe_config(config) for config in configs.values()],
+    whole = [
+        parts,
+        written,
         [[name, None if is_lazy(t) else list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors],
-        sorted({_origin(base) for kind in kinds for base in (kind.__mro__ if isinstance(kind, type) else [kind])}),
+        sorted(origins),
     ]
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 def fingerprint_workload(workload: Workload, *built_by: str) -> str:
@@ -72,7 +115,17 @@ def fingerprint_workload(workload: Workload, *built_by: str) -> str:
         workload: what is trained.
         built_by: `module:function` that built it; other text is passed over.
     """
-    files = {file for name in built_by if ":" in name for file in _files_beside(name.partition(":")[0])}
+    files: set[str] = set()
+    for module in (name.partition(":")[0] for name in built_by if ":" in name):
+        file = _file_of(module)
+        if not file or file.startswith(_OURS):
+            continue
+        # All that was imported from the folder that the module's top package is in.
+        parents = Path(file).parents
+        depth = module.count(".") + (os.path.basename(file) == "__init__.py")
+        folder = os.path.join(parents[min(depth, len(parents) - 1)], "")
+        imported = {other for name in list(sys.modules) if (other := _file_of(name)).startswith(folder)}
+        files |= {file, *(other for other in imported if not other.startswith(_OURS) and not _is_installed(other))}
     model = fingerprint_module(workload.model, workload.make_batch, workload.loss, workload.optimizer)
     return hashlib.sha256("\n".join([model, *sorted(map(fingerprint_file, files))]).encode()).hexdigest()
 
@@ -109,18 +162,6 @@ def fingerprint_file(path: str | os.PathLike[str]) -> str:
         return ""
 
 
-def _files_beside(module: str) -> set[str]:
-    """The file of a user's module, and of all modules imported from the folder that its top package is in."""
-    file = _file_of(module)
-    if not file or file.startswith(_OURS):
-        return set()
-    parents = Path(file).parents
-    depth = module.count(".") + (os.path.basename(file) == "__init__.py")
-    folder = os.path.join(parents[min(depth, len(parents) - 1)], "")
-    imported = {other for name in list(sys.modules) if (other := _file_of(name)).startswith(folder)}
-    return {file, *(other for other in imported if not other.startswith(_OURS) and not _is_installed(other))}
-
-
 def _file_of(module: str) -> str:
     # Not `module.__file__`: a module may import on being asked.
     found = sys.modules.get(module)
@@ -137,41 +178,12 @@ def _is_library(module: str) -> bool:
     return top in sys.stdlib_module_names or top in _LIBRARIES or _is_installed(_file_of(module))
 
 
-def _origin(code: Any) -> str:
-    """A library's name and version for a class or function of its, the hash of the source of a user's own."""
-    module = str(getattr(code, "__module__", ""))
-    if _is_library(module):
-        return _library_version(module.partition(".")[0])
-    try:
-        source = inspect.getsource(code)
-    except Exception:  # it was typed in, or its file is gone or cannot be parsed
-        return _qualified(code)
-    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
-
-
 @functools.cache
 def _library_version(top: str) -> str:
     try:
         return f"{top} {version(top)}"
     except PackageNotFoundError:  # the standard library, or a package of another name
         return top
-
-
-def _class_or_function(code: Any) -> Any:
-    """What holds the code of a function, a class, a partial, a bound method or an object that can be called."""
-    while isinstance(code, functools.partial | MethodType):
-        code = code.func if isinstance(code, functools.partial) else code.__func__
-    return code if isinstance(code, type | FunctionType) else type(code)
-
-
-def _settings(part: nn.Module) -> dict[str, Json]:
-    kind = type(part)
-    if any(base.__name__ == "LightningModule" for base in kind.__mro__):
-        return {}
-    described = {str(name): _setting(value) for name, value in vars(part).items() if name not in _RUNNING}
-    # Text in a user's module may be a path, or the name of a run.
-    text_counts = _is_library(kind.__module__)
-    return {n: value for n, value in described.items() if value is not None and (text_counts or type(value) is not str)}
 
 
 def _setting(value: Any) -> Json:
@@ -189,19 +201,6 @@ def _setting(value: Any) -> Json:
     if kind in (FunctionType, BuiltinFunctionType):
         return [_qualified(value)]
     return None
-
-
-def _is_config(value: Any) -> bool:
-    return any(base.__module__.startswith("transformers.") for base in type(value).__mro__)
-
-
-def _describe_config(config: Any) -> Json:
-    try:
-        figures = {name: value for name, value in config.to_dict().items() if name not in _ORIGIN}
-        text = json.dumps(figures, sort_keys=True, default=lambda other: _qualified(type(other)))
-    except Exception:  # a kind of the user's own that cannot be written
-        text = ""
-    return [_qualified(type(config)), text, str(getattr(config, "_attn_implementation", None))]
 
 
 def _qualified(kind: Any) -> str:

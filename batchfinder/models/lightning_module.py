@@ -7,9 +7,7 @@ It is recognised by its methods, so that Lightning is imported only where the us
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,10 +27,7 @@ def has_training_step(module: nn.Module) -> bool:
 def workload_from_training_step(module: nn.Module, what: str, run_user_code: Callable[..., Any]) -> Workload:
     """Make a workload of a module with `training_step`, `configure_optimizers` and `make_batch`.
 
-    Args:
-        module: the module; `make_batch(batch_size, seq_len)` is a method of its own.
-        what: the name the messages call it by.
-        run_user_code: `run_user_code(what, function)` calls one of its methods.
+    Messages call it `what`; `run_user_code(what, function)` calls its methods.
 
     Raises:
         InvalidValue: it uses manual optimization, or has none or several optimizers.
@@ -44,13 +39,16 @@ def workload_from_training_step(module: nn.Module, what: str, run_user_code: Cal
         raise InvalidValue("model", what, expected)
     if callable(configure_model := getattr(module, "configure_model", None)):
         run_user_code(f"{what} ({name}.configure_model)", configure_model)
+    user: Any = module
     # Called once here, so that what cannot be simulated is refused before anything is recorded.
-    _single_optimizer(run_user_code(f"{what} ({name}.configure_optimizers)", module.configure_optimizers), name, what)
+    _single_optimizer(run_user_code(f"{what} ({name}.configure_optimizers)", user.configure_optimizers), name, what)
     return Workload(
         model=TrainingStep(module),
-        make_batch=_WholeBatches(module.make_batch),  # type: ignore[arg-type]
+        # A batch reaches the model as one argument, whatever it is made of.
+        make_batch=lambda batch_size, seq_len: (user.make_batch(batch_size, seq_len),),
         loss=_loss,
-        optimizer=_ConfiguredOptimizer(module, what),
+        # Asked for when the parameters are where they will be trained.
+        optimizer=lambda parameters: _single_optimizer(user.configure_optimizers(), name, what),
         # `Closure.closure` in pytorch_lightning/loops/optimization/automatic.py: training_step, zero_grad, backward.
         zero_grad_after_loss=True,
     )
@@ -65,8 +63,18 @@ class TrainingStep(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         """Run the training step on a whole batch, as batch 0."""
-        with without_logging(self.module):
+        # `self.log` and `self.print` do nothing without a Trainer: they would warn at every step, or raise.
+        own = vars(self.module)
+        replaced = [name for name in _LOGGING if hasattr(self.module, name) and name not in own]
+        if getattr(self.module, "_trainer", None) is not None:
+            replaced = []
+        for name in replaced:
+            own[name] = lambda *args, **kwargs: None
+        try:
             return call_step(self.module.training_step, batch)
+        finally:
+            for name in replaced:
+                own.pop(name, None)
 
 
 def call_step(step: Any, batch: Any) -> Any:
@@ -75,11 +83,7 @@ def call_step(step: Any, batch: Any) -> Any:
     `batch_idx` is passed to every step that takes two arguments, whatever their names, and `dataloader_idx` where the
     third is called so. Source: `is_param_in_hook_signature` in
     https://github.com/Lightning-AI/pytorch-lightning/blob/2.5.0/src/lightning/pytorch/utilities/signature_utils.py
-    and its uses in `_TrainingEpochLoop` and `_EvaluationLoop`.
-
-    Args:
-        step: the bound method.
-        batch: passed whole, as batch 0 of dataloader 0.
+    and its uses in `_TrainingEpochLoop` and `_EvaluationLoop`. The batch is batch 0 of dataloader 0.
     """
     parameters = list(inspect.signature(step).parameters.values())
     named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -87,43 +91,6 @@ def call_step(step: Any, batch: Any) -> Any:
         return step(batch, 0, 0)
     takes_index = len(named) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
     return step(batch, 0) if takes_index else step(batch)
-
-
-@contextmanager
-def without_logging(module: nn.Module) -> Iterator[None]:
-    """Let `self.log` and `self.print` do nothing where there is no Trainer: they would warn at every step, or raise."""
-    replaced = [name for name in _LOGGING if hasattr(module, name) and name not in vars(module)]
-    if getattr(module, "_trainer", None) is not None:
-        replaced = []
-    for name in replaced:
-        vars(module)[name] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        for name in replaced:
-            vars(module).pop(name, None)
-
-
-@dataclass(frozen=True)
-class _WholeBatches:
-    """`make_batch` whose batch reaches the model as one argument, whatever it is made of."""
-
-    make_batch: Callable[[int, int | None], Any]
-
-    def __call__(self, batch_size: int, seq_len: int | None) -> tuple[Any]:
-        return (self.make_batch(batch_size, seq_len),)
-
-
-@dataclass(frozen=True)
-class _ConfiguredOptimizer:
-    """The optimizer a module configures, asked for when its parameters are where they will be trained."""
-
-    module: nn.Module
-    what: str
-
-    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        configured = self.module.configure_optimizers()  # type: ignore[operator]
-        return _single_optimizer(configured, type(self.module).__name__, self.what)
 
 
 def _single_optimizer(configured: Any, name: str, what: str) -> torch.optim.Optimizer:

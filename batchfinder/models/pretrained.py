@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch._guards import active_fake_mode
 
 from batchfinder.errors import BatchFinderError, InvalidValue
-from batchfinder.models.build import makes_fake_tensors
 from batchfinder.models.catalog import ModelRow, families
 from batchfinder.models.synthetic_batches import ImageBatches, TextBatches
 from batchfinder.training.workload import Workload
@@ -44,10 +44,6 @@ def workload_from_row(row: ModelRow, attention: str | None) -> Workload:
 def workload_from_path(path: Path, attention: str | None) -> Workload:
     """Build the model that a config.json describes, with the head it names or else the usual one for its type.
 
-    Args:
-        path: the file, or the folder that holds it.
-        attention: one of `ATTENTION`, or None for the model's default.
-
     Raises:
         InvalidValue: no config can be read there, or the model does not have this attention.
     """
@@ -74,8 +70,49 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
 
 
 def workload_from_model(model: nn.Module, what: str) -> Workload:
-    """Wrap a transformers model that exists already, with the batches its head takes."""
-    return Workload(model, **_batches(model, what))
+    """Wrap a transformers model that exists already, with the batches its head takes.
+
+    Raises:
+        InvalidValue: what its head takes is not known here.
+    """
+    labels = families().labels(type(model).__name__)
+    config: Any = model.config
+    inputs = getattr(model, "main_input_name", "")
+    arguments = inspect.signature(model.forward).parameters
+    make_batch: Callable[[int, int | None], Any]
+    if labels is not None and inputs == "input_ids":
+        config = config.get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        longest = None
+        if config.model_type not in families().unlimited and isinstance(positions, int) and positions >= 1:
+            before_first = config.pad_token_id + 1 if config.model_type in families().after_padding else 0
+            longest = positions - int(before_first)
+        bounds = [b if isinstance(b := label.below, int) or b == "seq_len" else getattr(config, b) for label in labels]
+        make_batch = TextBatches(
+            vocab_size=config.vocab_size,
+            labels=tuple(replace(label, below=below) for label, below in zip(labels, bounds, strict=True)),
+            attention_mask="attention_mask" in arguments,
+            max_seq_len=longest,
+        )
+        return Workload(model, make_batch, max_seq_len=longest)
+    if labels is not None and inputs == "pixel_values":
+        interpolates = "interpolate_pos_encoding" in arguments
+        patch = config.patch_size if interpolates and isinstance(config.patch_size, int) else 1
+        side = getattr(config, "image_size", 224)
+        make_batch = ImageBatches(
+            num_labels=config.num_labels,
+            channels=getattr(config, "num_channels", 3),
+            side=side if isinstance(side, int) else max(side),
+            smallest_side=max(patch, families().smallest_side.get(config.model_type, 1)),
+            multiple=patch,
+            # A table of positions is what ties a model to one side; a CNN has an image_size too, but only as a note.
+            resizable=interpolates or not (hasattr(config, "image_size") and hasattr(config, "num_attention_heads")),
+            interpolate=interpolates,
+        )
+        return Workload(model, make_batch, seq_len_unit="pixels")
+    name = type(model).__name__
+    expected = f"a model whose batches are known; for {name} give a factory that returns a Workload with make_batch"
+    raise InvalidValue("model", what, expected)
 
 
 def is_pretrained(model: object) -> bool:
@@ -99,30 +136,23 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
         config._attn_implementation = _attention(model_class, attention, what)
     if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
-    with _undisturbed():
+    # Without log lines, and without moving the random generators.
+    from transformers.initialization import no_init_weights
+
+    with ExitStack() as stack:
+        stack.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
+        transformers.logging.set_verbosity(logging.ERROR)
+        if active_fake_mode() is not None:
+            # Fake tensors have no values to initialise; ViT's initialisation even reads one back, which they cannot.
+            stack.enter_context(no_init_weights())
+        else:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
         model = model_class(config)
         # Where initialisation was skipped, so was the tying of embeddings that is done with it.
         model.tie_weights()
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # the library's own fallback, which it takes with a warning
     return workload_from_model(model, what)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Build without log lines, without moving the random generators, and without initialising fake weights."""
-    from transformers.initialization import no_init_weights
-
-    level = transformers.logging.get_verbosity()
-    with ExitStack() as stack:
-        stack.callback(transformers.logging.set_verbosity, level)
-        transformers.logging.set_verbosity(logging.ERROR)
-        if makes_fake_tensors():
-            # Fake tensors have no values to initialise; ViT's initialisation even reads one back, which they cannot.
-            stack.enter_context(no_init_weights())
-        else:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-        yield
 
 
 def _attention(model_class: Any, attention: str, what: str) -> str:
@@ -149,52 +179,3 @@ def _head(config: Any, architectures: list[str]) -> Any:
             return getattr(transformers, kind[config.model_type])
     expected = "a text or image classification model; for others give a package.module:factory"
     raise InvalidValue("model", config.model_type, expected)
-
-
-def _batches(model: nn.Module, what: str) -> dict[str, Any]:
-    labels = families().labels(type(model).__name__)
-    build = {"input_ids": _text_batches, "pixel_values": _image_batches}.get(getattr(model, "main_input_name", ""))
-    if labels is None or build is None:
-        name = type(model).__name__
-        expected = f"a model whose batches are known; for {name} give a factory that returns a Workload with make_batch"
-        raise InvalidValue("model", what, expected)
-    return build(model, labels)
-
-
-def _text_batches(model: Any, labels: Any) -> dict[str, Any]:
-    config = model.config.get_text_config()
-    bounds = [b if isinstance(b := label.below, int) or b == "seq_len" else getattr(config, b) for label in labels]
-    longest = _max_seq_len(config)
-    make_batch: Callable[[int, int | None], Any] = TextBatches(
-        vocab_size=config.vocab_size,
-        labels=tuple(replace(label, below=below) for label, below in zip(labels, bounds, strict=True)),
-        attention_mask="attention_mask" in inspect.signature(model.forward).parameters,
-        max_seq_len=longest,
-    )
-    return {"make_batch": make_batch, "max_seq_len": longest}
-
-
-def _image_batches(model: Any, labels: Any) -> dict[str, Any]:
-    config = model.config
-    interpolates = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-    patch = config.patch_size if interpolates and isinstance(config.patch_size, int) else 1
-    side = getattr(config, "image_size", 224)
-    make_batch = ImageBatches(
-        num_labels=config.num_labels,
-        channels=getattr(config, "num_channels", 3),
-        side=side if isinstance(side, int) else max(side),
-        smallest_side=max(patch, families().smallest_side.get(config.model_type, 1)),
-        multiple=patch,
-        # A table of positions is what ties a model to one side; a CNN has an image_size too, but only as a note.
-        resizable=interpolates or not (hasattr(config, "image_size") and hasattr(config, "num_attention_heads")),
-        interpolate=interpolates,
-    )
-    return {"make_batch": make_batch, "seq_len_unit": "pixels"}
-
-
-def _max_seq_len(config: Any) -> int | None:
-    positions = getattr(config, "max_position_embeddings", None)
-    if config.model_type in families().unlimited or not isinstance(positions, int) or positions < 1:
-        return None
-    before_first = config.pad_token_id + 1 if config.model_type in families().after_padding else 0
-    return positions - int(before_first)

@@ -38,7 +38,7 @@ class TextBatches:
         if seq_len is None or seq_len < 1 or (self.max_seq_len is not None and seq_len > self.max_seq_len):
             most = "" if self.max_seq_len is None else f" up to the {self.max_seq_len} positions the model has"
             raise InvalidValue("seq_len", seq_len, f"a number of tokens from 1{most}")
-        generator = _generator()
+        generator = torch.Generator(device="cpu").manual_seed(0)  # so that no generator of the user's moves
         ids = _integers(self.vocab_size, (batch_size, seq_len), generator)
         if self.keyword is None:
             return ids
@@ -86,15 +86,10 @@ class ImageBatches:
         if side < self.smallest_side or side % self.multiple:
             every = "" if self.multiple == 1 else f", a multiple of the patch of {self.multiple}"
             raise InvalidValue("seq_len", side, f"an image side of at least {self.smallest_side} pixels{every}")
-        generator = _generator()
+        generator = torch.Generator(device="cpu").manual_seed(0)  # so that no generator of the user's moves
         pixels = torch.rand((batch_size, self.channels, side, side), generator=generator, device="cpu")
         batch = {"pixel_values": pixels.float(), "labels": _integers(self.num_labels, (batch_size,), generator)}
         return {**batch, "interpolate_pos_encoding": True} if self.interpolate else batch
-
-
-def _generator() -> torch.Generator:
-    # One of our own, so that no generator of the user's moves.
-    return torch.Generator(device="cpu").manual_seed(0)
 
 
 def _integers(below: int, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

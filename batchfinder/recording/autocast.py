@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,29 +56,36 @@ _cache: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 @functools.cache
 def register() -> Library:
-    """Install the policies on the fake GPU's autocast key, once per process.
-
-    Returns:
-        The library that holds the registrations; they last as long as it does.
-    """
+    """Install the policies on the fake GPU's autocast key, for as long as the library returned is held."""
     others = Library("_", "IMPL", "AutocastPrivateUse1")
     others.fallback(fallthrough_kernel)
     library = Library("aten", "IMPL", "AutocastPrivateUse1")
-    policies: tuple[tuple[tuple[str, ...], Callable[[Any], Callable[..., Any]]], ...] = (
-        (LOWER_PRECISION, _to_lower_precision),
-        (FP32, _to_fp32),
-        (FP32_SET_OPT_DTYPE, _to_fp32_by_dtype),
-        (PROMOTE, _to_widest),
-    )
-    for names, policy in policies:
+    for policy, names in (
+        ("lower_precision", LOWER_PRECISION),
+        ("fp32", FP32),
+        ("fp32_set_opt_dtype", FP32_SET_OPT_DTYPE),
+        ("promote", PROMOTE),
+        ("fp32_append_dtype", FP32_APPEND_DTYPE),
+    ):
         for name in names:
             operator = _find(name)
             if operator is not None:
-                library.impl(name, policy(operator))
-    for name, typed in FP32_APPEND_DTYPE.items():
-        library.impl(name, _to_typed_overload(_find(name), _find(typed)))
-    library.impl("binary_cross_entropy", _refuse_bce)
-    _clear_cache_with_torch()
+                library.impl(name, partial(_run, policy, operator))
+
+    def refuse_bce(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "binary_cross_entropy (BCELoss) is refused under autocast, on CUDA as here: "
+            "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) and leave out the sigmoid"
+        )
+
+    library.impl("binary_cross_entropy", refuse_bce)
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        _cache.clear()
+        clear()
+
+    torch.clear_autocast_cache = clear_both  # PyTorch calls it at the end of the outermost region
     library.others = others  # type: ignore[attr-defined]
     return library
 
@@ -87,17 +94,6 @@ def _find(name: str) -> Any:
     packet, _, overload = name.partition(".")
     packet_found = getattr(torch.ops.aten, packet, None)
     return getattr(packet_found, overload or "default", None) if packet_found is not None else None
-
-
-def _clear_cache_with_torch() -> None:
-    """Drop the cached casts whenever PyTorch drops its own: at the end of the outermost region."""
-    clear = torch.clear_autocast_cache
-
-    def clear_both() -> None:
-        _cache.clear()
-        clear()
-
-    torch.clear_autocast_cache = clear_both
 
 
 def _eligible(value: Any) -> bool:
@@ -133,62 +129,28 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return cast
 
 
-def _casting(operator: Any, choose: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEY):
-            dtype = choose(args)
-            cast = {name: _cast(value, dtype) for name, value in kwargs.items()}
-            return operator(*(_cast(value, dtype) for value in args), **cast)
-
-    return kernel
-
-
-def _to_lower_precision(operator: Any) -> Callable[..., Any]:
-    return _casting(operator, lambda args: torch.get_autocast_dtype(DEVICE_TYPE))
-
-
-def _to_fp32(operator: Any) -> Callable[..., Any]:
-    return _casting(operator, lambda args: torch.float32)
-
-
-def _to_widest(operator: Any) -> Callable[..., Any]:
-    def widest(args: tuple[Any, ...]) -> torch.dtype:
-        flat = [item for value in args for item in (value if isinstance(value, (list, tuple)) else [value])]
-        if any(_eligible(value) and value.dtype is torch.float32 for value in flat):
-            return torch.float32
-        return torch.get_autocast_dtype(DEVICE_TYPE)
-
-    return _casting(operator, widest)
-
-
-def _to_fp32_by_dtype(operator: Any) -> Callable[..., Any]:
-    """These take the output's type as an argument: fp32 is asked for there, and the input itself is not copied."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEY):
-            names = [argument.name for argument in operator._schema.arguments]
-            given = kwargs.get("dtype", args[names.index("dtype")] if len(args) > names.index("dtype") else None)
+def _run(policy: str, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator under a policy, by the names of `CastPolicy` in autocast_mode.h."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEY):
+        # The input itself is not copied where an operator takes the output's type: fp32 is asked for there.
+        if policy == "fp32_set_opt_dtype":
+            place = [argument.name for argument in operator._schema.arguments].index("dtype")
+            given = kwargs.get("dtype", args[place] if len(args) > place else None)
             if given is None and _eligible(args[0]):
-                args, kwargs = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}
+                args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
             return operator(*args, **kwargs)
-
-    return kernel
-
-
-def _to_typed_overload(operator: Any, typed: Any) -> Callable[..., Any]:
-    """`norm` without an output type: the overload with one is asked for fp32, and the input itself is not copied."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+        if policy == "fp32_append_dtype":
             rest = operator._schema.arguments[len(args) :]
             filled = [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
+            typed = _find(FP32_APPEND_DTYPE[str(operator).removeprefix("aten.")])
             return typed(*filled, dtype=torch.float32 if _eligible(args[0]) else args[0].dtype)
 
-    return kernel
-
-
-def _refuse_bce(*_: Any, **__: Any) -> Any:
-    raise RuntimeError(
-        "binary_cross_entropy (BCELoss) is refused under autocast, on CUDA as here: "
-        "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) and leave out the sigmoid"
-    )
+        dtype = torch.get_autocast_dtype(DEVICE_TYPE)
+        if policy == "fp32":
+            dtype = torch.float32
+        elif policy == "promote":
+            flat = [item for value in args for item in (value if isinstance(value, (list, tuple)) else [value])]
+            if any(_eligible(value) and value.dtype is torch.float32 for value in flat):
+                dtype = torch.float32
+        cast = {name: _cast(value, dtype) for name, value in kwargs.items()}
+        return operator(*(_cast(value, dtype) for value in args), **cast)

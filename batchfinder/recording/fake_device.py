@@ -13,17 +13,28 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.library import Library
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
+from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 DEVICE_TYPE = "pretend"
 _CUDA = 1  # c10::DeviceType::CUDA
+
+SMALL_BYTES = 1 << 20
+"""Up to this size a CPU tensor is real."""
 
 ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 """Operators that PyTorch composes of others for a backend without a kernel of its own, and that are one kernel on CUDA.
@@ -33,59 +44,68 @@ compares the list with the dispatch entries of native_functions.yaml.
 """
 
 
-class _DeviceModule:
-    """What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Nothing is random here."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16, torch.float32]
+# What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types.
+_DEVICE_MODULE = SimpleNamespace(
+    is_initialized=lambda: True,
+    is_available=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16, torch.float32],
+)
 
 
 class FakeDeviceMode(FakeTensorMode):
-    """Fake tensors that never ask a real accelerator to wake up."""
+    """Fake tensors on the fake GPU, and large ones on the CPU; small tensors on the CPU stay real.
+
+    Models compute with small CPU tensors as they are built (`torch.linspace(0, rate, depth).tolist()`) and read what
+    came out. Weights of any size that matters take no memory.
+    """
 
     @property
     def avoid_device_init(self) -> bool:
+        """Never ask a real accelerator to wake up."""
         return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator for real where all that it reads and makes is small and on the CPU."""
+        kwargs = kwargs or {}
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        on_cpu = all(not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" for tensor in tensors)
+        if not on_cpu or any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if not tensors or not (func.is_view or func._schema.is_mutable):
+            try:
+                fake = super().__torch_dispatch__(func, types, args, kwargs)
+            except (DynamicOutputShapeException, DataDependentOutputException):
+                pass  # it reads values, which are there
+            else:
+                made = [leaf for leaf in pytree.tree_leaves(fake) if isinstance(leaf, torch.Tensor)]
+                if any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in made):
+                    return fake
+        return func(*args, **kwargs)
 
 
 @functools.cache
 def register() -> torch.device:
     """Make the fake GPU this process's accelerator, for good, and return the device to put models and batches on."""
-    _setup_privateuseone_for_python_backend(rename=DEVICE_TYPE, backend_module=_DeviceModule())
-    _kernels()
-    _pass_for_ordinary_tensors()
-    return torch.device(DEVICE_TYPE, 0)
+    _setup_privateuseone_for_python_backend(rename=DEVICE_TYPE, backend_module=_DEVICE_MODULE)
 
+    def never_called(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a kernel of the fake GPU was called outside of its fake mode")
 
-@functools.cache
-def _kernels() -> Library:
-    """Register the kernels of `ONE_KERNEL_ON_CUDA`; they never run, since the fake mode computes the outputs."""
+    # These kernels never run, since the fake mode computes the outputs.
     library = Library("aten", "IMPL", "PrivateUse1")
     for name in ONE_KERNEL_ON_CUDA:
-        library.impl(name, _never_called)
-    return library
-
-
-def _never_called(*args: object, **kwargs: object) -> None:
-    raise AssertionError("a kernel of the fake GPU was called outside of its fake mode")
+        library.impl(name, never_called)
+    _DEVICE_MODULE.kernels = library  # the registrations last as long as this does
+    # Optimizers choose their foreach variants by the exact type of the parameters: let them take fake ones too.
+    for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
+        if FakeTensor not in types:
+            types.append(FakeTensor)
+    return torch.device(DEVICE_TYPE, 0)
 
 
 def disable_cuda() -> None:
@@ -104,13 +124,6 @@ def disable_cuda() -> None:
     torch.cuda.is_available = lambda: False  # else optimizers ask the current stream whether it captures a graph
 
 
-def _pass_for_ordinary_tensors() -> None:
-    """Let optimizers, which choose their foreach variants by the exact type of the parameters, take fake ones too."""
-    for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
-        if FakeTensor not in types:
-            types.append(FakeTensor)
-
-
 def hide_from_transformers() -> None:
     """Tell transformers, if it is loaded, that no tensor is fake.
 
@@ -122,13 +135,7 @@ def hide_from_transformers() -> None:
 
 
 def fake_copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of the same shape and strides on the fake GPU, where a fake mode is active.
-
-    Args:
-        tensor: any shape; real or fake, on any device. Only its metadata are read.
-        device: as `register` returned it.
-        dtype: the copy's type; the tensor's own by default.
-    """
+    """A tensor of the same shape and strides on the fake GPU, where a fake mode is active; only metadata are read."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
 

@@ -22,14 +22,8 @@ from batchfinder.recording.kernel_memory import aten
 def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | None) -> bool | int | float:
     """What a tensor of one element may be taken to hold.
 
-    Args:
-        tensor: one element.
-        made_by: the operator that made its storage.
-        filled_with: the constant it was made with; None without one.
-
-    Returns:
-        The constant it was made with; else True for `all`, False for `any` and other tests (nothing is masked, nothing
-        is infinite), 1 for numbers.
+    The constant it was filled with; else True where `all` made it, False for `any` and other tests (nothing is masked,
+    nothing is infinite), 1 for numbers.
     """
     if filled_with is not None:
         value: float = filled_with
@@ -58,15 +52,9 @@ _FILLED = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::sc
 def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor], float | None]) -> float | None:
     """The value that every element of an operator's new tensor is taken to have; None for an unknown one.
 
-    Args:
-        func: the operator.
-        args: its arguments.
-        known: the constant that a tensor among these is filled with, or None.
-
-    Returns:
-        The constant that a tensor is filled with, also if it is a copy; the number of elements for the sum of a mask
-        (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for `mask.all()`); what a comparison
-        of such a number comes to.
+    The constant that a tensor is filled with, also if it is a copy (`known` tells that of an argument); the number of
+    elements for the sum of a mask (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for
+    `mask.all()`); what a comparison of such a number comes to.
     """
     if func in _COPIES:
         return known(args[0])
@@ -87,49 +75,6 @@ def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor]
     return None
 
 
-def filled_in_place(func: Any, args: tuple[Any, ...]) -> float | None:
-    """The value that an in-place operator fills its tensor with; None if it does anything else."""
-    if func is aten.zero_.default:
-        return 0.0
-    if func is aten.fill_.Scalar and isinstance(args[1], (bool, int, float)):
-        return float(args[1])
-    return None
-
-
-_MASKS = (torch.bool, torch.uint8)
-
-
-def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty((tensor.numel(), tensor.dim()), dtype=torch.int64, device=tensor.device)
-
-
-def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    size = torch.broadcast_shapes(tensor.shape, mask.shape).numel()
-    return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-
-
-def _unique(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    index = torch.empty(tensor.numel(), dtype=torch.int64, device=tensor.device)
-    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device), index, torch.empty_like(index)
-
-
-def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-    dtype = torch.int64 if weights is None else weights.dtype
-    return torch.empty(max(minlength, tensor.numel()), dtype=dtype, device=tensor.device)
-
-
-def _index(tensor: torch.Tensor, indices: Any) -> torch.Tensor:
-    """`tensor[mask]`: a mask stands for one index per dimension, of as many rows as it has elements."""
-    rows: list[torch.Tensor | None] = []
-    for index in indices:
-        if index is None or index.dtype not in _MASKS:
-            rows.append(index)
-        else:
-            rows += [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
-    output: torch.Tensor = aten.index.Tensor(tensor, rows)
-    return output
-
-
 _equal_lists: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
@@ -147,61 +92,82 @@ def _counts(number: int, each: int) -> torch.Tensor:
     return counts
 
 
-def _pack(padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """All steps of the first sample of each, then the second: a copy, made of another one if batches come first."""
-    by_step = (padded.transpose(0, 1) if batch_first else padded).contiguous()
-    return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
+_MASKS = (torch.bool, torch.uint8)
+_DATA_DEPENDENT = frozenset(
+    {
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten._unique2.default,
+        aten.bincount.default,
+        aten.index.Tensor,
+        aten._pack_padded_sequence.default,
+    }
+)
 
 
-# As large as they can get: every element is selected, every element is different, every sequence is of full length.
-_LARGEST_OUTPUT: dict[Any, Callable[..., Any]] = {
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked_select,
-    aten._unique2.default: _unique,
-    aten.bincount.default: _bincount,
-    aten.index.Tensor: _index,
-    aten._pack_padded_sequence.default: _pack,
-}
+def largest_output(func: Any, args: tuple[Any, ...]) -> Any:
+    """What an operator gives whose output's shape depends on values; None where the shape is known.
 
-
-def largest_output(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """What to run in place of an operator whose output's shape depends on values; None where the shape is known."""
-    if func is aten.index.Tensor and not any(index is not None and index.dtype in _MASKS for index in args[1]):
+    It is as large as it can get: every element is selected, every element is different, every sequence is of full
+    length.
+    """
+    if func not in _DATA_DEPENDENT:
         return None
-    return _LARGEST_OUTPUT.get(func)
-
-
-def _pack_backward(
-    grad: torch.Tensor, input_size: list[int], batch_sizes: torch.Tensor, batch_first: bool
-) -> torch.Tensor:
-    size = list(input_size)
-    if batch_first:
-        size[:2] = size[1], size[0]
-    padded = torch.zeros(size, dtype=grad.dtype, device=grad.device)
-    padded.copy_(grad.view(size))
-    return padded.transpose(0, 1) if batch_first else padded
-
-
-def _unpack(
-    packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    steps = batch_sizes.size(0)
-    batch, rest = packed.size(0) // steps, packed.shape[1:]
-    length = max(steps, total_length)
-    padded = torch.full((length, batch, *rest), padding_value, dtype=packed.dtype, device=packed.device)
-    padded.narrow(0, 0, steps).narrow(1, 0, batch).copy_(packed.view(steps, batch, *rest))
-    return (padded.transpose(0, 1) if batch_first else padded), _counts(batch, steps)
+    tensor = args[0]
+    new = functools.partial(torch.empty, device=tensor.device)
+    elements = tensor.numel()
+    if func is aten.index.Tensor:
+        # `tensor[mask]`: a mask stands for one index per dimension, of as many rows as it has elements.
+        rows: list[torch.Tensor | None] = []
+        for index in args[1]:
+            if index is None or index.dtype not in _MASKS:
+                rows.append(index)
+            else:
+                each = functools.partial(torch.empty, index.numel(), dtype=torch.int64, device=index.device)
+                rows += [each() for _ in range(index.dim())]
+        return None if len(rows) == len(args[1]) and all(map(operator.is_, rows, args[1])) else func(tensor, rows)
+    if func is aten.nonzero.default:
+        return new((elements, tensor.dim()), dtype=torch.int64)
+    if func is aten.masked_select.default:
+        return new(torch.broadcast_shapes(tensor.shape, args[1].shape).numel(), dtype=tensor.dtype)
+    if func is aten._unique2.default:
+        index = new(elements, dtype=torch.int64)
+        return new(elements, dtype=tensor.dtype), index, torch.empty_like(index)
+    if func is aten.bincount.default:
+        weights = args[1] if len(args) > 1 else None
+        least = args[2] if len(args) > 2 else 0
+        return new(max(least, elements), dtype=torch.int64 if weights is None else weights.dtype)
+    # Packed: all steps of the first sample of each, then the second; a copy, of another one if batches come first.
+    by_step = (tensor.transpose(0, 1) if args[2] else tensor).contiguous()
+    return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
 
 
 @functools.cache
 def register() -> tuple[Library, ...]:
-    """Let the fake GPU unpack sequences and run the backward of packing them, once per process.
+    """Let the fake GPU unpack sequences and run the backward of packing them, while the libraries returned are held."""
 
-    Returns:
-        The libraries that hold the registrations; they last as long as these do.
-    """
+    def pack_backward(
+        grad: torch.Tensor, input_size: list[int], batch_sizes: torch.Tensor, batch_first: bool
+    ) -> torch.Tensor:
+        size = list(input_size)
+        if batch_first:
+            size[:2] = size[1], size[0]
+        padded = torch.zeros(size, dtype=grad.dtype, device=grad.device)
+        padded.copy_(grad.view(size))
+        return padded.transpose(0, 1) if batch_first else padded
+
+    def unpack(
+        packed: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = batch_sizes.size(0)
+        batch, rest = packed.size(0) // steps, packed.shape[1:]
+        length = max(steps, total_length)
+        padded = torch.full((length, batch, *rest), padding_value, dtype=packed.dtype, device=packed.device)
+        padded.narrow(0, 0, steps).narrow(1, 0, batch).copy_(packed.view(steps, batch, *rest))
+        return (padded.transpose(0, 1) if batch_first else padded), _counts(batch, steps)
+
     libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
     for library in libraries:
-        library.impl("_pack_padded_sequence_backward", _pack_backward)
-        library.impl("_pad_packed_sequence", _unpack)
+        library.impl("_pack_padded_sequence_backward", pack_backward)
+        library.impl("_pad_packed_sequence", unpack)
     return libraries

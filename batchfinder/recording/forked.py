@@ -60,7 +60,16 @@ def record_in_forks(record: Callable[[int], Trace], batch_sizes: Sequence[int], 
                         written[key.data] += chunk
                     else:
                         selector.unregister(key.fd)
-        return {batch_size: _trace(written[batch_size], process) for batch_size, (process, _) in children.items()}
+        traces = {}
+        for batch_size, (process, _) in children.items():
+            if not written[batch_size]:
+                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                raise NotRecordable(f"the process that recorded it ended with {code}")
+            answer = json.loads(written[batch_size])
+            if "error" in answer:
+                raise NotRecordable(answer["error"])
+            traces[batch_size] = Trace.from_json(answer["trace"])
+        return traces
     finally:
         for process, pipe in children.values():
             os.close(pipe)
@@ -69,17 +78,6 @@ def record_in_forks(record: Callable[[int], Trace], batch_sizes: Sequence[int], 
                     os.kill(process, signal.SIGKILL)
                     os.waitpid(process, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _trace(written: bytes, process: int) -> Trace:
-    """The answer of a process that has closed its pipe."""
-    if not written:
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        raise NotRecordable(f"the process that recorded it ended with {code}")
-    answer = json.loads(written)
-    if "error" in answer:
-        raise NotRecordable(answer["error"])
-    return Trace.from_json(answer["trace"])
 
 
 def _fork(record: Callable[[int], Trace], batch_size: int, deadline: float) -> tuple[int, int]:

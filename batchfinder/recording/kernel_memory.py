@@ -114,7 +114,7 @@ def flash_backward_bytes(
     """
     batch, heads, tokens, head = query.shape
     padded, head_padded = _round_up(tokens, 128), _round_up(head, 32 if head <= 128 else 64)
-    sizes = [_bytes(tensor) for tensor in (grad, out) if not _in_token_order(tensor)]
+    sizes = [tensor.nbytes for tensor in (grad, out) if not _in_token_order(tensor)]
     sizes += [_FP32 * batch * heads * padded, _FP32 * batch * padded * heads * head_padded]
     if key.size(1) != heads:
         sizes += 2 * [query.element_size() * batch * key.size(2) * heads * head]
@@ -160,7 +160,7 @@ def efficient_backward_bytes(
     tile_queries, tile_keys, in_registers = _tiles(capability, half, max(head, value_head))
     rows = batch * heads
 
-    copies = [] if _in_token_order(grad) else [_bytes(grad)]
+    copies = [] if _in_token_order(grad) else [grad.nbytes]
     delta = _FP32 * rows * tokens
 
     # Half types are converted first: grad and out, then their product.
@@ -225,10 +225,6 @@ def _in_token_order(tensor: torch.Tensor) -> bool:
                 return False
             expected *= tensor.size(dim)
     return True
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.element_size() * tensor.numel()
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -39,8 +39,8 @@ def record_step(
     Args:
         workload: what is trained; its model is left on the fake GPU.
         config: how the step is taken.
-        capability: the simulated GPU's compute capability, which decides on attention kernels and workspaces.
-        batch_size: samples in a micro-batch.
+        capability: compute capability, which decides on attention kernels and workspaces.
+        batch_size: of a micro-batch, in samples.
         seq_len: tokens per sample; None for data of one fixed shape.
         mode: the fake mode that the workload's model was made in; None for a model of real tensors.
         on_operator: called with each operator's name before it runs.
@@ -68,7 +68,7 @@ def record_step(
             recording.label_alive(first, "activation")
         elif stage == "optimizer":
             for name, parameter in workload.model.named_parameters():
-                recording.label([parameter.grad], "gradient", _module_of(name))
+                recording.label([parameter.grad], "gradient", name.rpartition(".")[0])
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
@@ -79,10 +79,10 @@ def record_step(
         fake_device.move_module(workload.model, device, step.precision.weights, rnn.flatten_weights)
         step.run(batch_size, seq_len, on_stage)
         for name, buffer in workload.model.named_buffers():
-            recording.label([buffer], "buffer", _module_of(name))
+            recording.label([buffer], "buffer", name.rpartition(".")[0])
         holders: dict[torch.Tensor, str] = {}
         for name, parameter in workload.model.named_parameters():
-            holders[parameter] = _module_of(name)
+            holders[parameter] = name.rpartition(".")[0]
             recording.label([parameter], "parameter", holders[parameter])
         for stepped, state in step.optimizer.state.items() if step.optimizer is not None else ():
             values = [value for value in state.values() if isinstance(value, torch.Tensor)]
@@ -93,11 +93,6 @@ def record_step(
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
     unmodelled = (*cudnn, "kernels' small scratch tensors", *recording.unmodelled)
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
-
-
-def _module_of(name: str) -> str:
-    """The path of the module that holds a parameter or a buffer."""
-    return name.rpartition(".")[0]
 
 
 class ModuleTracker:
@@ -120,29 +115,30 @@ class ModuleTracker:
     @contextmanager
     def tracking(self) -> Iterator[None]:
         """Install the hooks, and remove them at the end."""
+
+        def start_range() -> None:
+            # From the next autograd node on, nodes belong to the module on top of the stack.
+            self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._owners.append(self._stack[-1] if self._stack else "")
+
+        def push(module: nn.Module, args: Any) -> None:
+            self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+            start_range()
+
+        def pop(module: nn.Module, args: Any, output: Any) -> None:
+            if self._stack:
+                self._stack.pop()
+                start_range()
+
         handles = (
-            nn_module.register_module_forward_pre_hook(self._push),
-            nn_module.register_module_forward_hook(self._pop, always_call=True),
+            nn_module.register_module_forward_pre_hook(push),
+            nn_module.register_module_forward_hook(pop, always_call=True),
         )
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _start_range(self) -> None:
-        """From the next autograd node on, nodes belong to the module on top of the stack."""
-        self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-        self._owners.append(self._stack[-1] if self._stack else "")
-
-    def _push(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
-        self._start_range()
-
-    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
-            self._start_range()
 
     def current(self) -> str:
         """The dotted path of the module at work; empty outside the model."""

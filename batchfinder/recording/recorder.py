@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.recording import fake_values, kernel_memory
 from batchfinder.recording.fake_device import DEVICE_TYPE
+from batchfinder.recording.kernel_memory import aten
 from batchfinder.simulator.trace import StageMark, TraceStructure
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -102,20 +103,27 @@ class AllocationRecorder(TorchDispatchMode):
         self._on_operator(name)
         if func is _ITEM:
             if args[0].device.type == DEVICE_TYPE:
-                return self._answer_item(args[0])
+                block = self._block_of(args[0])
+                made_by = self.operators[block] if block >= 0 else ""
+                value = fake_values.plausible_scalar(args[0], made_by, self._constants.get(block))
+                origin = made_by or "an unknown operator"
+                self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {value}"] = None
+                return value
             known = fake_values.known_element(args[0])
             if known is not None:
                 return known
         if kernel_memory.only_writes(func, args):
             return None
         if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
-            self._allocate_workspace(name)
-        largest = fake_values.largest_output(func, args)
-        if largest is not None:
-            self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
-            output = largest(*args, **kwargs)
-        else:
+            in_backward = torch._C._current_autograd_node() is not None
+            if in_backward not in self._workspaces:
+                self._workspaces.add(in_backward)
+                self._allocate(self._workspace_bytes, name, "workspace")
+        output = fake_values.largest_output(func, args)
+        if output is None:
             output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
+        else:
+            self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
         if isinstance(output, torch.Tensor):
             self._note_storage(output, func, name, args)
         elif isinstance(output, (tuple, list)):
@@ -126,8 +134,15 @@ class AllocationRecorder(TorchDispatchMode):
                     for inner in item:
                         if isinstance(inner, torch.Tensor):
                             self._note_storage(inner, func, name, args)
-        if func._schema.is_mutable:
-            self._update_constant(func, args)
+        written = args[0] if func._schema.is_mutable and args else None
+        if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:
+            # It holds no constant any more, unless it was filled with one.
+            block = self._block_of(written)
+            self._constants.pop(block, None)
+            if func is aten.zero_.default:
+                self._constants[block] = 0.0
+            elif func is aten.fill_.Scalar and isinstance(args[1], (bool, int, float)):
+                self._constants[block] = float(args[1])
         scratch = kernel_memory.SCRATCH.get(func)
         if scratch is not None:
             blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
@@ -163,23 +178,6 @@ class AllocationRecorder(TorchDispatchMode):
 
         self._live[identity] = (block, weakref.ref(storage, released))
 
-    def _update_constant(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What an in-place operator wrote to is no constant any more, unless it filled it."""
-        written = args[0] if args else None
-        if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:
-            filled = fake_values.filled_in_place(func, args)
-            block = self._block_of(written)
-            if filled is None:
-                self._constants.pop(block, None)
-            else:
-                self._constants[block] = filled
-
-    def _allocate_workspace(self, name: str) -> None:
-        in_backward = torch._C._current_autograd_node() is not None
-        if in_backward not in self._workspaces:
-            self._workspaces.add(in_backward)
-            self._allocate(self._workspace_bytes, name, "workspace")
-
     def _block_of(self, tensor: torch.Tensor) -> int:
         live = self._live.get(tensor.untyped_storage()._cdata)
         return live[0] if live else -1
@@ -187,11 +185,3 @@ class AllocationRecorder(TorchDispatchMode):
     def _constant_of(self, tensor: torch.Tensor) -> float | None:
         """What every element of a tensor's storage is known to be."""
         return self._constants.get(self._block_of(tensor)) if tensor.device.type == DEVICE_TYPE else None
-
-    def _answer_item(self, tensor: torch.Tensor) -> bool | int | float:
-        block = self._block_of(tensor)
-        made_by = self.operators[block] if block >= 0 else ""
-        answer = fake_values.plausible_scalar(tensor, made_by, self._constants.get(block))
-        origin = made_by or "an unknown operator"
-        self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {answer}"] = None
-        return answer

@@ -21,8 +21,7 @@ modelled here on sizes that were printed by users of PyTorch in 2017, with cuDNN
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,12 +63,8 @@ def reserve_bytes(mode: int, hidden: int, layers: int, directions: int, samples:
 def workspace_bytes(weights: int, output: int, directions: int) -> int:
     """What a kernel takes while it runs: as much as the weights, and for two directions twice the output as well.
 
-    The printed sizes are larger than this, by 4, 6 and 18 MB: some more for each sample, which did not show from what.
-
-    Args:
-        weights: bytes of all weights.
-        output: bytes of the last layer's output.
-        directions: 1 or 2.
+    Both are in bytes. The printed sizes are larger, by 4, 6 and 18 MB: some more for each sample, which did not show
+    from what.
     """
     return weights + (2 * output if directions == 2 else 0)
 
@@ -96,21 +91,14 @@ def rnn(
 
     Args:
         data: (length, batch, features), (batch, length, features), or (samples, features) of packed sequences.
-        weight: by layer and direction.
-        weight_stride0: weights per layer and direction.
+        weight: by layer and direction, `weight_stride0` to each.
         weight_buf: the block that all weights are parts of; None where they lie apart, and are copied into one.
         hx: (layers x directions, batch, output's size).
         cx: (layers x directions, batch, hidden size) for an LSTM.
         mode: a number of `MODES`.
-        hidden_size: of one direction.
         proj_size: the output's size if it is projected, else 0.
-        num_layers: how many.
-        batch_first: which of the first two forms the data have.
-        dropout: probability, between layers.
         train: whether a reserve space is needed.
-        bidirectional: whether there are two directions.
         batch_sizes: samples at each step, of packed sequences; else empty.
-        dropout_state: the random state on the device.
     """
     directions = 2 if bidirectional else 1
     width = directions * (proj_size or hidden_size)
@@ -162,7 +150,8 @@ def forward_scratch(data: torch.Tensor, weight: Sequence[torch.Tensor], *rest: A
     directions = 2 if bidirectional else 1
     output = data.numel() // data.size(-1) * directions * (proj or hidden) * data.element_size()
     weights = sum(each.numel() for each in weight) * data.element_size()
-    return [*_copies((data,), batch_first and not batch_sizes), workspace_bytes(weights, output, directions)]
+    in_order = (data.transpose(0, 1) if batch_first and not batch_sizes else data).is_contiguous()
+    return [*([] if in_order else [data.nbytes]), workspace_bytes(weights, output, directions)]
 
 
 def backward_scratch(data: torch.Tensor, weight: Sequence[torch.Tensor], *rest: Any) -> list[int]:
@@ -175,20 +164,10 @@ def backward_scratch(data: torch.Tensor, weight: Sequence[torch.Tensor], *rest: 
     batch_first, batch_sizes = rest[12], rest[16]
     bidirectional = rest[15]
     missing = [(output, grad_output), (hx, grad_hy), (cx, grad_cy)]
-    zeros = [_bytes(like) for like, grad in missing if grad is None and like is not None]
-    copies = _copies((data,), batch_first and not batch_sizes)
-    return [*zeros, *copies, workspace_bytes(_bytes(weight_buf), _bytes(output), 2 if bidirectional else 1)]
-
-
-def _copies(tensors: Sequence[torch.Tensor], transposed: bool) -> list[int]:
-    """Bytes of those that are not contiguous, after their first two dimensions were exchanged if they are."""
-    return [
-        _bytes(tensor) for tensor in tensors if not (tensor.transpose(0, 1) if transposed else tensor).is_contiguous()
-    ]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()
+    zeros = [like.nbytes for like, grad in missing if grad is None and like is not None]
+    in_order = (data.transpose(0, 1) if batch_first and not batch_sizes else data).is_contiguous()
+    copies = [] if in_order else [data.nbytes]
+    return [*zeros, *copies, workspace_bytes(weight_buf.nbytes, output.nbytes, 2 if bidirectional else 1)]
 
 
 def flatten_weights(module: nn.Module) -> None:
@@ -196,9 +175,6 @@ def flatten_weights(module: nn.Module) -> None:
 
     Weights of several types, and a weight that is there twice, leave them apart. Source: `flatten_parameters` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/rnn.py.
-
-    Args:
-        module: any module, whose parameters are on the device already.
     """
     if not isinstance(module, nn.RNNBase):
         return
@@ -213,51 +189,24 @@ def flatten_weights(module: nn.Module) -> None:
         start += weight.numel()
 
 
-def _dense_layers(mode: int) -> Callable[..., Any]:
-    """`gru.input` and the like; an LSTM's state is a pair."""
+def _run_cudnn(mode: int, packed: bool, data: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """`gru.input` and the like, or for packed sequences `gru.data`; an LSTM's state is a pair.
 
-    def run(data: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], has_biases: bool, *rest: Any) -> Any:
-        num_layers, dropout, train, bidirectional, batch_first = rest
-        options = (num_layers, batch_first, dropout, train, bidirectional)
-        return _run_cudnn(mode, data, hx, params, has_biases, options, [])
-
-    return run
-
-
-def _packed_layers(mode: int) -> Callable[..., Any]:
-    """`gru.data` and the like, for packed sequences, all of which are taken to be of full length."""
-
-    def run(
-        data: torch.Tensor,
-        batch_sizes: torch.Tensor,
-        hx: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        *rest: Any,
-    ) -> Any:
-        num_layers, dropout, train, bidirectional = rest
-        steps = batch_sizes.size(0)
-        options = (num_layers, False, dropout, train, bidirectional)
-        return _run_cudnn(mode, data, hx, params, has_biases, options, [data.size(0) // steps] * steps)
-
-    return run
-
-
-def _run_cudnn(
-    mode: int,
-    data: torch.Tensor,
-    state: Any,
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    options: tuple[int, bool, float, bool, bool],
-    batch_sizes: list[int],
-) -> tuple[torch.Tensor, ...]:
-    num_layers, batch_first, dropout, train, bidirectional = options
+    Packed sequences are all taken to be of full length.
+    """
+    batch_sizes: list[int] = []
+    batch_first = False
+    if packed:
+        counts, state, params, has_biases, num_layers, dropout, train, bidirectional = rest
+        steps = counts.size(0)
+        batch_sizes = [data.size(0) // steps] * steps
+    else:
+        state, params, has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
     hx, cx = state if mode == MODES["lstm"] else (state, None)
     hidden, proj = hx.size(2), 0
     if cx is not None and cx.size(2) != hidden:
         hidden, proj = cx.size(2), hidden
-    weights = tuple(params)
+    weights: tuple[torch.Tensor, ...] = tuple(params)
     if torch.is_autocast_enabled(DEVICE_TYPE):
         # `_cudnn_rnn_cast_reflatten`: not the weights one by one, but all into one block of half precision.
         dtype = torch.get_autocast_dtype(DEVICE_TYPE)
@@ -265,12 +214,15 @@ def _run_cudnn(
         cx = None if cx is None else cx.to(dtype)
         if weights[0].dtype is not dtype:
             weights = _HalfWeights.apply(dtype, *weights)  # type: ignore[no-untyped-call]
-    stride = (4 if has_biases else 2) + (proj != 0)
+    # The block that all weights are parts of; None where they lie apart (`try_get_weight_buf`).
+    block = None
+    if len({weight.untyped_storage()._cdata for weight in weights}) == 1:
+        block = weights[0].detach().as_strided((sum(weight.numel() for weight in weights),), (1,), 0)
     output, hy, cy, _reserve, _weights = aten._cudnn_rnn(
         data,
         weights,
-        stride,
-        _common_block(weights),
+        (4 if has_biases else 2) + (proj != 0),
+        block,
         hx,
         cx,
         mode,
@@ -285,13 +237,6 @@ def _run_cudnn(
         None,
     )
     return (output, hy) if cx is None else (output, hy, cy)
-
-
-def _common_block(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The block that all weights are parts of; None where they lie apart (`try_get_weight_buf`)."""
-    if len({weight.untyped_storage()._cdata for weight in weights}) > 1:
-        return None
-    return weights[0].detach().as_strided((sum(weight.numel() for weight in weights),), (1,), 0)
 
 
 class _HalfWeights(torch.autograd.Function):
@@ -333,11 +278,7 @@ def _gru_cell_backward(
 
 @functools.cache
 def register() -> tuple[Library, ...]:
-    """Send the fake GPU's recurrent layers to cuDNN's operators, once per process.
-
-    Returns:
-        The libraries that hold the registrations; they last as long as these do.
-    """
+    """Send the fake GPU's recurrent layers to cuDNN's operators, for as long as the libraries returned are held."""
     kernel_memory.REPLACED.update(
         {
             aten._cudnn_rnn.default: rnn,
@@ -352,6 +293,6 @@ def register() -> tuple[Library, ...]:
     libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
     for library in libraries:
         for name, mode in MODES.items():
-            library.impl(f"{name}.input", _dense_layers(mode))
-            library.impl(f"{name}.data", _packed_layers(mode))
+            library.impl(f"{name}.input", functools.partial(_run_cudnn, mode, False))
+            library.impl(f"{name}.data", functools.partial(_run_cudnn, mode, True))
     return libraries

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,17 +59,75 @@ class AttentionCall:
 
 
 def choose_kernel(capability: tuple[int, int], call: AttentionCall) -> str:
-    """The kernel for these arguments: `cudnn`, `flash`, `efficient` or `math`.
-
-    Args:
-        capability: the simulated GPU's compute capability.
-        call: the arguments.
-    """
-    if not _suits_fused_kernels(call):
+    """The kernel for these arguments on a GPU of this compute capability: `cudnn`, `flash`, `efficient` or `math`."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    tensors = (query, key, value)
+    # What all fused kernels want: four dimensions, one batch size, no empty sequence, dense rows.
+    if any(tensor.dim() != 4 or tensor.size(0) != query.size(0) for tensor in tensors):
         return "math"
-    for name, takes in (("cudnn", _cudnn_takes), ("flash", _flash_takes), ("efficient", _efficient_takes)):
-        if takes(capability, call):
-            return name
+    if (mask is not None and mask.stride(-1) != 1) or 0 in (query.size(2), key.size(2)):
+        return "math"
+    half = query.dtype in HALF_TYPES
+    head, value_head = query.size(-1), value.size(-1)
+    dense = all(tensor.stride(-1) == 1 for tensor in tensors)
+    same_heads = query.size(1) == key.size(1) == value.size(1)
+    shares = call.grouped and query.size(1) % key.size(1) == 0 and query.size(1) % value.size(1) == 0
+
+    # cuDNN comes first on Hopper and data-centre Blackwell, and never on the others (check_prefer_cudnn_attention).
+    widest = 192 if (head, value_head) == (192, 128) and (capability == (9, 0) or capability[0] == 10) else 128
+    # `check_attn_mask_shape`: (query, key) or (batch, heads, query, key), each of the size or 1.
+    full = (*query.shape[:3], key.size(2))
+    mask_fits = mask is None or (
+        not mask.requires_grad
+        and mask.dim() in (2, 4)
+        and all(size in (1, whole) for size, whole in zip(mask.shape, full[-mask.dim() :], strict=True))
+    )
+    if (
+        capability[0] in (9, 10)
+        and half
+        and (dense or head == 1)
+        and (shares or same_heads)
+        and mask_fits
+        and (call.dropout * 16).is_integer()
+        and max(head, value_head) <= widest
+        and head % 8 == value_head % 8 == 0
+        and key.size(2) != 1
+        and not (call.dropout > 0 and query.size(2) == 1)
+    ):
+        return "cudnn"
+
+    # Less shared memory: the backward of these cards has no flash kernel for some of the widest heads.
+    less_shared = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    fits = head <= 192 or (head > 224 and call.dropout == 0) or not (less_shared and call.needs_grad)
+    if (
+        capability >= (8, 0)
+        and half
+        and mask is None
+        and head == key.size(-1) == value_head
+        and head <= 256
+        and fits
+        and (dense or head == 1)
+        and ((shares and key.size(1) == value.size(1)) or same_heads)
+        and not (call.is_causal and query.size(2) != key.size(2))
+    ):
+        return "flash"
+
+    # Query heads cannot share key heads here until https://github.com/pytorch/pytorch/pull/191085, after 2.13. The head
+    # sizes must be multiples of `minimum_gemm_alignment`.
+    alignment = 4 if capability >= (8, 0) else 1
+    if capability >= (8, 0) or (capability >= (7, 0) and half):  # it has tensor cores
+        alignment = 8 if half else 4
+    types = (torch.float32, *HALF_TYPES) if capability >= (8, 0) else (torch.float32, torch.float16)
+    if (
+        capability >= (5, 0)
+        and query.dtype in types
+        and dense
+        and same_heads
+        and head == key.size(-1) > 0
+        and value_head > 0
+        and head % alignment == value_head % alignment == 0
+    ):
+        return "efficient"
     return "math"
 
 
@@ -91,147 +148,36 @@ def require_flash(capability: tuple[int, int], call: AttentionCall) -> str:
     return "flash"
 
 
-def _suits_fused_kernels(call: AttentionCall) -> bool:
-    """What all fused kernels want: four dimensions, one batch size, no empty sequence, dense rows."""
+def run_fused(kernel: str, call: AttentionCall) -> torch.Tensor:
+    """The fused kernel of this name: `cudnn`, `flash` or `efficient`."""
     query, key, value = call.query, call.key, call.value
-    tensors = (query, key, value)
-    if any(tensor.dim() != 4 or tensor.size(0) != query.size(0) for tensor in tensors):
-        return False
-    if call.mask is not None and call.mask.stride(-1) != 1:
-        return False
-    return 0 not in (query.size(2), key.size(2))
-
-
-def _cudnn_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
-    """cuDNN comes first on Hopper and data-centre Blackwell, and never on the others (check_prefer_cudnn_attention)."""
-    query, key, value, mask = call.query, call.key, call.value, call.mask
-    head, value_head = query.size(-1), value.size(-1)
-    widest = 192 if (head, value_head) == (192, 128) and (capability == (9, 0) or capability[0] == 10) else 128
-    return (
-        capability[0] in (9, 10)
-        and query.dtype in HALF_TYPES
-        and _is_dense(call, or_single=True)
-        and ((call.grouped and _divides(key, query) and _divides(value, query)) or _has_same_heads(call))
-        and (mask is None or (not mask.requires_grad and _is_mask_of_two_or_four(call)))
-        and (call.dropout * 16).is_integer()
-        and max(head, value_head) <= widest
-        and head % 8 == value_head % 8 == 0
-        and key.size(2) != 1
-        and not (call.dropout > 0 and query.size(2) == 1)
-    )
-
-
-def _flash_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
-    query, key, value = call.query, call.key, call.value
+    keeps_logsumexp = torch.is_grad_enabled() and call.needs_grad
     head = query.size(-1)
-    if call.needs_grad and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
-        # Less shared memory: their backward has no kernel for some of the widest heads.
-        fits = head <= 192 or (head > 224 and call.dropout == 0)
-    else:
-        fits = True
-    return (
-        capability >= (8, 0)
-        and query.dtype in HALF_TYPES
-        and call.mask is None
-        and head == key.size(-1) == value.size(-1)
-        and head <= 256
-        and fits
-        and _is_dense(call, or_single=True)
-        and ((call.grouped and key.size(1) == value.size(1) and _divides(key, query)) or _has_same_heads(call))
-        and not (call.is_causal and query.size(2) != key.size(2))
-    )
+    output: torch.Tensor
+    if kernel == "flash":
+        if head % _ALIGNMENT:
+            padding = (0, _ALIGNMENT - head % _ALIGNMENT)
+            query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
+        scale = 1 / math.sqrt(head) if call.scale is None else call.scale
+        output = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, call.dropout, call.is_causal, False, scale=scale
+        )[0]
+        return output[..., :head] if output.size(-1) != head else output
 
-
-def _efficient_takes(capability: tuple[int, int], call: AttentionCall) -> bool:
-    """Query heads cannot share key heads here until https://github.com/pytorch/pytorch/pull/191085, after 2.13."""
-    query, key, value = call.query, call.key, call.value
-    alignment = _gemm_alignment(capability, query.dtype)
-    types = (torch.float32, *HALF_TYPES) if capability >= (8, 0) else (torch.float32, torch.float16)
-    return (
-        capability >= (5, 0)
-        and query.dtype in types
-        and _is_dense(call, or_single=False)
-        and _has_same_heads(call)
-        and query.size(-1) == key.size(-1) > 0
-        and value.size(-1) > 0
-        and query.size(-1) % alignment == value.size(-1) % alignment == 0
-    )
-
-
-def _is_dense(call: AttentionCall, or_single: bool) -> bool:
-    """Whether the last dimensions are contiguous; some kernels take any stride for heads of one element."""
-    dense = all(tensor.stride(-1) == 1 for tensor in (call.query, call.key, call.value))
-    return dense or (or_single and call.query.size(-1) == 1)
-
-
-def _has_same_heads(call: AttentionCall) -> bool:
-    return call.query.size(1) == call.key.size(1) == call.value.size(1)
-
-
-def _divides(shared: torch.Tensor, query: torch.Tensor) -> bool:
-    return query.size(1) % shared.size(1) == 0
-
-
-def _is_mask_of_two_or_four(call: AttentionCall) -> bool:
-    """`check_attn_mask_shape`: (query, key) or (batch, heads, query, key), each of the size or 1."""
-    assert call.mask is not None
-    full = (*call.query.shape[:3], call.key.size(2))
-    sizes = tuple(call.mask.shape)
-    return len(sizes) in (2, 4) and all(
-        size in (1, whole) for size, whole in zip(sizes, full[-len(sizes) :], strict=True)
-    )
-
-
-def _gemm_alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
-    """`minimum_gemm_alignment`: elements the head size must be a multiple of."""
-    half = dtype in HALF_TYPES
-    tensor_cores = capability >= (8, 0) or (capability >= (7, 0) and half)
-    alignment = 4 if capability >= (8, 0) else 1
-    return max(alignment, 128 // (16 if half else 32)) if tensor_cores else alignment
-
-
-def run_cudnn(call: AttentionCall) -> torch.Tensor:
-    """cuDNN's fused kernel."""
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        call.query,
-        call.key,
-        call.value,
-        _additive(call.mask, call.query.dtype),
-        _keeps_logsumexp(call),
-        call.dropout,
-        call.is_causal,
-        False,
-        scale=call.scale,
-    )[0]
-    return output
-
-
-def run_flash(call: AttentionCall) -> torch.Tensor:
-    """Flash attention; heads are padded to a multiple of 8."""
-    query, key, value = call.query, call.key, call.value
-    head = query.size(-1)
-    if head % _ALIGNMENT:
-        padding = (0, _ALIGNMENT - head % _ALIGNMENT)
-        query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
-    scale = 1 / math.sqrt(head) if call.scale is None else call.scale
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, call.dropout, call.is_causal, False, scale=scale
-    )[0]
-    return output[..., :head] if output.size(-1) != head else output
-
-
-def run_efficient(call: AttentionCall) -> torch.Tensor:
-    """Memory-efficient attention; a mask whose rows are not aligned to 8 elements is padded."""
-    query, key = call.query, call.key
     bias = _additive(call.mask, query.dtype)
-    if bias is not None:
-        if any(stride % _ALIGNMENT for stride in bias.stride()[:-1]) or bias.stride(-1) != 1:
-            length = bias.size(-1)
-            bias = F.pad(bias, (0, _ALIGNMENT - length % _ALIGNMENT))[..., :length]
-        bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, call.value, bias, _keeps_logsumexp(call), call.dropout, call.is_causal, scale=call.scale
-    )[0]
+    if kernel == "cudnn":
+        output = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, keeps_logsumexp, call.dropout, call.is_causal, False, scale=call.scale
+        )[0]
+    else:
+        if bias is not None:  # one whose rows are not aligned to 8 elements is padded
+            if any(stride % _ALIGNMENT for stride in bias.stride()[:-1]) or bias.stride(-1) != 1:
+                length = bias.size(-1)
+                bias = F.pad(bias, (0, _ALIGNMENT - length % _ALIGNMENT))[..., :length]
+            bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+        output = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, keeps_logsumexp, call.dropout, call.is_causal, scale=call.scale
+        )[0]
     return output
 
 
@@ -277,28 +223,11 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
     return torch.where(mask.logical_not(), -math.inf, torch.zeros((), dtype=dtype))
 
 
-def _keeps_logsumexp(call: AttentionCall) -> bool:
-    return torch.is_grad_enabled() and call.needs_grad
-
-
-KERNELS: dict[str, Callable[[AttentionCall], torch.Tensor]] = {
-    "cudnn": run_cudnn,
-    "flash": run_flash,
-    "efficient": run_efficient,
-    "math": run_math,
-}
-
-
 @functools.cache
 def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library, ...]:
-    """Route the fake GPU's attention as a GPU of this compute capability would, once per process.
+    """Route the fake GPU's attention as a GPU of this compute capability would, while the libraries returned are held.
 
-    Args:
-        capability: the simulated GPU's compute capability.
-        flash: whether attention must run as the flash kernel.
-
-    Returns:
-        The libraries that hold the registrations; they last as long as these do.
+    With `flash`, attention must run as the flash kernel.
     """
 
     def attention(
@@ -313,8 +242,8 @@ def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        choose = require_flash if flash else choose_kernel
-        return KERNELS[choose(capability, call)](call)
+        kernel = (require_flash if flash else choose_kernel)(capability, call)
+        return run_math(call) if kernel == "math" else run_fused(kernel, call)
 
     kernel_memory.SCRATCH.update(attention_scratch(capability))
     # Inference mode skips the autograd key, so the backend's own key needs the routing too.

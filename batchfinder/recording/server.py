@@ -18,7 +18,6 @@ import os
 import selectors
 import signal
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,9 @@ _SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
 
 
 class RecordingServer:
-    """Serves requests until its pipe of requests closes.
+    """Serves requests until its pipe of requests closes; up to `workers` recordings run at once.
 
-    Args:
-        requests: file descriptor to read from.
-        answers: file descriptor to write to.
-        folder: where traces, operators' names and the log lie.
-        workers: how many recordings may run at once.
+    Traces, operators' names and the log lie in the folder.
     """
 
     def __init__(self, requests: int, answers: int, folder: Path, workers: int) -> None:
@@ -49,54 +44,71 @@ class RecordingServer:
         self.workload: Any = None
         self.not_built: BaseException | None = None
         self.mode: Any = None
-        self._waiting: list[dict[str, Any]] = []
-        self._running: dict[int, tuple[int, int]] = {}
-        self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
         """Answer until the parent hangs up."""
-        self._selector.register(self.requests, selectors.EVENT_READ)
+        waiting: list[dict[str, Any]] = []
+        running: dict[int, tuple[int, int]] = {}  # by the pipe that closes as a recording ends: its process and number
+        selector = selectors.DefaultSelector()
+        selector.register(self.requests, selectors.EVENT_READ)
         buffer = b""
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in selector.select():
                 if key.fd != self.requests:
-                    self._reap(key.fd)
+                    process, number = running.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status = os.waitpid(process, 0)
+                    answer(self.answers, {"id": number, "exit": os.waitstatus_to_exitcode(status)})
                     continue
                 chunk = os.read(self.requests, 1 << 16)
                 if not chunk:
                     return
                 *lines, buffer = (buffer + chunk).split(b"\n")
-                for line in lines:
-                    self._handle(json.loads(line))
-            self._start()
+                for request in map(json.loads, lines):
+                    if "open" in request:
+                        self._open(**request["open"])
+                    else:
+                        waiting.append(request)
+            while waiting and len(running) < self.workers:
+                request = waiting.pop(0)
+                done, child_end = os.pipe()
+                process = os.fork()
+                if process == 0:
+                    os.close(done)
+                    os.close(self.answers)  # else nobody would see the server's end before the fork's
+                    end_with_parent(self.requests, self.folder)
+                    self._record(request["record"], request["id"])
+                os.close(child_end)
+                running[done] = (process, request["id"])
+                selector.register(done, selectors.EVENT_READ)
 
-    def _handle(self, request: dict[str, Any]) -> None:
-        if "open" in request:
-            try:
-                facts = self._open(**request["open"])
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                self.not_built = error
-                answer(self.answers, {"error": describe(error)})
-            else:
-                answer(self.answers, {"facts": facts})
-        else:
-            self._waiting.append(request)
-
-    def _open(self, builder: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _open(self, builder: str, arguments: dict[str, Any]) -> None:
+        """Build the workload and answer with the facts about it, or with why it could not be built."""
         from batchfinder.models.fingerprint import fingerprint_workload
         from batchfinder.recording.fake_device import FakeDeviceMode
 
         self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
-        self.workload = self._build(builder, arguments)
-        return {
-            "fingerprint": fingerprint_workload(self.workload, builder, str(arguments.get("spec", ""))),
-            "max_seq_len": self.workload.max_seq_len,
-            "seq_len_unit": self.workload.seq_len_unit,
-            "brings_optimizer": self.workload.optimizer is not None,
-            "versions": _versions(),
-        }
+        try:
+            self.workload = self._build(builder, arguments)
+            versions = {}
+            for name in _SHOWN_VERSIONS:
+                with contextlib.suppress(PackageNotFoundError):
+                    versions[name] = version(name)
+            facts = {
+                "fingerprint": fingerprint_workload(self.workload, builder, str(arguments.get("spec", ""))),
+                "max_seq_len": self.workload.max_seq_len,
+                "seq_len_unit": self.workload.seq_len_unit,
+                "brings_optimizer": self.workload.optimizer is not None,
+                "versions": versions,
+            }
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.not_built = error
+            answer(self.answers, {"error": describe(error)})
+        else:
+            answer(self.answers, {"facts": facts})
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
         module, _, attribute = builder.partition(":")
@@ -106,81 +118,39 @@ class RecordingServer:
         # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
         return build(**arguments)
 
-    def _start(self) -> None:
-        while self._waiting and len(self._running) < self.workers:
-            request = self._waiting.pop(0)
-            done, child_end = os.pipe()
-            process = os.fork()
-            if process == 0:
-                os.close(done)
-                os.close(self.answers)  # else nobody would see the server's end before the fork's
-                end_with_parent(self.requests, self.folder)
-                self._record(request)
-            os.close(child_end)
-            self._running[done] = (process, request["id"])
-            self._selector.register(done, selectors.EVENT_READ)
-
-    def _reap(self, done: int) -> None:
-        process, number = self._running.pop(done)
-        self._selector.unregister(done)
-        os.close(done)
-        _, status = os.waitpid(process, 0)
-        answer(self.answers, {"id": number, "exit": os.waitstatus_to_exitcode(status)})
-
-    def _record(self, request: dict[str, Any]) -> None:
+    def _record(self, job: dict[str, Any], number: int) -> None:
         """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
-        number = request["id"]
         log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
-            result = {"trace": self._trace(request["record"], self.folder / f"{number}.operator").to_json()}
+            from batchfinder.recording.record_step import record_step
+            from batchfinder.training.spec import StepConfig
+
+            workload, other = self.workload, job["workload"]
+            if other is not None:
+                workload = self._build(other["builder"], other["arguments"])
+            elif self.not_built is not None:
+                raise self.not_built
+            # The operator at work, in a file's memory, where it survives this process.
+            operator_file = self.folder / f"{number}.operator"
+            operator_file.write_bytes(b" " * _OPERATOR_BYTES)
+            with operator_file.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), _OPERATOR_BYTES)
+
+            def on_operator(name: str) -> None:
+                if not name.startswith(_NO_KERNEL):
+                    memory[:] = name.encode()[:_OPERATOR_BYTES].ljust(_OPERATOR_BYTES)
+
+            config, capability = StepConfig(**job["config"]), tuple(job["capability"])
+            trace = record_step(workload, config, capability, job["batch_size"], job["seq_len"], self.mode, on_operator)
+            result = {"trace": trace.to_json()}
         except BaseException as error:
             result = {"error": describe(error)}
         partial = self.folder / f"{number}.partial"
         partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
         os._exit(0)
-
-    def _trace(self, job: dict[str, Any], operator_file: Path) -> Any:
-        from batchfinder.recording.record_step import record_step
-        from batchfinder.training.spec import StepConfig
-
-        other = job["workload"]
-        if other is None and self.not_built is not None:
-            raise self.not_built
-        return record_step(
-            self.workload if other is None else self._build(other["builder"], other["arguments"]),
-            StepConfig(**job["config"]),
-            tuple(job["capability"]),
-            job["batch_size"],
-            job["seq_len"],
-            self.mode,
-            _operator_writer(operator_file),
-        )
-
-
-def _operator_writer(path: Path) -> Callable[[str], None]:
-    """A function that leaves the name it is given in a file's memory, where it survives this process."""
-    path.write_bytes(b" " * _OPERATOR_BYTES)
-    with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), _OPERATOR_BYTES)
-
-    def write(name: str) -> None:
-        if not name.startswith(_NO_KERNEL):
-            memory[:] = name.encode()[:_OPERATOR_BYTES].ljust(_OPERATOR_BYTES)
-
-    return write
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _SHOWN_VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def main(argv: list[str]) -> int:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from batchfinder.devices import Device
@@ -35,7 +34,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 _NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
 
 
-class RecordingClient:
+class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
     """A process that records one workload's steps on the fake device.
 
     Args:
@@ -66,12 +65,7 @@ class RecordingClient:
         self._reader = threading.Thread(target=self._read_answers, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> RecordingClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def facts(self) -> WorkloadFacts:
@@ -96,7 +90,7 @@ class RecordingClient:
             number = self._next
             self._next += 1
             self._futures[number] = (job, future)
-        self._child.send({"record": job.to_json(), "id": number})
+        self._child.send({"record": asdict(job), "id": number})
         return future
 
     def close(self) -> None:
@@ -109,7 +103,31 @@ class RecordingClient:
         """Until the process ends: then everything that was asked of it and has no answer fails."""
         try:
             while True:
-                self._take(self._child.receive())
+                answer = self._child.receive()
+                if "facts" in answer:
+                    _resolve(self._facts, WorkloadFacts(**answer["facts"]))
+                    continue
+                if "error" in answer:
+                    _resolve(self._facts, _revive(answer["error"], self.spec.name))
+                    continue
+                number, exit_code = answer["id"], answer["exit"]
+                with self._lock:
+                    job, future = self._futures.pop(number)
+                what = f"{(job.workload or self.spec).name} at {job}"
+                path = self._child.folder / f"{number}.json"
+                try:
+                    if path.exists():
+                        result = json.loads(path.read_text())
+                        path.unlink()
+                        failed = "error" in result
+                        _resolve(future, _revive(result["error"], what) if failed else Trace.from_json(result["trace"]))
+                    else:
+                        operator_file = path.with_suffix(".operator")
+                        operator = operator_file.read_text().strip() if operator_file.exists() else ""
+                        last_words = self._child.last_words(f"{number}.log")
+                        _resolve(future, RecordingDied(what, operator, exit_code, last_words))
+                except Exception as error:
+                    _resolve(future, RecordingDied(what, "", exit_code, _unreadable(error)))
         except ChildDied as death:
             died = RecordingDied(self.spec.name, "", death.exit_code, death.last_words)
         except Exception as error:  # whatever it says next would not be understood either
@@ -121,30 +139,6 @@ class RecordingClient:
         for _, future in waiting:
             _resolve(future, died)
         _resolve(self._facts, died)
-
-    def _take(self, answer: Mapping[str, Any]) -> None:
-        if "facts" in answer:
-            _resolve(self._facts, WorkloadFacts(**answer["facts"]))
-        elif "error" in answer:
-            _resolve(self._facts, _revive(answer["error"], self.spec.name))
-        else:
-            with self._lock:
-                job, future = self._futures.pop(answer["id"])
-            what = f"{(job.workload or self.spec).name} at {job}"
-            try:
-                _resolve(future, self._read_recording(answer["id"], what, answer["exit"]))
-            except Exception as error:
-                _resolve(future, RecordingDied(what, "", answer["exit"], _unreadable(error)))
-
-    def _read_recording(self, number: int, what: str, exit_code: int) -> Trace | BatchFinderError:
-        path = self._child.folder / f"{number}.json"
-        if not path.exists():
-            operator_file = path.with_suffix(".operator")
-            operator = operator_file.read_text().strip() if operator_file.exists() else ""
-            return RecordingDied(what, operator, exit_code, self._child.last_words(f"{number}.log"))
-        result = json.loads(path.read_text())
-        path.unlink()
-        return _revive(result["error"], what) if "error" in result else Trace.from_json(result["trace"])
 
 
 def _resolve(future: Future[_T], outcome: _T | BaseException) -> None:
@@ -173,13 +167,10 @@ def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
     return revive(description, what)
 
 
-class Simulation:
+class Simulation(contextlib.AbstractContextManager["Simulation"]):
     """One workload, recorded as needed by one process for all GPUs and sequence lengths.
 
-    Args:
-        spec: how to build it.
-        how: how the step is taken.
-        recorder: a recording process to share, which this simulation does not close; None for a new one.
+    A recording process that is given is shared: this simulation does not close it.
     """
 
     def __init__(self, spec: WorkloadSpec, how: StepConfig, recorder: RecordingClient | None = None) -> None:
@@ -189,12 +180,7 @@ class Simulation:
         self._recorder = recorder or RecordingClient(spec)
         self._sources: dict[tuple[int, int], TraceSource] = {}
 
-    def __enter__(self) -> Simulation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -209,9 +195,7 @@ class Simulation:
     def with_spec(self, spec: WorkloadSpec, how: StepConfig) -> Simulation:
         """Another workload, or another way to take its steps, in this simulation's recording process.
 
-        Args:
-            spec: how to build it; where it is not what the process was opened with, each recording builds it.
-            how: how the step is taken.
+        Where the workload is not what the process was opened with, each recording builds it.
         """
         return Simulation(spec, how, self._recorder)
 
@@ -229,13 +213,7 @@ class Simulation:
     def probe(
         self, device: Device, seq_lens: Iterable[int | None], allocator: AllocatorSettings | None = None
     ) -> SimulatedProbe:
-        """A probe for one GPU.
-
-        Args:
-            device: the GPU, and how much of it may be used.
-            seq_lens: the lengths that will be asked for.
-            allocator: the caching allocator's settings.
-        """
+        """A probe for one GPU, at the sequence lengths that will be asked for."""
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         major, minor = device.compute_capability
         assumed = f"the card's own kernels: those of compute capability {major}.{minor} are assumed"
@@ -246,13 +224,7 @@ class Simulation:
 
 
 def search_simulated(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None = None) -> SearchResult:
-    """Find the largest batch size that fits, with tolerance 0.
-
-    Args:
-        probe: the simulated GPU and the step.
-        shape: one sample's shape.
-        max_batch_size: the largest size of interest; None for no such bound.
-    """
+    """Find the largest batch size that fits, with tolerance 0; `max_batch_size` is the largest of interest, if any."""
     search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
     if max_batch_size is not None:
         search = Capped(search, max_batch_size)

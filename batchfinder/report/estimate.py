@@ -22,13 +22,11 @@ class EstimateRequest:
     """What is estimated.
 
     Attributes:
-        model: as it was asked for.
         batch_size: samples in a GPU's micro-batch.
         seq_len: as it was asked for; None for the model's default.
         card: what is simulated, and how many of it.
         options: of the step; in findings, the optimizer is `its own` where the workload brings one.
         accumulation: micro-batches per optimizer step.
-        allocator: the caching allocator's settings.
     """
 
     model: str
@@ -48,7 +46,6 @@ class Alternative:
         change: the options to add or change, as they are typed; empty for none.
         batch_size: what `peak_bytes` and `fits` are for: the batch asked for, or a micro-batch of it.
         peak_bytes: the process's whole memory at that size; None where the options cannot be combined.
-        fits: whether the GPU has it; None likewise.
         max_batch_size: the largest batch on this GPU; None likewise.
         error: why the options cannot be combined; None where they can.
         effective_batch_size: samples per optimizer step, where accumulation changes; None elsewhere.
@@ -68,7 +65,6 @@ class EstimateFindings:
     """One size of one model on one GPU.
 
     Attributes:
-        request: what was asked for.
         estimate: of one GPU that trains alone.
         strategies: of each of several GPUs, by how they train together.
         alternatives: what other options would change; None where none were tried.
@@ -80,11 +76,6 @@ class EstimateFindings:
     strategies: Mapping[str, Estimate] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] | None = None
     unmodelled: tuple[str, ...] = ()
-
-    @property
-    def modules(self) -> ModuleBytes:
-        """What is alive at the peak, by module."""
-        return module_tree(self.estimate.trace, self.estimate.alive)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; the figures at the top are those of one GPU that trains alone."""
@@ -105,7 +96,7 @@ class EstimateFindings:
             "num_alloc_retries": found.num_alloc_retries,
             "oom": None if found.oom is None else found.oom.message,
             "largest": [tensor.to_json() for tensor in found.largest()],
-            "modules": self.modules.to_json(),
+            "modules": module_tree(found.trace, found.alive).to_json(),
             "strategies": [{"strategy": name, **one.to_json()} for name, one in self.strategies.items()],
             "advice": None if self.alternatives is None else [asdict(one) for one in self.alternatives],
             "unmodelled": list(self.unmodelled),
@@ -126,65 +117,74 @@ def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: b
     """All tables that have rows, the one by kind first.
 
     Args:
-        found: what was found.
         by_module: whether each module's memory is shown.
         explain: whether what the figures assume is listed rather than counted.
     """
-    tables = [_by_kind(found, explain), _largest(found.estimate)]
+    tensors = found.estimate.largest()
+    largest: Columns = {
+        "bytes": [format_bytes(tensor.bytes) for tensor in tensors],
+        "shape": [],
+        "kind": [tensor.kind for tensor in tensors],
+        "module": [tensor.module or "-" for tensor in tensors],
+        "operator": [_operator(tensor.operator) for tensor in tensors],
+    }
+    for tensor in tensors:  # `fp32[8, 128]` for `float32[8, 128]`
+        dtype, bracket, sizes = tensor.shape.partition("[")
+        largest["shape"].append(f"{_SHORT.get(dtype, dtype)}{bracket}{sizes}" or "-")
+    tables = [_by_kind(found, explain), Table(f"The {len(tensors)} largest tensors at the peak", (), largest)]
     if by_module:
-        tables.append(_by_module(found))
+        tables.append(_by_module(found.estimate))
     if found.strategies:
-        tables.append(_together(found, explain))
+        tables.append(_sharded(found, explain))
     if found.alternatives is not None:
-        tables.append(_alternatives(found, found.alternatives))
+        tried, size = found.alternatives, found.estimate.trace.batch_size
+        columns: Columns = {
+            "change": [one.change or "none" for one in tried],
+            "takes": ["-" if one.peak_bytes is None else format_bytes(one.peak_bytes) for one in tried],
+            "fits": ["-" if one.fits is None else "yes" if one.fits else "no" for one in tried],
+            "largest batch": ["-" if one.max_batch_size is None else str(one.max_batch_size) for one in tried],
+        }
+        notes = [f"takes: with a batch of {size}, or the --batch-size named, the CUDA context included"]
+        effective = [one for one in tried if one.effective_batch_size is not None]
+        notes += [f"{one.change}: an effective batch of {one.effective_batch_size}" for one in effective]
+        notes += [f"{one.change}: {one.error}" for one in tried if one.error is not None]
+        tables.append(Table("Other options on one GPU", (), columns, tuple(notes)))
     return tuple(tables)
 
 
 def _by_kind(found: EstimateFindings, explain: bool) -> Table:
-    one = found.estimate
+    one, asked, trace = found.estimate, found.request, found.estimate.trace
     kinds = {NAMES[kind]: size for kind, size in one.kinds.shown().items()}
+    sizes = (*kinds.values(), one.peak_bytes)
     columns: Columns = {
         "kind": [*kinds, "all"],
-        "bytes": [format_bytes(size) for size in (*kinds.values(), one.peak_bytes)],
-        "share": [_share(size, one.peak_bytes) for size in (*kinds.values(), one.peak_bytes)],
+        "bytes": [format_bytes(size) for size in sizes],
+        "share": [f"{size / one.peak_bytes:.1%}" if one.peak_bytes else "-" for size in sizes],
     }
-    trace = one.trace
-    size = f"batch size {trace.batch_size}" + ("" if trace.seq_len is None else f", sequence length {trace.seq_len}")
-    asked = found.request
+    at = f"batch size {trace.batch_size}" + ("" if trace.seq_len is None else f", sequence length {trace.seq_len}")
     step = asked.options.words() + ([f"{asked.accumulation} micro-batches"] if asked.accumulation > 1 else [])
-    title = f"{asked.model} at {size} on {asked.card.name}, simulated"
-    return Table(title, (", ".join(step), _verdict(one)), columns, tuple(_notes(found, explain)))
-
-
-def _verdict(one: Estimate) -> str:
     taken, there = format_bytes(one.peak_bytes), format_bytes(one.capacity_bytes)
     if one.fits:
-        return f"fits: takes {taken} of {there}, {format_bytes(one.capacity_bytes - one.peak_bytes)} free"
-    short = one.required_bytes - one.capacity_bytes
-    by = f": {format_bytes(short)} short" if short > 0 else ""
-    return f"does not fit{by}; it would take {taken} of {there}"
-
-
-def _notes(found: EstimateFindings, explain: bool) -> Iterator[str]:
-    one = found.estimate
-    if not one.fits:
-        yield "it does not fit, so all figures are for a GPU with unlimited memory"
+        verdict = f"fits: takes {taken} of {there}, {format_bytes(one.capacity_bytes - one.peak_bytes)} free"
+    else:
+        short = one.required_bytes - one.capacity_bytes
+        by = f": {format_bytes(short)} short" if short > 0 else ""
+        verdict = f"does not fit{by}; it would take {taken} of {there}"
+    notes = [] if one.fits else ["it does not fit, so all figures are for a GPU with unlimited memory"]
     if one.peak is not None and one.last_segment is not None:
-        yield f"peak: {_moment(one.peak)}; {format_bytes(one.allocated_bytes)} allocated"
+        where, operator = one.peak.tensor.module or "no module", _operator(one.peak.tensor.operator)
+        peak = f"{_stage(one.peak)}, {where}, where {operator} allocates {format_bytes(one.peak.tensor.bytes)}"
+        notes.append(f"peak: {peak}; {format_bytes(one.allocated_bytes)} allocated")
         since = _stage(one.last_segment)
-        yield f"the most is reserved from {since} on; fragmentation: reserved, but in no tensor at the peak"
+        notes.append(f"the most is reserved from {since} on; fragmentation: reserved, but in no tensor at the peak")
     saved = ", where the allocator has to free its cache" if one.required_bytes < one.peak_bytes else ""
-    yield f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}"
+    notes.append(f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}")
     if one.num_alloc_retries:
-        yield f"allocation retries: {one.num_alloc_retries}; each frees the allocator's cache, which takes time"
+        notes.append(f"allocation retries: {one.num_alloc_retries}; each frees the allocator's cache, which takes time")
     context = () if one.kinds.context else ("the CUDA context, as no GPU was named",)
-    yield from assumptions((*context, *found.unmodelled), explain)
-
-
-def _moment(peak: Peak) -> str:
-    where = peak.tensor.module or "no module"
-    asked = format_bytes(peak.tensor.bytes)
-    return f"{_stage(peak)}, {where}, where {_operator(peak.tensor.operator)} allocates {asked}"
+    notes += assumptions((*context, *found.unmodelled), explain)
+    title = f"{asked.model} at {at} on {asked.card.name}, simulated"
+    return Table(title, (", ".join(step), verdict), columns, tuple(notes))
 
 
 def _stage(peak: Peak) -> str:
@@ -193,68 +193,44 @@ def _stage(peak: Peak) -> str:
     return f"step {moment.step}{micro_batch}, {moment.stage}" if moment.step >= 0 else "moving the model"
 
 
-def _largest(one: Estimate) -> Table:
-    tensors = one.largest()
-    columns: Columns = {
-        "bytes": [format_bytes(tensor.bytes) for tensor in tensors],
-        "shape": [_shape(tensor.shape) for tensor in tensors],
-        "kind": [tensor.kind for tensor in tensors],
-        "module": [tensor.module or "-" for tensor in tensors],
-        "operator": [_operator(tensor.operator) for tensor in tensors],
-    }
-    return Table(f"The {len(tensors)} largest tensors at the peak", (), columns)
-
-
-def _shape(shape: str) -> str:
-    """`fp32[8, 128]` for `float32[8, 128]`."""
-    dtype, bracket, sizes = shape.partition("[")
-    return f"{_SHORT.get(dtype, dtype)}{bracket}{sizes}" or "-"
-
-
 def _operator(name: str) -> str:
     """`addmm` for `aten.addmm.default`, for people."""
     parts = name.split(".")
     return parts[1] if len(parts) == 3 and parts[0] == "aten" else name
 
 
-def _by_module(found: EstimateFindings) -> Table:
-    root = fold_lists(found.modules)
-    outside = ModuleBytes("in no module", own=root.own)
-    least = _LEAST_SHARE * root.total
-    rows = [("all", root), *(row for child in root.children for row in _tree(child, 0))]
-    rows += [(outside.name, outside)] if outside.own else []
-    shown = [row for row in rows if row[1].total >= least]
-    left_out = len(rows) - len(shown)
-    rows = shown
-    kinds = [module.by_kind() for _, module in rows]
+def _by_module(one: Estimate) -> Table:
+    root = fold_lists(module_tree(one.trace, one.alive))
+
+    def lines(module: ModuleBytes, depth: int) -> Iterator[tuple[str, ModuleBytes]]:
+        """A module and those in it; one with nothing but one other in it shares its line."""
+        chain = [module]
+        while not chain[-1].own and len(chain[-1].children) == 1:
+            chain.append(chain[-1].children[0])
+        names = (f"* ({each.count})" if each.name == "*" else each.name for each in chain)
+        yield "  " * depth + ".".join(names), chain[-1]
+        for child in chain[-1].children:
+            yield from lines(child, depth + 1)
+
+    rows = [("all", root), *(line for child in root.children for line in lines(child, 0))]
+    if root.own:
+        rows.append(("in no module", ModuleBytes("in no module", own=root.own)))
+    shown = [row for row in rows if row[1].total >= _LEAST_SHARE * root.total]
+    kinds = [module.by_kind() for _, module in shown]
     columns: Columns = {
-        "module": [name for name, _ in rows],
+        "module": [name for name, _ in shown],
         "model states": [format_bytes(sum(held.get(kind, 0) for kind in _STATES)) for held in kinds],
         "activations": [format_bytes(held.get("activations", 0)) for held in kinds],
         "temporary": [format_bytes(held.get("temporary", 0)) for held in kinds],
-        "all": [format_bytes(module.total) for _, module in rows],
+        "all": [format_bytes(module.total) for _, module in shown],
     }
     notes = ["model states: parameters, gradients and optimizer state"]
-    notes += [f"modules with less than 0.1 % are not shown: {left_out}"] if left_out else []
+    if len(shown) < len(rows):
+        notes.append(f"modules with less than 0.1 % are not shown: {len(rows) - len(shown)}")
     return Table("By module, at the peak", (), columns, tuple(notes))
 
 
-def _tree(module: ModuleBytes, depth: int) -> Iterator[tuple[str, ModuleBytes]]:
-    """A module and those in it; one with nothing but one other in it shares its line."""
-    names = [_numbered(module)]
-    while not module.own and len(module.children) == 1:
-        module = module.children[0]
-        names.append(_numbered(module))
-    yield "  " * depth + ".".join(names), module
-    for child in module.children:
-        yield from _tree(child, depth + 1)
-
-
-def _numbered(module: ModuleBytes) -> str:
-    return f"* ({module.count})" if module.name == "*" else module.name
-
-
-def _together(found: EstimateFindings, explain: bool) -> Table:
+def _sharded(found: EstimateFindings, explain: bool) -> Table:
     each = found.strategies
     kinds = [one.kinds for one in each.values()]
     columns: Columns = {
@@ -271,25 +247,3 @@ def _together(found: EstimateFindings, explain: bool) -> Table:
         "communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them",
     )
     return Table(title, (), columns, (*notes, *assumptions(_SHARDING_ASSUMPTIONS, explain)))
-
-
-def _alternatives(found: EstimateFindings, tried: tuple[Alternative, ...]) -> Table:
-    columns: Columns = {
-        "change": [one.change or "none" for one in tried],
-        "takes": ["-" if one.peak_bytes is None else format_bytes(one.peak_bytes) for one in tried],
-        "fits": ["-" if one.fits is None else "yes" if one.fits else "no" for one in tried],
-        "largest batch": ["-" if one.max_batch_size is None else str(one.max_batch_size) for one in tried],
-    }
-    size = found.estimate.trace.batch_size
-    notes = [f"takes: with a batch of {size}, or the --batch-size named, the CUDA context included"]
-    notes += [
-        f"{one.change}: an effective batch of {one.effective_batch_size}"
-        for one in tried
-        if one.effective_batch_size is not None
-    ]
-    notes += [f"{one.change}: {one.error}" for one in tried if one.error is not None]
-    return Table("Other options on one GPU", (), columns, tuple(notes))
-
-
-def _share(size: int, whole: int) -> str:
-    return f"{size / whole:.1%}" if whole else "-"

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from batchfinder.errors import InvalidValue, MissingExtra
 from batchfinder.estimate.breakdown import OverTime
-from batchfinder.estimate.estimate import NAMES, Estimate
+from batchfinder.estimate.estimate import NAMES
 from batchfinder.report.estimate import EstimateFindings
 from batchfinder.report.sweep import SweepRow
-from batchfinder.simulator.trace import StageMark
 from batchfinder.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#000000")
@@ -62,14 +59,7 @@ def check_picture(option: str, path: str) -> None:
 
 @contextmanager
 def drawn(option: str, path: str, columns: int = 1, width: float = 9.0, height: float = 5.0) -> Iterator[list[Axes]]:
-    """Axes side by side to draw on; they are written to a file at the end.
-
-    Args:
-        option: what the path was given for.
-        path: ends in .png or .svg.
-        columns: how many.
-        width: of all, in inches.
-        height: in inches.
+    """Axes side by side to draw on, in all so many inches wide and high; they are written to a file at the end.
 
     Raises:
         InvalidValue: it cannot be written.
@@ -80,16 +70,12 @@ def drawn(option: str, path: str, columns: int = 1, width: float = 9.0, height: 
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield list(figure.subplots(1, columns, squeeze=False)[0])
-        _save(figure, option, path)
-
-
-def _save(figure: Figure, option: str, path: str) -> None:
-    # No date in an SVG: the same figures make the same file.
-    metadata = {"Date": None} if path.lower().endswith(".svg") else None
-    try:
-        figure.savefig(path, dpi=150, metadata=metadata)
-    except OSError as error:
-        raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
+        # No date in an SVG: the same figures make the same file.
+        metadata = {"Date": None} if path.lower().endswith(".svg") else None
+        try:
+            figure.savefig(path, dpi=150, metadata=metadata)
+        except OSError as error:
+            raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
 
 
 COLOUR_OF = dict(zip(NAMES, (*COLOURS, GREY, "#bfbfbf"), strict=True))
@@ -132,21 +118,13 @@ def draw_estimate(found: EstimateFindings, path: str) -> None:
         axes.grid(axis="y", visible=False)
         axes.set_xlim(0, 1.14 * longest / GIB)
         axes.set_xlabel("GiB on each GPU at the peak")
-        axes.set_title(_title(found), loc="left", pad=18)
-        shown = [kind for kind in NAMES if any(kind in _held(bar) for bar in bars.values())]
+        trace, asked = found.estimate.trace, found.request
+        length = "" if trace.seq_len is None else f", sequence length {trace.seq_len}"
+        title = f"{asked.model} at batch size {trace.batch_size}{length}, {asked.options.precision}, simulated"
+        axes.set_title(title, loc="left", pad=18)
+        shown = [kind for kind in NAMES if any(bar.kinds.shown().get(kind) for bar in bars.values())]
         handles = [axes.barh(0, 0, color=COLOUR_OF[kind], label=NAMES[kind]) for kind in shown]
         axes.figure.legend(handles=handles, loc="outside lower center", ncols=5)
-
-
-def _held(bar: Estimate) -> set[str]:
-    return {kind for kind, size in bar.kinds.shown().items() if size}
-
-
-def _title(found: EstimateFindings) -> str:
-    trace = found.estimate.trace
-    length = "" if trace.seq_len is None else f", sequence length {trace.seq_len}"
-    model, precision = found.request.model, found.request.options.precision
-    return f"{model} at batch size {trace.batch_size}{length}, {precision}, simulated"
 
 
 _LETTER = 0.0095
@@ -157,10 +135,7 @@ def draw_profile(memory: OverTime, usable_bytes: int, title: str, path: str) -> 
     """Draw what tensors hold after each event, with stages marked and the peak labelled.
 
     Args:
-        memory: by kind.
         usable_bytes: what the card has for them; drawn where it is near.
-        title: stands above the picture.
-        path: ends in .png or .svg.
     """
     with drawn("--plot", path, width=11.0, height=5.5) as (axes,):
         count = max(map(len, memory.by_kind.values()), default=0)
@@ -189,50 +164,24 @@ def draw_profile(memory: OverTime, usable_bytes: int, title: str, path: str) -> 
         )
         axes.set_xlim(0, count)
         axes.set_ylim(0, 1.12 * max(top, limit if limit < 1.6 * top else 0))
-        _mark_stages(axes, memory.marks, count)
+        # Above the axes: the stages that have room for their name, and over them the steps.
+        above: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "fontsize": 9}
+        ends = [*(mark.position for mark in memory.marks[1:]), count]
+        for mark, end in zip(memory.marks, ends, strict=True):
+            axes.axvline(mark.position, color="white", linewidth=0.6)
+            if end - mark.position >= _LETTER * len(mark.stage) * count:
+                axes.annotate(mark.stage, ((mark.position + end) / 2, 1.0), (0, 4), ha="center", **above)
+        starts = {mark.step: mark.position for mark in reversed(memory.marks) if mark.step >= 0}
+        for (step, start), (_, end) in pairwise([*sorted(starts.items()), (-1, count)]):
+            axes.annotate(f"step {step}", ((start + end) / 2, 1.0), (0, 18), ha="center", weight="bold", **above)
+        axes.set_xticks([])
+        axes.set_xlabel("allocations and releases, in order")
         axes.set_ylabel("GiB in tensors")
         axes.set_title(title, loc="left", pad=34)
-        axes.legend(*_reversed(axes), loc="center left", bbox_to_anchor=(1.0, 0.5))
+        # In the order in which the areas lie on each other.
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
-
-def _mark_stages(axes: Axes, marks: tuple[StageMark, ...], count: int) -> None:
-    ends = [*(mark.position for mark in marks[1:]), count]
-    for mark, end in zip(marks, ends, strict=True):
-        axes.axvline(mark.position, color="white", linewidth=0.6)
-        if end - mark.position >= _LETTER * len(mark.stage) * count:
-            axes.annotate(
-                mark.stage,
-                ((mark.position + end) / 2, 1.0),
-                (0, 4),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-            )
-    starts = {mark.step: mark.position for mark in reversed(marks) if mark.step >= 0}
-    for (step, start), (_, end) in pairwise([*sorted(starts.items()), (-1, count)]):
-        axes.annotate(
-            f"step {step}",
-            ((start + end) / 2, 1.0),
-            (0, 18),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            weight="bold",
-        )
-    axes.set_xticks([])
-    axes.set_xlabel("allocations and releases, in order")
-
-
-def _reversed(axes: Axes) -> tuple[list[Artist], list[str]]:
-    """The legend's entries in the order in which the areas lie on each other."""
-    handles, labels = axes.get_legend_handles_labels()
-    return handles[::-1], labels[::-1]
-
-
-Series = tuple[str, str]
-"""A model's name and a GPU's."""
 
 _NAME_WIDTH = 0.025
 """Of the picture's width: what a sequence length takes beside a curve."""
@@ -240,33 +189,51 @@ _NAME_WIDTH = 0.025
 
 def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
     """Draw the largest batch over the length, and memory over the batch size; a series is one model on one GPU."""
-    series: dict[Series, list[SweepRow]] = {}
+    series: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:
         series.setdefault((row.cell.model, row.cell.card.name), []).append(row)
-    looks = dict(zip(series, zip(cycle(COLOURS[:6]), cycle(MARKERS)), strict=False))
     several = len({gpu for _, gpu in series}) > 1
     with drawn("--plot", path, columns=2, width=12.0, height=5.2) as (sizes, memory):
-        for name, (colour, marker) in looks.items():
-            label = f"{name[0]}, {name[1]}" if several else name[0]
-            _sizes(sizes, series[name], colour, marker, label)
-            _memory(memory, series[name], colour, marker)
-        _limits(memory, rows)
+        for ((model, gpu), found), colour, marker in zip(series.items(), cycle(COLOURS[:6]), cycle(MARKERS)):
+            _draw_sizes(sizes, found, colour, marker, f"{model}, {gpu}" if several else model)
+            for row in found:
+                if points := _points(row):
+                    tried, peaks = zip(*points, strict=True)
+                    memory.plot(tried, [peak / GIB for peak in peaks], color=colour, linewidth=1.2)
+                if row.at_max is not None and row.at_max.peak_reserved_bytes is not None:
+                    peak = row.at_max.peak_reserved_bytes / GIB
+                    memory.plot([row.result.max_batch_size], [peak], color=colour, marker=marker, linestyle="none")
+        limits = {row.cell.card.name: row.cell.card.device.usable_bytes - row.cell.headroom_bytes for row in rows}
+        for gpu, limit in limits.items():
+            memory.axhline(limit / GIB, color=GREY, linestyle="--", linewidth=1)
+            words, place = f"{gpu}: {format_bytes(limit)}", ("axes fraction", "data")
+            memory.annotate(words, (0.01, limit / GIB), (0, 3), xycoords=place, textcoords="offset points", fontsize=9)
         _name_lengths(memory, rows)
-        lengths = sorted({row.cell.seq_len for row in rows if row.cell.seq_len is not None})
-        _frame_sizes(sizes, lengths)
+        sizes.set_yscale("log", base=2)
+        sizes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
+        if lengths := sorted({row.cell.seq_len for row in rows if row.cell.seq_len is not None}):
+            sizes.set_xscale("log", base=2)
+            sizes.set_xticks(lengths, [str(length) for length in lengths])
+            sizes.minorticks_off()
+            sizes.set_xlabel("sequence length")
+        else:
+            sizes.set_xticks([])
+        sizes.set_ylabel("largest batch")
+        sizes.set_title("largest batch over sequence length" if lengths else "largest batch", loc="left")
         memory.set_xscale("log", base=2)
         memory.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
         memory.set_ylim(0, 1.13 * memory.get_ylim()[1])
         memory.set_xlabel("batch size")
         memory.set_ylabel("peak reserved, GiB")
-        several_lengths = len({row.cell.seq_len for row in rows}) > 1
-        memory.set_title("memory over batch size" + (", by sequence length" if several_lengths else ""), loc="left")
+        by_length = ", by sequence length" if len({row.cell.seq_len for row in rows}) > 1 else ""
+        memory.set_title(f"memory over batch size{by_length}", loc="left")
         if memory.figure is not None:
             memory.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         sizes.legend(loc="best")
 
 
-def _sizes(axes: Axes, rows: list[SweepRow], colour: str, marker: str, label: str) -> None:
+def _draw_sizes(axes: Axes, rows: list[SweepRow], colour: str, marker: str, label: str) -> None:
+    """One series' largest batches, and the published ones beside them."""
     fits = [row for row in rows if row.result.max_batch_size]
     places = [row.cell.seq_len or 1 for row in fits]
     axes.plot(places, [row.result.max_batch_size for row in fits], color=colour, marker=marker, label=label)
@@ -281,16 +248,6 @@ def _sizes(axes: Axes, rows: list[SweepRow], colour: str, marker: str, label: st
             markerfacecolor="white",
             label=f"{label}, published",
         )
-
-
-def _memory(axes: Axes, rows: list[SweepRow], colour: str, marker: str) -> None:
-    for row in rows:
-        if points := _points(row):
-            sizes, peaks = zip(*points, strict=True)
-            axes.plot(sizes, [peak / GIB for peak in peaks], color=colour, linewidth=1.2)
-        if row.at_max is not None and row.at_max.peak_reserved_bytes is not None:
-            peak = row.at_max.peak_reserved_bytes / GIB
-            axes.plot([row.result.max_batch_size], [peak], color=colour, marker=marker, linestyle="none")
 
 
 def _points(row: SweepRow) -> list[tuple[int, int]]:
@@ -318,32 +275,3 @@ def _name_lengths(axes: Axes, rows: Sequence[SweepRow]) -> None:
         where = (size, peak / GIB)
         words: dict[str, Any] = {"fontsize": 8, "rotation": 90, "ha": "center", "va": "bottom"}
         axes.annotate(str(seq_len), where, (0, 3), textcoords="offset points", **words)
-
-
-def _limits(axes: Axes, rows: Sequence[SweepRow]) -> None:
-    """What each GPU has, once."""
-    limits = {row.cell.card.name: row.cell.card.device.usable_bytes - row.cell.headroom_bytes for row in rows}
-    for gpu, limit in limits.items():
-        axes.axhline(limit / GIB, color=GREY, linestyle="--", linewidth=1)
-        axes.annotate(
-            f"{gpu}: {format_bytes(limit)}",
-            (0.01, limit / GIB),
-            (0, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            fontsize=9,
-        )
-
-
-def _frame_sizes(axes: Axes, lengths: list[int]) -> None:
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
-    if lengths:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.minorticks_off()
-        axes.set_xlabel("sequence length")
-    else:
-        axes.set_xticks([])
-    axes.set_ylabel("largest batch")
-    axes.set_title("largest batch over sequence length" if lengths else "largest batch", loc="left")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,50 +21,36 @@ from rich.progress import (
 )
 
 from batchfinder.report.sweep import SweepRow, sweep_table
+from batchfinder.report.terminal import printable, tell
 
 # The lines of a live table that are not rows: title, details, heading, rule, bar and the empty ones between them.
 _OTHER_LINES = 11
 
 
-class StatusLine:
-    """What is being done: beside a spinner on a terminal, a line for each new thing elsewhere.
-
-    Args:
-        columns: rich's, in place of a spinner, the status and the time.
-    """
+class StatusLine(ExitStack):
+    """What is being done: on a terminal beside a spinner, or rich's `columns`; elsewhere a line for each new thing."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
+        super().__init__()
         self._console = Console(stderr=True, highlight=False)
         columns = columns or (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("", total=None)
         self._live: Live | None = None
-        if _is_terminal():
-            self._live = Live(self._bar, console=self._console, transient=True, redirect_stdout=False)
-
-    def __enter__(self) -> StatusLine:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        # A terminal on which a line can be redrawn.
+        if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+            live = Live(self._bar, console=self._console, transient=True, redirect_stdout=False)
+            self._live = self.enter_context(live)
 
     def update(self, status: str, terminal_only: bool = False) -> None:
         """Say what is being done now; on a terminal only, where it is too short for a line in a log."""
         self._bar.update(self._task, description=status)
         if self._live is None and not terminal_only:
-            print(status, file=sys.stderr, flush=True)
+            tell(printable(status))
 
 
 class SweepProgress(StatusLine):
-    """Shows rows as they are found.
-
-    Args:
-        conditions: what the figures hold under, for the live table.
+    """Shows rows as they are found, and what they hold under above the live table.
 
     Attributes:
         cells: (model, GPU, length) of every row to be found, in the order asked for, as far as it is known.
@@ -79,7 +65,8 @@ class SweepProgress(StatusLine):
     @property
     def rows(self) -> list[SweepRow]:
         """What was found, in the order asked for."""
-        return self._in_order(self._found)
+        order = {cell: number for number, cell in enumerate(self.cells)}
+        return sorted(self._found, key=lambda row: order[row.cell.model, row.cell.card.name, row.cell.seq_len])
 
     def expect(self, cells: Sequence[tuple[str, str, int | None]]) -> None:
         """Set `cells`."""
@@ -88,7 +75,10 @@ class SweepProgress(StatusLine):
 
     def failed(self, error: BaseException) -> None:
         """Show an error that does not end the sweep; it stays above a live table."""
-        self._console.print(f"batchfinder: {error}", markup=False, soft_wrap=True)
+        if self._live is None:
+            tell(f"batchfinder: {error}")
+        else:
+            self._console.print(f"batchfinder: {error}", markup=False, soft_wrap=True)
 
     def found(self, row: SweepRow) -> None:
         """Show a finished row."""
@@ -97,20 +87,10 @@ class SweepProgress(StatusLine):
         if self._live is None:
             tried = f"{len(row.trials)} trial{'' if len(row.trials) == 1 else 's'}"
             how = f"{row.result.source}, {'from the cache' if row.cached else tried}, {row.seconds:.1f} s"
-            print(
-                f"[{len(self._found)}/{len(self.cells)}] {row.cell}: {row.result.max_batch_size} ({how})",
-                file=sys.stderr,
-                flush=True,
-            )
+            cell = printable(str(row.cell))
+            tell(f"[{len(self._found)}/{len(self.cells)}] {cell}: {row.result.max_batch_size} ({how})")
             return
-        shown = self._in_order(self._found[-max(self._console.height - _OTHER_LINES, 1) :])
+        last = {id(row) for row in self._found[-max(self._console.height - _OTHER_LINES, 1) :]}
+        shown = [row for row in self.rows if id(row) in last]
         table = replace(sweep_table(shown, self._conditions), notes=())
         self._live.update(Group(table, "", self._bar), refresh=True)
-
-    def _in_order(self, rows: list[SweepRow]) -> list[SweepRow]:
-        return sorted(rows, key=lambda row: self.cells.index((row.cell.model, row.cell.card.name, row.cell.seq_len)))
-
-
-def _is_terminal() -> bool:
-    """Whether stderr is a terminal on which a line can be redrawn."""
-    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")

@@ -23,13 +23,9 @@ class Cell:
     """What is asked of one cell of a sweep.
 
     Attributes:
-        model: as it was asked for.
-        seq_len: tokens per sample; None for data of one fixed shape.
         card: with what of it may be used, the headroom included.
         options: of the step; its optimizer is `its own` where the workload brings one.
         headroom_bytes: what has to stay free of the card.
-        target_batch_size: the effective batch size that was asked for; None without one.
-        published: the published figure, where there is one.
     """
 
     model: str
@@ -54,11 +50,9 @@ class SweepRow:
     """The largest batch of one cell: what was asked, what the search found, and how this run came by it.
 
     Attributes:
-        cell: what was asked.
         result: as it is cached: with its original source and all trials.
         trials: of this run; none where the result came from the cache.
         seconds: spent on this row, with the recordings that it was the first to need.
-        cached: whether the result came from the cache.
         unscaled: how many of the sizes tried were recorded themselves, not scaled; 0 from the cache.
         curve: (batch size, peak reserved bytes) for the picture, where one was asked for; not part of the JSON.
     """
@@ -94,22 +88,6 @@ class SweepRow:
         result = self.result
         failed = [trial for trial in result.trials if not trial.fits and trial.batch_size > result.max_batch_size]
         return min(failed, key=lambda trial: trial.batch_size).measurement.verdict if failed else None
-
-    @property
-    def peak_text(self) -> str:
-        """The peak for the table, or what one sample needs."""
-        if self.at_max is not None and self.at_max.peak_reserved_bytes is not None:
-            return format_bytes(self.at_max.peak_reserved_bytes)
-        return "-" if self.needed_bytes is None else f"1 needs {format_bytes(self.needed_bytes)}"
-
-    @property
-    def plan_text(self) -> str:
-        """The plan for the table, as the product that it is."""
-        plan = self.plan
-        if plan is None:
-            return "-"
-        factors = [plan.micro_batch_size, plan.accumulation, *([plan.num_devices] if plan.num_devices > 1 else [])]
-        return f"{' x '.join(map(str, factors))} = {plan.effective_batch_size}"
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON values.
@@ -155,10 +133,9 @@ _KINDS = {"train": "training", "forward": "forward", "inference": "inference"}
 
 
 def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explain: bool = False) -> Table:
-    """The rows as a table. What is the same in all of them stands above it.
+    """The rows, of which there must be one, as a table. What is the same in all of them stands above it.
 
     Args:
-        rows: in the order in which they are to be shown; at least one.
         conditions: what else the figures hold under, in words.
         explain: whether what the figures assume is listed rather than counted.
     """
@@ -184,9 +161,21 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     columns["max batch"] = [str(row.result.max_batch_size) for row in rows]
     if any(cell.published is not None for cell in cells):
         columns["published"] = ["" if cell.published is None else str(cell.published) for cell in cells]
-    columns["peak reserved"] = [row.peak_text for row in rows]
+    columns["peak reserved"] = []
+    for row in rows:
+        if row.at_max is not None and row.at_max.peak_reserved_bytes is not None:
+            columns["peak reserved"].append(format_bytes(row.at_max.peak_reserved_bytes))
+        else:
+            needed = row.needed_bytes
+            columns["peak reserved"].append("-" if needed is None else f"1 needs {format_bytes(needed)}")
     if any(cell.target_batch_size is not None for cell in cells):
-        columns["micro-batch x accumulation"] = [row.plan_text for row in rows]
+        columns["micro-batch x accumulation"] = plans = []
+        for row in rows:
+            words = "-"
+            if (plan := row.plan) is not None:
+                devices = f" x {plan.num_devices}" if plan.num_devices > 1 else ""
+                words = f"{plan.micro_batch_size} x {plan.accumulation}{devices} = {plan.effective_batch_size}"
+            plans.append(words)
     columns["source"] = [row.result.source for row in rows]
     return Table(title, (step, each), columns, _notes(rows, explain))
 

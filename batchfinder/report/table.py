@@ -28,18 +28,11 @@ _PIPE_WIDTH = 10_000
 
 @dataclass(frozen=True)
 class Table:
-    """A table, its title and its notes.
-
-    Attributes:
-        title: stands above it.
-        details: stand below the title.
-        columns: text by heading; all of one length.
-        notes: stand below the table.
-    """
+    """A table, its title, the details below that, and the notes below the table."""
 
     title: str
     details: tuple[str, ...]
-    columns: Columns
+    columns: Columns  # text by heading; all of one length
     notes: tuple[str, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -51,8 +44,10 @@ class Table:
         widths = [max(map(cell_len, (heading, *cells))) for heading, cells in self.columns.items()]
         fits = sum(widths) + _GAP * (len(widths) - 1) <= options.max_width
         for heading, cells in self.columns.items():
+            # In as many lines as make it no wider than its column, or than its longest word.
+            narrow = max(map(cell_len, (*heading.split(), *cells)))
             table.add_column(
-                heading if fits else _narrower(heading, cells),
+                heading if fits else textwrap.fill(heading, narrow, break_on_hyphens=False),
                 justify="left" if heading in _LEFT else "right",
                 vertical="bottom",
                 no_wrap=heading not in _FOLDED,
@@ -80,7 +75,15 @@ class Table:
 
     def to_markdown(self) -> str:
         """The same for GitHub, ending with a line break."""
-        blocks = [f"**{self.title}**", *self.details, _markdown_table(self.columns)]
+
+        def cell_text(cell: str) -> str:
+            text = cell.lstrip(" ")  # Markdown would drop blanks in front
+            return "&nbsp;" * (len(cell) - len(text)) + text.replace("|", r"\|").replace("*", r"\*")
+
+        rows = [list(self.columns), ["---" if heading in _LEFT else "---:" for heading in self.columns]]
+        rows += [[cell_text(cell) for cell in row] for row in zip(*self.columns.values(), strict=True)]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        blocks = [f"**{self.title}**", *self.details, table]
         blocks += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n\n".join(blocks) + "\n"
 
@@ -93,20 +96,3 @@ def assumptions(unmodelled: Iterable[str], explain: bool) -> tuple[str, ...]:
     return (
         "1 assumption; --explain says which" if len(texts) == 1 else f"{len(texts)} assumptions; --explain lists them",
     )
-
-
-def _narrower(heading: str, cells: list[str]) -> str:
-    """The heading in as many lines as make it no wider than its column, or than its longest word."""
-    return textwrap.fill(heading, max(map(cell_len, (*heading.split(), *cells))), break_on_hyphens=False)
-
-
-def _markdown_table(columns: Columns) -> str:
-    rows = [list(columns), ["---" if heading in _LEFT else "---:" for heading in columns]]
-    rows += [[_markdown_cell(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _markdown_cell(cell: str) -> str:
-    """A cell's text; blanks in front are kept, which Markdown would drop."""
-    text = cell.lstrip(" ")
-    return "&nbsp;" * (len(cell) - len(text)) + text.replace("|", r"\|").replace("*", r"\*")

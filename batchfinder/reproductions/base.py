@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batchfinder.errors import CardNeeded, InvalidValue
@@ -85,17 +85,7 @@ class Reproducer(Protocol):
 
 
 def row(cell: str, published: float | None, ours: float | None, **more: Any) -> dict[str, Any]:
-    """One cell as JSON values.
-
-    Args:
-        cell: its name.
-        published: the figure as it was published.
-        ours: the same quantity, found here.
-        more: further members.
-
-    Returns:
-        With `ratio`, ours by published; None where one of them is missing or the published figure is 0.
-    """
+    """One cell as JSON values, with `ratio`: ours by published, None where one is missing or the published one is 0."""
     ratio = round(ours / published, 4) if published and ours is not None else None
     return {"cell": cell, "published": published, "ours": ours, "ratio": ratio, **more}
 
@@ -108,10 +98,6 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
 
     Args:
         needed_bytes: what PyTorch's allocator must be able to take of it, by table.
-        device: which, as `torch.device` takes it.
-
-    Returns:
-        The device.
 
     Raises:
         CardNeeded: there is none, or too little of it is free.
@@ -130,15 +116,7 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step on a device that is here, under a limit.
-
-    Attributes:
-        device: as `torch.device` takes it.
-        spec: how to build the workload.
-        how: how the step is taken.
-        limit_bytes: what the allocator may reserve.
-        seq_len: tokens per sample.
-    """
+    """A step on a device that is here, whose allocator may reserve `limit_bytes`."""
 
     device: str
     spec: WorkloadSpec
@@ -147,23 +125,15 @@ class MeasuredStep:
     seq_len: int
 
     def largest(self, predicted: int) -> int:
-        """The largest batch that trains: it ran, and the next one up did not.
-
-        Args:
-            predicted: where to look first.
-        """
-        with self._probe() as probe:
+        """The largest batch that trains: it ran, and the next one up did not. It looks at `predicted` first."""
+        with ChildProcessProbe(self.spec, self.how, self.device, self.limit_bytes) as probe:
             search = Secant(self.limit_bytes, tolerance=0.0, predicted=max(predicted, 1))
             return find_max_batch_size(probe, Shape(self.seq_len), search=search).max_batch_size
 
     def last_rung(self, rungs: Sequence[int]) -> int:
-        """The last of a ladder's batch sizes before the first that does not run; 0 if that is the first.
-
-        Args:
-            rungs: the sizes, smallest first.
-        """
+        """The last of a ladder's batch sizes before the first that does not run; 0 if that is the first."""
         largest = 0
-        with self._probe() as probe:
+        with ChildProcessProbe(self.spec, self.how, self.device, self.limit_bytes) as probe:
             for batch_size in rungs:
                 if not probe(batch_size, Shape(self.seq_len)).fits:
                     break
@@ -171,13 +141,6 @@ class MeasuredStep:
         return largest
 
     def peak_bytes(self, batch_size: int) -> int | None:
-        """The most that was allocated at one time; None where the size does not run.
-
-        Args:
-            batch_size: samples in a micro-batch.
-        """
-        with self._probe() as probe:
+        """The most that was allocated at one time; None where the size does not run."""
+        with ChildProcessProbe(self.spec, self.how, self.device, self.limit_bytes) as probe:
             return probe(batch_size, Shape(self.seq_len)).peak_allocated_bytes
-
-    def _probe(self) -> ChildProcessProbe:
-        return ChildProcessProbe(self.spec, asdict(self.how), self.device, self.limit_bytes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from batchfinder.devices import find_gpu
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
-from batchfinder.reproductions.published import RUNGS, Figure, Ladder, published_bert_2019
+from batchfinder.reproductions.published import RUNGS, Figure, published_bert_2019
 from batchfinder.results import Shape
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
@@ -24,9 +24,8 @@ from batchfinder.units import MIB, format_bytes
 class Torch12Probe(SimulatedProbe):
     """A probe without the cuBLAS workspaces, which torch 1.2 did not take from its own allocator."""
 
-    def trace(self, batch_size: int, shape: Shape) -> Trace:
-        """The step's trace at one size."""
-        return without_workspaces(super().trace(batch_size, shape))
+    def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
+        return without_workspaces(super().trace(batch_size, shape, exact))
 
 
 def without_workspaces(trace: Trace) -> Trace:
@@ -45,76 +44,57 @@ def last_rung(probe: SimulatedProbe, seq_len: int) -> int:
     return largest
 
 
-class NotebookProcess:
-    """One model on the card and its forwards, whose allocator keeps its cache from one to the next.
+def allocated_mib(traces: TraceSource, memory: DeviceMemory, figures: Sequence[Figure]) -> tuple[int, list[int]]:
+    """Run one model's forwards in one process, whose allocator keeps its cache from one to the next.
+
+    The notebook's batch sizes go up until one does not fit, and then to the next length: a failure leaves its mark on
+    the cache, so it is run here too.
 
     Args:
         traces: of the model's forward, its graph kept.
         memory: the card.
+
+    Returns:
+        MiB allocated once the model is there, and after each forward or where the card was full; rounded down.
     """
+    allocator = CachingAllocator(memory)
 
-    def __init__(self, traces: TraceSource, memory: DeviceMemory) -> None:
-        self._traces = traces
-        self._allocator = CachingAllocator(memory)
+    def traced(batch_size: int, seq_len: int) -> tuple[Trace, int]:
+        """A trace, and where its batch begins: all before is the model's."""
+        trace = without_workspaces(traces.at(batch_size, seq_len))
+        (start,) = (mark.position for mark in trace.structure.marks if mark.stage == "batch")
+        return trace, start
 
-    def model_mib(self, seq_len: int) -> int:
-        """Move the model to the card: MiB allocated then, rounded down.
-
-        Args:
-            seq_len: of any trace; the model is the same in all.
-        """
-        trace = self._trace(2, seq_len)
-        for block in trace.structure.order[: _start(trace)]:
-            self._allocator.allocate(trace.sizes[block])
-        return self._allocator.allocated // MIB
-
-    def allocated_mib(self, figures: Sequence[Figure]) -> list[int]:
-        """MiB allocated after each forward, rounded down as the notebook does.
-
-        Its batch sizes go up until one does not fit, and then to the next length: a failure leaves its mark on the
-        cache, so it is run here too.
-        """
-        found = []
-        for figure, following in zip(figures, [*figures[1:], None], strict=True):
-            found.append(self._forward(figure.batch_size, figure.seq_len))
-            last = following is None or following.seq_len != figure.seq_len
-            if last and figure.batch_size > 1:
-                self._forward(2 * figure.batch_size, figure.seq_len)
-        return found
-
-    def _trace(self, batch_size: int, seq_len: int) -> Trace:
-        return without_workspaces(self._traces.at(batch_size, seq_len))
-
-    def _forward(self, batch_size: int, seq_len: int) -> int:
-        """MiB allocated at the end of a forward, or where the card was full; then all but the model is freed."""
-        trace = self._trace(batch_size, seq_len)
-        end = trace.structure.marks[-1].position
+    def forward(batch_size: int, seq_len: int) -> int:
+        trace, start = traced(batch_size, seq_len)
         live: dict[int, Block | None] = {}
         try:
-            for event in trace.structure.order[_start(trace) : end]:
+            for event in trace.structure.order[start : trace.structure.marks[-1].position]:
                 if event >= 0:
-                    live[event] = self._allocator.allocate(trace.sizes[event])
+                    live[event] = allocator.allocate(trace.sizes[event])
                 else:
-                    self._allocator.free(live.pop(~event))
+                    allocator.free(live.pop(~event))
         except SimulatedOutOfMemory:
             pass
-        allocated = self._allocator.allocated // MIB
-        for block in live.values():
-            self._allocator.free(block)
+        allocated = allocator.allocated // MIB
+        for block in live.values():  # all but the model
+            allocator.free(block)
         return allocated
 
-
-def _start(trace: Trace) -> int:
-    """Where the batch begins: all before is the model's."""
-    (start,) = (mark.position for mark in trace.structure.marks if mark.stage == "batch")
-    return start
+    trace, start = traced(2, figures[0].seq_len)  # the model is the same in all
+    for block in trace.structure.order[:start]:
+        allocator.allocate(trace.sizes[block])
+    model, found = allocator.allocated // MIB, []
+    for figure, following in zip(figures, [*figures[1:], None], strict=True):
+        found.append(forward(figure.batch_size, figure.seq_len))
+        last = following is None or following.seq_len != figure.seq_len
+        if last and figure.batch_size > 1:
+            forward(2 * figure.batch_size, figure.seq_len)
+    return model, found
 
 
 NAME = "bert-2019"
 _CAPABILITY = find_gpu("K80").compute_capability or (3, 7)
-_MODES = {False: "forward", True: "inference"}
-
-Model = tuple[str, str]
 
 
 def _workload(head: str, size: str) -> WorkloadSpec:
@@ -122,14 +102,6 @@ def _workload(head: str, size: str) -> WorkloadSpec:
 
 
 WORKLOAD = _workload("classification", "base")
-
-
-@dataclass(frozen=True)
-class _Traces:
-    """The recordings of one model, by mode."""
-
-    spec: WorkloadSpec
-    by_mode: dict[str, TraceSource]
 
 
 def needed_bytes() -> int:
@@ -142,59 +114,43 @@ def reproduce(context: Context) -> Reproduction:
     notebook = published_bert_2019()
     card = DeviceMemory(notebook.total_bytes, notebook.usable_bytes)
     context.status("recording the BERTs of 2019")
-    traces = {model: _record(context, model) for model in notebook.model_mib}
+    traces: dict[tuple[str, str, str], TraceSource] = {}  # by head, size and mode
+    for model in notebook.model_mib:
+        no_grad = {each.seq_len for each in notebook.ladders if each.no_grad and (each.head, each.size) == model}
+        lengths = {"forward": {figure.seq_len for figure in notebook.figures}, "inference": no_grad}
+        for mode, seq_lens in lengths.items():
+            if seq_lens:
+                how = StepConfig(mode=mode)
+                traces[*model, mode] = context.source(_workload(*model), how, _CAPABILITY, sorted(seq_lens))
+
+    def measured(head: str, size: str, mode: str, seq_len: int) -> MeasuredStep:
+        assert context.device is not None
+        return MeasuredStep(context.device, _workload(head, size), StepConfig(mode=mode), needed_bytes(), seq_len)
+
     rows: list[dict[str, Any]] = []
     models = {}
-    for (head, size), recorded in traces.items():
-        process = NotebookProcess(recorded.by_mode["forward"], card)
+    for head, size in notebook.model_mib:
         figures = [figure for figure in notebook.figures if (figure.head, figure.size) == (head, size)]
-        models[head, size] = process.model_mib(figures[0].seq_len)
-        rows += [
-            _figure_row(context, recorded, figure, mib)
-            for figure, mib in zip(figures, process.allocated_mib(figures), strict=True)
-        ]
-    ladders = [_ladder_row(context, traces[ladder.head, ladder.size], ladder, card) for ladder in notebook.ladders]
-    notes = _notes(models)
-    return Reproduction(NAME, (*rows, *ladders), _tables(rows, ladders), notes)
-
-
-def _record(context: Context, model: Model) -> _Traces:
-    notebook = published_bert_2019()
-    spec = _workload(*model)
-    lengths = {
-        "forward": {figure.seq_len for figure in notebook.figures},
-        "inference": {each.seq_len for each in notebook.ladders if each.no_grad and (each.head, each.size) == model},
-    }
-    by_mode = {
-        mode: context.source(spec, StepConfig(mode=mode), _CAPABILITY, sorted(seq_lens))
-        for mode, seq_lens in lengths.items()
-        if seq_lens
-    }
-    return _Traces(spec, by_mode)
-
-
-def _figure_row(context: Context, traces: _Traces, figure: Figure, ours_mib: int) -> dict[str, Any]:
-    cell = f"forward {figure.head} {figure.size} {figure.batch_size}x{figure.seq_len}"
-    more: dict[str, Any] = {"unit": "MiB"}
-    if context.device is not None:
-        context.status(f"running {cell}")
-        step = MeasuredStep(context.device, traces.spec, StepConfig(mode="forward"), needed_bytes(), figure.seq_len)
-        peak = step.peak_bytes(figure.batch_size)
-        more["measured_peak"] = None if peak is None else peak // MIB
-    return row(cell, figure.allocated_mib, ours_mib, **more)
-
-
-def _ladder_row(context: Context, traces: _Traces, ladder: Ladder, card: DeviceMemory) -> dict[str, Any]:
-    mode = _MODES[ladder.no_grad]
-    cell = f"ladder {ladder.head} {ladder.size} {ladder.seq_len}" + (" no_grad" if ladder.no_grad else "")
-    probe = Torch12Probe(traces.by_mode[mode], card)
-    exact = search_simulated(probe, Shape(ladder.seq_len)).max_batch_size
-    more: dict[str, Any] = {"unit": "samples", "exact_maximum": exact}
-    if context.device is not None:
-        context.status(f"running {cell}")
-        step = MeasuredStep(context.device, traces.spec, StepConfig(mode=mode), needed_bytes(), ladder.seq_len)
-        more["measured"] = step.last_rung(RUNGS)
-    return row(cell, ladder.largest, last_rung(probe, ladder.seq_len), **more)
+        models[head, size], found = allocated_mib(traces[head, size, "forward"], card, figures)
+        for figure, mib in zip(figures, found, strict=True):
+            cell = f"forward {head} {size} {figure.batch_size}x{figure.seq_len}"
+            more: dict[str, Any] = {"unit": "MiB"}
+            if context.device is not None:
+                context.status(f"running {cell}")
+                peak = measured(head, size, "forward", figure.seq_len).peak_bytes(figure.batch_size)
+                more["measured_peak"] = None if peak is None else peak // MIB
+            rows.append(row(cell, figure.allocated_mib, mib, **more))
+    ladders = []
+    for ladder in notebook.ladders:
+        mode = "inference" if ladder.no_grad else "forward"
+        cell = f"ladder {ladder.head} {ladder.size} {ladder.seq_len}" + (" no_grad" if ladder.no_grad else "")
+        probe = Torch12Probe(traces[ladder.head, ladder.size, mode], card)
+        more = {"unit": "samples", "exact_maximum": search_simulated(probe, Shape(ladder.seq_len)).max_batch_size}
+        if context.device is not None:
+            context.status(f"running {cell}")
+            more["measured"] = measured(ladder.head, ladder.size, mode, ladder.seq_len).last_rung(RUNGS)
+        ladders.append(row(cell, ladder.largest, last_rung(probe, ladder.seq_len), **more))
+    return Reproduction(NAME, (*rows, *ladders), _tables(rows, ladders), _notes(models))
 
 
 def _tables(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tuple[Table, ...]:
@@ -213,8 +169,10 @@ def _tables(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tup
         "exact maximum": [str(row["exact_maximum"]) for row in ladders],
     }
     if "measured_peak" in figures[0]:
-        memory["measured peak"] = [_or_dash(row["measured_peak"]) for row in figures]
-        steps["measured"] = [_or_dash(row["measured"]) for row in ladders]
+        memory["measured peak"] = [
+            "-" if row["measured_peak"] is None else str(row["measured_peak"]) for row in figures
+        ]
+        steps["measured"] = [str(row["measured"]) for row in ladders]
     return (
         Table(
             "BERT of 2019: MiB allocated after one forward pass on a Tesla K80, simulated",
@@ -229,11 +187,7 @@ def _tables(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tup
     )
 
 
-def _or_dash(figure: int | None) -> str:
-    return "-" if figure is None else str(figure)
-
-
-def _notes(models: dict[Model, int]) -> tuple[str, ...]:
+def _notes(models: dict[tuple[str, str], int]) -> tuple[str, ...]:
     notebook = published_bert_2019()
     k80, v100 = find_gpu("K80"), find_gpu("V100 16GB")
     larger = [

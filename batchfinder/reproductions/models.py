@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,40 +32,23 @@ class AdamW8bitStates(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Make the states of parameters that have none."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self.state:
-                    self.state[parameter] = _states(parameter)
-
-
-def _states(parameter: torch.Tensor) -> dict[str, Any]:
-    if parameter.numel() < _LEAST_NUMBERS:
-        return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("state1", "state2")}
-    blocks = -(-parameter.numel() // _BLOCK)
-    states = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in ("state1", "state2")}
-    return states | {
-        name: torch.zeros(blocks, dtype=torch.float32, device=parameter.device) for name in ("absmax1", "absmax2")
-    }
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.grad is None or parameter in self.state:
+                continue
+            small = parameter.numel() < _LEAST_NUMBERS
+            dtype = torch.float32 if small else torch.uint8
+            state = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("state1", "state2")}
+            if not small:
+                blocks = -(-parameter.numel() // _BLOCK)
+                for name in ("absmax1", "absmax2"):
+                    state[name] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+            self.state[parameter] = state
 
 
 def build_with_adamw_8bit(spec: str, attention: str, gradient_checkpointing: bool = False) -> Workload:
-    """A named model with the states of 8-bit AdamW.
-
-    Args:
-        spec: its name in the zoo.
-        attention: `eager` or `sdpa`.
-        gradient_checkpointing: whether activations are recomputed.
-    """
+    """A named model with the states of 8-bit AdamW."""
     workload = build_workload(spec, attention=attention, gradient_checkpointing=gradient_checkpointing)
-    return Workload(
-        workload.model,
-        workload.make_batch,
-        workload.loss,
-        AdamW8bitStates,
-        workload.max_seq_len,
-        workload.seq_len_unit,
-        workload.zero_grad_after_loss,
-    )
+    return replace(workload, optimizer=AdamW8bitStates)
 
 
 # The estimate names counts of parameters and one width. With these widths the counts come out: 100,800 for the tabular
@@ -87,14 +71,7 @@ class MultimodalBert(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, features: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of both heads' losses.
-
-        Args:
-            input_ids: whole numbers, (batch, sequence).
-            attention_mask: ones where there is text, (batch, sequence).
-            features: a table's rows, (batch, `TABULAR_FEATURES`).
-            labels: classes, (batch,).
-        """
+        """The sum of both heads' losses; `input_ids` are (batch, sequence), `features` (batch, `TABULAR_FEATURES`)."""
         tabular = self.tabular(self.normalize(features))
         text = self.text_head(self.text(input_ids=input_ids, attention_mask=attention_mask).pooler_output)
         logits = self.merge(torch.cat([tabular, text], dim=-1))
@@ -196,12 +173,7 @@ class Seq2Seq(nn.Module):
         self.last_logits: torch.Tensor | None = None
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the scores.
-
-        Args:
-            source: words, (batch, source length).
-            target: words, (batch, target length).
-        """
+        """The scores; `source` and `target` are words, (batch, length)."""
         features, last = self.encoder(source)
         mask = source.eq(0)
         # The script's variable, which held its logits until those of the next step took their place.
@@ -235,12 +207,6 @@ class _Adam(torch.optim.Adam):
         super().zero_grad(set_to_none)
 
 
-def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    _, target = batch
-    summed = nn.functional.cross_entropy(logits.view(-1, WORDS), target.reshape(-1), reduction="sum")
-    return summed / target.size(0)
-
-
 def build_seq2seq() -> Workload:
     """The model with its loss and its optimizer, on sentences all of whose words are the same."""
 
@@ -248,4 +214,9 @@ def build_seq2seq() -> Workload:
         shape = (batch_size, seq_len or LENGTH)
         return torch.full(shape, 2), torch.full(shape, 2)
 
-    return Workload(Seq2Seq(), make_batch, loss=_loss, optimizer=_Adam)
+    def loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        _, target = batch
+        summed = nn.functional.cross_entropy(logits.view(-1, WORDS), target.reshape(-1), reduction="sum")
+        return summed / target.size(0)
+
+    return Workload(Seq2Seq(), make_batch, loss=loss, optimizer=_Adam)

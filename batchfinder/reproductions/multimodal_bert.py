@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
-from batchfinder.devices import Device, Instance, device_for, find_instance
+from batchfinder.devices import device_for, find_instance
 from batchfinder.estimate.estimate import Estimate, estimate
 from batchfinder.estimate.sharding import STRATEGIES, sharded_step
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.published import published_multimodal_bert
-from batchfinder.results import SearchResult, Shape
+from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.trace import Trace
@@ -43,29 +43,10 @@ _LINES = {
 class DistributedProbe(SimulatedProbe):
     """One of several GPUs that train side by side under DistributedDataParallel."""
 
-    def trace(self, batch_size: int, shape: Shape) -> Trace:
+    def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
         """The step's trace at one size, with the reducer's buckets, which are the same for any number of GPUs."""
         num_gpus = find_instance(published_multimodal_bert().instance).num_gpus
-        return sharded_step(super().trace(batch_size, shape), STRATEGIES["DDP"], num_gpus)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What the rows are made of.
-
-    Attributes:
-        instance: the machine.
-        device: one of its GPUs.
-        estimate: of the published batch on one GPU.
-        outcome: the largest batch of one GPU.
-        measured: the same by real steps; None without a GPU.
-    """
-
-    instance: Instance
-    device: Device
-    estimate: Estimate
-    outcome: SearchResult
-    measured: int | None
+        return sharded_step(super().trace(batch_size, shape, exact), STRATEGIES["DDP"], num_gpus)
 
 
 def needed_bytes() -> int:
@@ -95,36 +76,31 @@ def reproduce(context: Context) -> Reproduction:
         context.status("training Multimodal BERT")
         step = MeasuredStep(context.device, WORKLOAD, StepConfig(), needed_bytes(), paper.seq_len)
         measured = step.largest(outcome.max_batch_size)
-    found = _Found(instance, device, ours, outcome, measured)
-    rows = tuple(_rows(found))
-    return Reproduction(NAME, rows, _tables(rows, found), _notes(found))
-
-
-def _rows(found: _Found) -> list[dict[str, Any]]:
-    paper, kinds = published_multimodal_bert(), found.estimate.kinds.shown()
+    kinds = ours.kinds.shown()
     rows = [
         row(line, paper.mb_per_gpu.get(line), 0.0 if kind is None else _mb(kinds[kind]), unit="MB")
         for line, kind in _LINES.items()
     ]
-    rows.append(row("total", paper.mb_per_gpu["total"], _mb(found.estimate.peak_bytes), unit="MB"))
-    fits = "fits" if found.estimate.fits else "does not fit"
+    rows.append(row("total", paper.mb_per_gpu["total"], _mb(ours.peak_bytes), unit="MB"))
+    fits = "fits" if ours.fits else "does not fit"
     rows.append({"cell": "verdict", "published": paper.verdict, "ours": fits, "ratio": None})
-    largest = found.outcome.max_batch_size
-    measured = {} if found.measured is None else {"measured": found.measured}
-    rows.append(row("largest batch on one GPU", None, largest, unit="samples", **measured))
-    rows.append(row("largest batch on the instance", None, largest * found.instance.num_gpus, unit="samples"))
-    return rows
+    largest = outcome.max_batch_size
+    more = {} if measured is None else {"measured": measured}
+    rows.append(row("largest batch on one GPU", None, largest, unit="samples", **more))
+    rows.append(row("largest batch on the instance", None, largest * instance.num_gpus, unit="samples"))
+    return Reproduction(NAME, tuple(rows), _tables(rows, ours), _notes(ours, outcome.unmodelled))
 
 
 def _mb(size: int) -> float:
     return round(size / 1e6, 1)
 
 
-def _tables(rows: tuple[dict[str, Any], ...], found: _Found) -> tuple[Table, ...]:
-    paper, instance, device = published_multimodal_bert(), found.instance, found.device
+def _tables(rows: list[dict[str, Any]], estimate: Estimate) -> tuple[Table, ...]:
+    paper = published_multimodal_bert()
+    instance = find_instance(paper.instance)
+    usable = format_bytes(device_for(instance.gpu).usable_bytes)
     memory = [row for row in rows if row.get("unit") == "MB"]
     samples = [row for row in rows if row.get("unit") == "samples"]
-    capacity = found.estimate.capacity_bytes
     table = {
         "cell": [row["cell"] for row in memory],
         "published MB": ["" if row["published"] is None else str(row["published"]) for row in memory],
@@ -133,38 +109,37 @@ def _tables(rows: tuple[dict[str, Any], ...], found: _Found) -> tuple[Table, ...
     verdict = {
         "cell": ["verdict", *[row["cell"] for row in samples]],
         "published": [paper.verdict, *["" for _ in samples]],
-        "ours": ["fits" if found.estimate.fits else "does not fit", *[str(row["ours"]) for row in samples]],
+        "ours": ["fits" if estimate.fits else "does not fit", *[str(row["ours"]) for row in samples]],
     }
-    if found.measured is not None:
-        verdict["measured"] = ["", str(found.measured), str(found.measured * instance.num_gpus)]
+    measured = samples[0].get("measured")
+    if measured is not None:
+        verdict["measured"] = ["", str(measured), str(measured * instance.num_gpus)]
     return (
         Table(
             f"Multimodal BERT at batch size {paper.batch_size_per_gpu}, sequence length {paper.seq_len}, "
             f"on one of {instance.num_gpus} {instance.gpu.name}, simulated",
             (
                 f"{paper.precision}, adamw, sdpa attention, DistributedDataParallel",
-                f"{format_bytes(found.estimate.peak_bytes)} of {format_bytes(capacity)}",
+                f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.capacity_bytes)}",
             ),
             table,
         ),
         Table(
             f"Does it fit on {instance.name}?",
-            (f"{format_bytes(device.usable_bytes)} usable on each GPU; it runs on {_least(found)} and more",),
+            (f"{usable} usable on each GPU; it runs on {format_bytes(estimate.required_bytes)} and more",),
             verdict,
         ),
     )
 
 
-def _least(found: _Found) -> str:
-    return format_bytes(found.estimate.required_bytes)
-
-
-def _notes(found: _Found) -> tuple[str, ...]:
-    paper, kinds, gpus = published_multimodal_bert(), found.estimate.kinds, found.instance.num_gpus
+def _notes(estimate: Estimate, unmodelled: Iterable[str]) -> tuple[str, ...]:
+    paper, kinds = published_multimodal_bert(), estimate.kinds
+    gpus = find_instance(paper.instance).num_gpus
     numbers = sum(paper.parameters.values())
     whole = numbers * _FP32_BYTES
     shared = paper.mb_per_gpu["parameters"]
     tokens = paper.batch_size_per_gpu * paper.seq_len
+    one_per_layer = _LAYERS * tokens * _HIDDEN * _FP32_BYTES
     return (
         f'published: "{paper.source}", worked on paper on 2025-04-12; nothing was measured',
         f"where it went wrong: it divides parameters and gradients by {gpus} GPUs. Under data parallelism every GPU "
@@ -172,7 +147,7 @@ def _notes(found: _Found) -> tuple[str, ...]:
         f"where it went wrong: {numbers / 1e6:.1f} M parameters in fp32 are {whole / 1e6:.0f} MB, and "
         f"{whole / gpus / 1e6:.0f} MB after its own division, not {shared} MB",
         f"where it went wrong: {paper.mb_per_gpu['activations']} MB of activations for {tokens:,} tokens is about one "
-        f"tensor per layer ({_one_per_layer(tokens) / 1e6:.0f} MB for {_LAYERS} layers); a layer of BERT keeps dozens: "
+        f"tensor per layer ({one_per_layer / 1e6:.0f} MB for {_LAYERS} layers); a layer of BERT keeps dozens: "
         f"{kinds.activations / 1e6:,.0f} MB",
         "where it went wrong: it counts no optimizer state; Adam keeps two numbers per parameter: "
         f"{kinds.optimizer / 1e6:,.0f} MB",
@@ -181,9 +156,5 @@ def _notes(found: _Found) -> tuple[str, ...]:
         f"few are there yet; together they are as large as the parameters, {kinds.parameters / 1e6:,.0f} MB",
         "ours: the counts of parameters are the estimate's within 1 %; the widths of the small layers were chosen so "
         "that they are",
-        *(f"left out: {text}" for text in found.outcome.unmodelled),
+        *(f"left out: {text}" for text in unmodelled),
     )
-
-
-def _one_per_layer(tokens: int) -> int:
-    return _LAYERS * tokens * _HIDDEN * _FP32_BYTES

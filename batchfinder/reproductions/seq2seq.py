@@ -8,11 +8,11 @@ from typing import Any
 from batchfinder.report.table import Table
 from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.bert_2019 import without_workspaces
-from batchfinder.reproductions.published import StageFigures, published_seq2seq
+from batchfinder.reproductions.published import published_seq2seq
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import SMALL_BLOCK_BYTES, Block, DeviceMemory, FreeList, round_up
-from batchfinder.simulator.replay import StageMemory, Timeline, replay
+from batchfinder.simulator.blocks import SMALL_BLOCK_BYTES, Block, DeviceMemory, round_up
+from batchfinder.simulator.replay import Timeline, replay
 from batchfinder.simulator.segments import CudaMallocSegments
 from batchfinder.simulator.steady_state import smallest_usable_bytes
 from batchfinder.simulator.trace import Trace
@@ -37,19 +37,13 @@ class Allocator2018(CachingAllocator):
 
     def __init__(self, memory: DeviceMemory | None = None) -> None:
         super().__init__(memory)
-        self._segments = _Segments(self.taken, self.settings)
+        self._segments = CudaMallocSegments(
+            self.taken, lambda size: _SMALL_SEGMENT_BYTES if size <= SMALL_BLOCK_BYTES else size
+        )
 
     def allocate(self, nbytes: int) -> Block | None:
         """Hand out a block, as `CachingAllocator.allocate` does."""
         return super().allocate(nbytes if nbytes < SMALL_BLOCK_BYTES else round_up(nbytes, _LARGE_STEP_BYTES))
-
-
-class _Segments(CudaMallocSegments):
-    """1 MiB for small blocks; as large as the block for the others."""
-
-    def grow(self, pool: FreeList, size: int) -> Block | None:
-        """A new segment."""
-        return self._take(pool, _SMALL_SEGMENT_BYTES if pool.small else size)
 
 
 NAME = "seq2seq"
@@ -82,30 +76,19 @@ def reproduce(context: Context) -> Reproduction:
         step = MeasuredStep(context.device, WORKLOAD, StepConfig(), needed_bytes(), thread.length)
         measured = step.peak_bytes(thread.batch_size)
     smallest = smallest_usable_bytes(trace.structure, trace.sizes, AllocatorSettings())
-    rows = _rows(timeline, context.device is not None, measured)
-    least = row(SMALLEST, None, _mib(smallest), unit="MiB")
-    return Reproduction(NAME, (*rows, least), _tables(rows), _notes(trace, timeline, rows, smallest))
-
-
-def _rows(timeline: Timeline, is_measured: bool, measured: int | None) -> list[dict[str, Any]]:
     rows = []
-    for published in published_seq2seq().stages:
-        ours = _found(timeline, published)
+    for published in thread.stages:
+        # Our counters after the stage; before the first one there is the model alone.
+        wanted = (-1, "model") if published.stage == "begin" else (published.step, published.stage)
+        (ours,) = (stage for stage in timeline.stages if (stage.step, stage.stage) == wanted)
         for counter in COUNTERS:
             cell = f"step {published.step} {published.stage} {counter}"
-            mib = _mib(getattr(ours, f"{counter}_bytes"))
             more: dict[str, Any] = {"unit": "MiB"}
-            if is_measured and cell == LARGEST:
+            if context.device is not None and cell == LARGEST:
                 more["measured"] = None if measured is None else _mib(measured)
-            rows.append(row(cell, getattr(published, counter), mib, **more))
-    return rows
-
-
-def _found(timeline: Timeline, published: StageFigures) -> StageMemory:
-    """Our counters after a stage; before the first one there is the model alone."""
-    wanted = (-1, "model") if published.stage == "begin" else (published.step, published.stage)
-    (found,) = (stage for stage in timeline.stages if (stage.step, stage.stage) == wanted)
-    return found
+            rows.append(row(cell, getattr(published, counter), _mib(getattr(ours, f"{counter}_bytes")), **more))
+    least = row(SMALLEST, None, _mib(smallest), unit="MiB")
+    return Reproduction(NAME, (*rows, least), _tables(rows), _notes(trace, timeline, rows, smallest))
 
 
 def _mib(size: int) -> int:
@@ -126,30 +109,31 @@ def _tables(rows: Sequence[dict[str, Any]]) -> tuple[Table, ...]:
             made[f"{heading}, ours"] = [str(cell["ours"]) for cell in cells]
         return made
 
+    def worst(counters: Sequence[str]) -> str:
+        off = [row["ratio"] - 1 for row in rows if row["cell"].rpartition(" ")[2] in counters]
+        return f"{max(off, key=abs):+.2%}"
+
     largest = by_cell[LARGEST]
     beside = (f"max allocated of both steps, measured: {largest['measured'] or '-'}",) if "measured" in largest else ()
     return (
         Table(
             "A sequence-to-sequence model with attention: allocated after each stage, simulated",
-            (conditions, f"off by {_worst(rows, COUNTERS[:2])} at most", *beside),
+            (conditions, f"off by {worst(COUNTERS[:2])} at most", *beside),
             columns(COUNTERS[:2]),
         ),
         Table(
             "The same: reserved after each stage, simulated",
-            (conditions, f"off by {_worst(rows, COUNTERS[2:])} at most"),
+            (conditions, f"off by {worst(COUNTERS[2:])} at most"),
             columns(COUNTERS[2:]),
         ),
     )
 
 
-def _worst(rows: Sequence[dict[str, Any]], counters: Sequence[str]) -> str:
-    off = [row["ratio"] - 1 for row in rows if row["cell"].rpartition(" ")[2] in counters]
-    return f"{max(off, key=abs):+.2%}"
-
-
 def _notes(trace: Trace, timeline: Timeline, rows: Sequence[dict[str, Any]], smallest: int) -> tuple[str, ...]:
     thread, ours = published_seq2seq(), {row["cell"]: row["ours"] for row in rows}
-    logits = _bytes_of(trace, "logits")
+    # The largest block that a module made; of cuDNN's forward that is its reserve space.
+    logits = max(n for n, module in zip(trace.sizes, trace.structure.modules, strict=True) if module == "logits")
+    reserve = max(n for n, made_by in zip(trace.sizes, trace.structure.operators, strict=True) if made_by == _CUDNN)
     tanh = thread.batch_size * thread.length * _HIDDEN * _FP32_BYTES
     peak = timeline.allocated_peak
     assert peak is not None
@@ -180,18 +164,6 @@ def _notes(trace: Trace, timeline: Timeline, rows: Sequence[dict[str, Any]], sma
         f"[{thread.batch_size}, {thread.length}, {_HIDDEN}]. Within the forward the most is the same, so the script "
         "kept for its backward a buffer of that size, such as the keys, that is given back here when the forward ends",
         "modelled: cuDNN's reserve space of the encoder, "
-        f"{format_bytes(_reserve(trace))}, 6 numbers per unit, step and direction, as users saw it in 2017; the "
+        f"{format_bytes(reserve)}, 6 numbers per unit, step and direction, as users saw it in 2017; the "
         "figures above agree with it",
     )
-
-
-def _bytes_of(trace: Trace, module: str) -> int:
-    """The largest block that a module made."""
-    modules = trace.structure.modules
-    return max(size for size, made_by in zip(trace.sizes, modules, strict=True) if made_by == module)
-
-
-def _reserve(trace: Trace) -> int:
-    """cuDNN's reserve space: the largest of what its forward made."""
-    operators = trace.structure.operators
-    return max(size for size, made_by in zip(trace.sizes, operators, strict=True) if made_by == _CUDNN)

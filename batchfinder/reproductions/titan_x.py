@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.accumulation import plan_accumulation
 from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.models.catalog import find_model
 from batchfinder.recording.simulation import search_simulated
-from batchfinder.report.table import Columns, Table
+from batchfinder.report.table import Table
 from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import Shape
@@ -73,17 +73,37 @@ def tables(rows: Rows, card: Device) -> tuple[Table, ...]:
     """The largest batches, the plans, and what one change makes of the cells that did not fit.
 
     Args:
-        rows: as `published_titan_x` makes them.
+        rows: as `reproduce` makes them.
         card: what was simulated.
     """
     usable = f"{format_bytes(card.usable_bytes)} usable"
     target = rows[0]["target_batch_size"]
+
+    def cells(rows: Rows, *members: str) -> dict[str, list[str]]:
+        headings = ("model", "seq len", "published", "no change")
+        return {
+            heading: [str(row[member]) for row in rows]
+            for heading, member in zip(headings, ("model", "seq_len", *members), strict=False)
+        }
+
+    def sizes(rows: Rows, member: str, headings: Mapping[str, str]) -> dict[str, list[str]]:
+        return {heading: [str(row[member][name]) for row in rows] for name, heading in headings.items()}
+
+    largest = cells(rows, "published") | sizes(rows, "max_batch_sizes", _SETUPS)
+    largest["fp32 eager / published"] = ["-" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in rows]
+    plans = cells(rows)
+    for name in rows[0]["plans"]:
+        plans[{"published": "published", **_SETUPS}[name]] = [
+            f"{plan['micro_batch_size']} x {plan['accumulation']}" if plan else "-"
+            for plan in (row["plans"][name] for row in rows)
+        ]
+    plans["checkpointing's FLOPs"] = [f"x {row['checkpointing_flops_ratio']:.2f}" for row in rows]
     found = [
-        Table(f"Largest training batch of BERT on {card.name}, simulated", ("AdamW", usable), _largest(rows)),
+        Table(f"Largest training batch of BERT on {card.name}, simulated", ("AdamW", usable), largest),
         Table(
             f"Accumulation plan for an effective batch of {target} on {card.name}, simulated",
             ("micro-batch x accumulation", usable),
-            _plans(rows),
+            plans,
         ),
     ]
     unfit = [row for row in rows if "one_change" in row]
@@ -92,61 +112,20 @@ def tables(rows: Rows, card: Device) -> tuple[Table, ...]:
             Table(
                 f"Largest training batch on {card.name} after one change, simulated",
                 ("where nothing fitted in 2018; fp32 eager with AdamW but for the change", usable),
-                _one_change(unfit),
+                cells(unfit, "published", "ours") | sizes(unfit, "one_change", _CHANGES),
             )
         )
     if "measured" in rows[0]:
-        found.append(Table("Largest training batch within the same memory, measured", (usable,), _measured(rows)))
+        title = "Largest training batch within the same memory, measured"
+        found.append(Table(title, (usable,), cells(rows) | sizes(rows, "measured", _SETUPS)))
     return tuple(found)
-
-
-def _cells(rows: Rows) -> Columns:
-    return {"model": [row["model"] for row in rows], "seq len": [str(row["seq_len"]) for row in rows]}
-
-
-def _largest(rows: Rows) -> Columns:
-    table = _cells(rows)
-    table["published"] = [str(row["published"]) for row in rows]
-    for name, heading in _SETUPS.items():
-        table[heading] = [str(row["max_batch_sizes"][name]) for row in rows]
-    table["fp32 eager / published"] = ["-" if row["ratio"] is None else f"{row['ratio']:.2f}" for row in rows]
-    return table
-
-
-def _plans(rows: Rows) -> Columns:
-    table = _cells(rows)
-    headings = {"published": "published", **_SETUPS}
-    for name in rows[0]["plans"]:
-        table[headings[name]] = [_plan(row["plans"][name]) for row in rows]
-    table["checkpointing's FLOPs"] = [f"x {row['checkpointing_flops_ratio']:.2f}" for row in rows]
-    return table
-
-
-def _plan(plan: dict[str, int] | None) -> str:
-    return "-" if plan is None else f"{plan['micro_batch_size']} x {plan['accumulation']}"
-
-
-def _one_change(rows: Rows) -> Columns:
-    table = _cells(rows)
-    table["published"] = [str(row["published"]) for row in rows]
-    table["no change"] = [str(row["ours"]) for row in rows]
-    for name, heading in _CHANGES.items():
-        table[heading] = [str(row["one_change"][name]) for row in rows]
-    return table
-
-
-def _measured(rows: Rows) -> Columns:
-    table = _cells(rows)
-    for name, heading in _SETUPS.items():
-        table[heading] = [str(row["measured"][name]) for row in rows]
-    return table
 
 
 def notes(rows: Rows, unmodelled: Iterable[str]) -> tuple[str, ...]:
     """What the figures rest on.
 
     Args:
-        rows: as `published_titan_x` makes them.
+        rows: as `reproduce` makes them.
         unmodelled: what they leave out.
     """
     cost = max(row["checkpointing_flops_ratio"] for row in rows)
@@ -236,88 +215,65 @@ def reproduce(context: Context) -> Reproduction:
     """Find all 12 cells in each setup, with plans, and what else would make the cells fit that did not."""
     published = published_titan_x()
     models = tuple(dict.fromkeys(model for model, _ in published))
-    context.status(f"recording {' and '.join(models)}")
     seq_lens = tuple(dict.fromkeys(seq_len for _, seq_len in published))
-    found = {model: _Model(context, model, seq_lens, CARD) for model in models}
+    memory = DeviceMemory(CARD.total_bytes, CARD.usable_bytes)
+    unmodelled: dict[str, None] = {}
+
+    def record(model: str, setup: Setup, lengths: Iterable[int], micro_batches: int = 1) -> TraceSource:
+        return context.source(setup.spec(model), setup.how(micro_batches), CARD.compute_capability, lengths)
+
+    # All recordings of both models are under way from the start.
+    context.status(f"recording {' and '.join(models)}")
+    sources: dict[tuple[str, str], TraceSource] = {}  # by model and the name of a setup or a change
+    accumulating: dict[tuple[str, str], TraceSource] = {}  # a micro-batch runs beside the gradients of the one before
+    for model in models:
+        unfit = [seq_len for (name, seq_len), size in published.items() if name == model and size == 0]
+        changed = sorted({length for seq_len in unfit for length in (seq_len // 2, seq_len)})
+        for name, setup in SETUPS.items():
+            # All lengths at once, as lengths between two recorded ones need no recording of their own.
+            lengths = (*seq_lens, *changed) if name == LIKE_FOR_LIKE else seq_lens
+            sources[model, name] = record(model, setup, lengths)
+        for name in PLANNED:
+            accumulating[model, name] = record(model, SETUPS[name], seq_lens, micro_batches=2)
+        for name, setup in CHANGES.items() if changed else ():
+            sources[model, name] = record(model, setup, changed)
+
+    def largest(source: TraceSource, seq_len: int) -> int:
+        outcome = search_simulated(SimulatedProbe(source, memory), Shape(seq_len))
+        unmodelled.update(dict.fromkeys(outcome.unmodelled))
+        return outcome.max_batch_size
+
+    def plan(max_batch_size: int) -> dict[str, int] | None:
+        if not max_batch_size:
+            return None
+        made = plan_accumulation(TARGET_BATCH_SIZE, max_batch_size)
+        return {"micro_batch_size": made.micro_batch_size, "accumulation": made.accumulation}
+
     rows = []
     for (model, seq_len), size in published.items():
         context.status(f"{model} at {seq_len}")
-        rows.append(found[model].row(seq_len, size))
-    unmodelled = dict.fromkeys(text for model in found.values() for text in model.unmodelled)
-    return Reproduction(NAME, tuple(rows), tables(rows, CARD), notes(rows, unmodelled))
-
-
-class _Model:
-    """One model's recordings, all of which are under way from the start.
-
-    Args:
-        context: makes them.
-        model: its name in the zoo.
-        seq_lens: of its cells.
-        card: what is simulated.
-
-    Attributes:
-        unmodelled: what the answers so far leave out, in words.
-    """
-
-    def __init__(self, context: Context, model: str, seq_lens: tuple[int, ...], card: Device) -> None:
-        self._context = context
-        self._model = model
-        self.unmodelled: dict[str, None] = {}
-        self._card = card
-        self._memory = DeviceMemory(card.total_bytes, card.usable_bytes)
-        unfit = [seq_len for (name, seq_len), size in published_titan_x().items() if name == model and size == 0]
-        changed = sorted({length for seq_len in unfit for length in (seq_len // 2, seq_len)})
-
-        def record(setup: Setup, lengths: tuple[int, ...], micro_batches: int = 1) -> TraceSource:
-            return context.source(setup.spec(model), setup.how(micro_batches), card.compute_capability, lengths)
-
-        # All lengths at once, as lengths between two recorded ones need no recording of their own.
-        lengths = {name: (*seq_lens, *changed) if name == LIKE_FOR_LIKE else seq_lens for name in SETUPS}
-        self._sources = {name: record(setup, lengths[name]) for name, setup in SETUPS.items()}
-        # With accumulation the gradients of one micro-batch are there while the next one runs.
-        self._accumulating = {name: record(SETUPS[name], seq_lens, micro_batches=2) for name in PLANNED}
-        self._changed = {name: record(setup, tuple(changed)) for name, setup in CHANGES.items() if changed}
-
-    def row(self, seq_len: int, published: int) -> dict[str, Any]:
-        """One cell."""
-        largest = {name: self._largest(source, seq_len) for name, source in self._sources.items()}
+        found = {name: largest(sources[model, name], seq_len) for name in SETUPS}
         more: dict[str, Any] = {
-            "model": self._model,
+            "model": model,
             "seq_len": seq_len,
-            "max_batch_sizes": largest,
+            "max_batch_sizes": found,
             "target_batch_size": TARGET_BATCH_SIZE,
             "plans": {
-                "published": _titan_x_plan(published),
-                **{name: _titan_x_plan(self._largest(source, seq_len)) for name, source in self._accumulating.items()},
+                "published": plan(size),
+                **{name: plan(largest(accumulating[model, name], seq_len)) for name in PLANNED},
             },
-            "checkpointing_flops_ratio": round(checkpointing_cost(find_model(self._model).config, seq_len), 4),
+            "checkpointing_flops_ratio": round(checkpointing_cost(find_model(model).config, seq_len), 4),
         }
-        if published == 0:
+        if size == 0:
             more["one_change"] = {
-                **{name: self._largest(source, seq_len) for name, source in self._changed.items()},
-                "half_the_length": self._largest(self._sources[LIKE_FOR_LIKE], seq_len // 2),
+                **{name: largest(sources[model, name], seq_len) for name in CHANGES},
+                "half_the_length": largest(sources[model, LIKE_FOR_LIKE], seq_len // 2),
             }
-        if self._context.device is not None:
-            more["measured"] = {name: self._measured(name, seq_len, largest[name]) for name in SETUPS}
-        return row(f"{self._model} {seq_len}", published, largest[LIKE_FOR_LIKE], **more)
-
-    def _largest(self, source: TraceSource, seq_len: int) -> int:
-        outcome = search_simulated(SimulatedProbe(source, self._memory), Shape(seq_len))
-        self.unmodelled |= dict.fromkeys(outcome.unmodelled)
-        return outcome.max_batch_size
-
-    def _measured(self, name: str, seq_len: int, predicted: int) -> int:
-        assert self._context.device is not None
-        self._context.status(f"training {self._model} at {seq_len}, {name}")
-        setup, limit = SETUPS[name], self._card.usable_bytes
-        return MeasuredStep(self._context.device, setup.spec(self._model), setup.how(), limit, seq_len).largest(
-            predicted
-        )
-
-
-def _titan_x_plan(max_batch_size: int) -> dict[str, int] | None:
-    if not max_batch_size:
-        return None
-    plan: AccumulationPlan = plan_accumulation(TARGET_BATCH_SIZE, max_batch_size)
-    return {"micro_batch_size": plan.micro_batch_size, "accumulation": plan.accumulation}
+        if context.device is not None:
+            more["measured"] = {}
+            for name, setup in SETUPS.items():
+                context.status(f"training {model} at {seq_len}, {name}")
+                step = MeasuredStep(context.device, setup.spec(model), setup.how(), CARD.usable_bytes, seq_len)
+                more["measured"][name] = step.largest(found[name])
+        rows.append(row(f"{model} {seq_len}", size, found[LIKE_FOR_LIKE], **more))
+    return Reproduction(NAME, tuple(rows), tables(rows, CARD), notes(rows, unmodelled))

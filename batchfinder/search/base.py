@@ -36,13 +36,9 @@ class Bounds:
             step = "" if self.multiple_of == 1 else f" and a multiple of {self.multiple_of}"
             raise InvalidValue(
                 "max_batch_size",
-                self._cap,
+                DEFAULT_MAX_BATCH_SIZE if self.max_batch_size is None else self.max_batch_size,
                 f"at least {self.first}, the smallest size that is at least {self.min_batch_size}{step}",
             )
-
-    @property
-    def _cap(self) -> int:
-        return DEFAULT_MAX_BATCH_SIZE if self.max_batch_size is None else self.max_batch_size
 
     @property
     def first(self) -> int:
@@ -52,7 +48,8 @@ class Bounds:
     @property
     def last(self) -> int:
         """The largest size that may be tried."""
-        return self._cap // self.multiple_of * self.multiple_of
+        cap = DEFAULT_MAX_BATCH_SIZE if self.max_batch_size is None else self.max_batch_size
+        return cap // self.multiple_of * self.multiple_of
 
     def floor(self, size: int) -> int:
         """The largest size that may be tried and is at most `size`; 0 when there is none."""
@@ -186,8 +183,23 @@ def check_tolerance(tolerance: float) -> None:
         raise InvalidValue("tolerance", tolerance, "a share from 0 (exact) to below 1, such as 0.01")
 
 
+class _Halving(Search[Bracket]):
+    """What `Doubling` and `Bisection` share: a bracket is all they know."""
+
+    tolerance: float
+
+    def init(self, shape: Shape, bounds: Bounds) -> Bracket:
+        return Bracket(bounds)
+
+    def update(self, state: Bracket, trial: Trial) -> Bracket:
+        return state.update(trial)
+
+    def result(self, state: Bracket) -> tuple[int, StopReason]:
+        return state.result(self.tolerance)
+
+
 @dataclass(frozen=True)
-class Doubling(Search[Bracket]):
+class Doubling(_Halving):
     """1, 2, 4, ... until a size fails, then halve the last interval. Needs no knowledge of the answer.
 
     Takes at most `2 * n` probes, where `n` is the number of binary digits of the answer (of the answer divided by the
@@ -206,25 +218,13 @@ class Doubling(Search[Bracket]):
     def __post_init__(self) -> None:
         check_tolerance(self.tolerance)
 
-    def init(self, shape: Shape, bounds: Bounds) -> Bracket:
-        """Nothing is known yet."""
-        return Bracket(bounds)
-
     def propose(self, state: Bracket) -> int | None:
         """The first size, then twice the last that ran, then the middle."""
         return None if state.stop(self.tolerance) else state.step()
 
-    def update(self, state: Bracket, trial: Trial) -> Bracket:
-        """Narrow the bracket."""
-        return state.update(trial)
-
-    def result(self, state: Bracket) -> tuple[int, StopReason]:
-        """The bracket's low end."""
-        return state.result(self.tolerance)
-
 
 @dataclass(frozen=True)
-class Bisection(Search[Bracket]):
+class Bisection(_Halving):
     """Halve an interval that is believed to hold the answer: the answer at length 512 bounds the one at 256 from below.
 
     The two ends only steer. Neither is taken to run or to fail until it was probed, so ends that are wrong cost probes,
@@ -253,10 +253,6 @@ class Bisection(Search[Bracket]):
         if self.high <= self.low:
             raise InvalidValue("high", self.high, f"a size above low, which is {self.low}")
 
-    def init(self, shape: Shape, bounds: Bounds) -> Bracket:
-        """Nothing is known yet; the two ends are beliefs."""
-        return Bracket(bounds)
-
     def propose(self, state: Bracket) -> int | None:
         """The middle of the interval believed in; then its ends, if they were not probed yet."""
         if state.stop(self.tolerance):
@@ -270,11 +266,3 @@ class Bisection(Search[Bracket]):
             return state.step()
         middle = bounds.floor((low + high) // 2)
         return middle if middle > low else state.inside(low)
-
-    def update(self, state: Bracket, trial: Trial) -> Bracket:
-        """Narrow the bracket."""
-        return state.update(trial)
-
-    def result(self, state: Bracket) -> tuple[int, StopReason]:
-        """The bracket's low end."""
-        return state.result(self.tolerance)

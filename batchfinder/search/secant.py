@@ -86,17 +86,50 @@ class PeakModel:
         """
         if not self.points or self.points[-1][1] <= 0:
             return None
+        (_, first_peak), (size, peak) = self.points[0], self.points[-1]
+        left = limit_bytes - peak
+        rounding = min(SEGMENT_BYTES, limit_bytes // 512)  # less than a segment where the limit is too small for any
+        clear_rise = _CLEAR_RISE_SEGMENTS * rounding
+        # The nearest point at most three quarters as large as the last, so that rounding does not tilt the line.
+        smaller = (point for point in reversed(self.points[:-1]) if 4 * point[0] <= 3 * size)
+        distant = next(smaller, self.points[0])
         if self.resting_bytes is None:
-            return self._by_peaks(limit_bytes)
-        by_line = self._by_trusted_line(limit_bytes)
-        if by_line is not None:
-            return by_line
-        lower_bound = self.lower_bound(limit_bytes)
-        if lower_bound is None:
-            return None
-        size, peak = self.points[-1]
-        guess = int(_SHARE_OF_FAR_GUESS * lower_bound) if lower_bound > _FAR_GUESS_RATIO * size else lower_bound
-        return guess if self._beyond_flat(peak, limit_bytes) else max(guess, self._by_forward(limit_bytes))
+            # Peaks are all there is. One is joined to the origin, as if only samples took memory: too low a guess.
+            if len(self.points) == 1:
+                return size * limit_bytes // peak
+            # Where the last two rise clearly the line through them is tried too, and the lower crossing holds: on a
+            # curve that is flat at first and then rises, a line that begins on the flat part says too much.
+            lines = [distant]
+            if peak - self.points[-2][1] > clear_rise:
+                lines.append(self.points[-2])
+            rise = peak - distant[1] + rounding
+            if rise <= 0:
+                return None
+            found = size + min(left * (size - x) // (peak - y + rounding) for x, y in lines)
+            # Peaks that differ by less than a segment say little.
+            return min(found, _MAX_GROWTH_ON_FLAT_PEAKS * size) if rise <= 2 * rounding else found
+        # The lowest crossing of the lines whose both ends lie beyond the flat part, clearly above the first peak.
+        each = self._forward_each()
+        beyond_flat = max(clear_rise, _NOISE_SHARE_OF_FIRST_PEAK * first_peak)
+        least = max(0.0, _MIN_RISE_PER_FORWARD_BYTE * each)
+        crossings = [
+            size + left * (size - x) // (peak - y + rounding)
+            for x, y in {distant, *self.points[-2:-1]}
+            if y - first_peak > beyond_flat and peak - y > max(clear_rise, least * (size - x))
+        ]
+        if crossings:
+            return min(crossings)
+        guess = self.lower_bound(limit_bytes) or 0
+        if guess > _FAR_GUESS_RATIO * size:
+            guess = int(_SHARE_OF_FAR_GUESS * guess)
+        if peak - first_peak > beyond_flat:
+            return guess
+        # As far as the forward's bytes allow to go, while the optimizer's peak hides those of the samples.
+        if each <= 0:
+            return max(guess, 0)
+        tried, taken = self.forwards[-1]
+        meeting = _SHARE_OF_FORWARD_CROSSING * (tried + (limit_bytes - self.resting_bytes - taken) / each)
+        return max(guess, min(_MAX_GROWTH_BY_FORWARD * tried, int(meeting)))
 
     def lower_bound(self, limit_bytes: int) -> int | None:
         """A size that runs on any curve that grows no less steeply with size, by what stays and what forwards take.
@@ -119,50 +152,6 @@ class PeakModel:
         onward = size + int((limit_bytes - peak) / (_MAX_RISE_PER_FORWARD_BYTE * each))
         return max(chord, min(_MAX_GROWTH_BY_FORWARD * size, onward))
 
-    def _by_peaks(self, limit_bytes: int) -> int | None:
-        """The crossing where peaks are all there is.
-
-        One point is joined to the origin, as if nothing but samples took memory: a guess that errs on the low side. Two
-        whose peaks differ by less than a segment say little, so the line is followed to
-        `_MAX_GROWTH_ON_FLAT_PEAKS` times the size.
-
-        Where the last two peaks rise clearly, the line through them is tried too, and the lower crossing holds: on a
-        curve that is flat at first and then rises, a line that begins on the flat part says too much.
-        """
-        size, peak = self.points[-1]
-        if len(self.points) == 1:
-            return size * limit_bytes // peak
-        rounding = _rounding(limit_bytes)
-        lines = [self._distant_point()]
-        if peak - self.points[-2][1] > _CLEAR_RISE_SEGMENTS * rounding:
-            lines.append(self.points[-2])
-        rise = peak - lines[0][1] + rounding
-        if rise <= 0:
-            return None
-        crossing = min((limit_bytes - peak) * (size - x) // (peak - y + rounding) for x, y in lines) + size
-        return min(crossing, _MAX_GROWTH_ON_FLAT_PEAKS * size) if rise <= 2 * rounding else crossing
-
-    def _by_trusted_line(self, limit_bytes: int) -> int | None:
-        """The lowest crossing of the lines whose both ends lie beyond the flat part; None without such a line."""
-        size, peak = self.points[-1]
-        rounding = _rounding(limit_bytes)
-        least = max(0.0, _MIN_RISE_PER_FORWARD_BYTE * self._forward_each())
-        crossings = [
-            size + (limit_bytes - peak) * (size - x) // (peak - y + rounding)
-            for x, y in {self._distant_point(), *self.points[-2:-1]}
-            if self._beyond_flat(y, limit_bytes) and peak - y > max(_CLEAR_RISE_SEGMENTS * rounding, least * (size - x))
-        ]
-        return min(crossings, default=None)
-
-    def _by_forward(self, limit_bytes: int) -> int:
-        """As far as the forward's bytes allow to go, while the optimizer's peak hides those of the samples."""
-        size, taken = self.forwards[-1]
-        each = self._forward_each()
-        if each <= 0:
-            return 0
-        crossing = size + (limit_bytes - (self.resting_bytes or 0) - taken) / each
-        return min(_MAX_GROWTH_BY_FORWARD * size, int(_SHARE_OF_FORWARD_CROSSING * crossing))
-
     def _forward_each(self) -> float:
         """Bytes a sample adds to the forward; all of the forward's where only one size was tried."""
         size, taken = self.forwards[-1]
@@ -170,21 +159,6 @@ class PeakModel:
             return taken / size
         first, least = self.forwards[0]
         return (taken - least) / (size - first)
-
-    def _distant_point(self) -> tuple[int, int]:
-        """The nearest point at most three quarters as large as the last, so that rounding does not tilt the line."""
-        distant = [point for point in self.points[:-1] if 4 * point[0] <= 3 * self.points[-1][0]]
-        return distant[-1] if distant else self.points[0]
-
-    def _beyond_flat(self, peak: int, limit_bytes: int) -> bool:
-        """Whether a peak is clearly above that of the first size."""
-        first = self.points[0][1]
-        return peak - first > max(_CLEAR_RISE_SEGMENTS * _rounding(limit_bytes), _NOISE_SHARE_OF_FIRST_PEAK * first)
-
-
-def _rounding(limit_bytes: int) -> int:
-    """A segment, or less where the limit is too small to have any."""
-    return min(SEGMENT_BYTES, limit_bytes // 512)
 
 
 _MAX_SURPRISES = 2
@@ -281,12 +255,56 @@ class Secant(Search[SecantState]):
 
     def propose(self, state: SecantState) -> int | None:
         """The size most likely to end the search, at the least risk of a failure."""
-        bracket = state.bracket
+        bracket, predicted = state.bracket, self.predicted
         if bracket.stop(self.tolerance):
             return None
+        under_prediction = 0 if predicted is None else predicted - int(self.margin * predicted)
         if state.tries == 0:
-            return bracket.inside(self._first_size(state))
-        return self._step_up(state) if bracket.high is None else self._narrow(state)
+            # A share of the prediction where its peak will be of use, else just under the prediction.
+            share = _FIRST_TRY_SHARE_OF_PREDICTION
+            useful = predicted is not None and state.limit_bytes is not None
+            return bracket.inside(int(share * (predicted or 0)) if useful else under_prediction)
+        guess = self._guess(state)
+        if bracket.high is not None:
+            return bracket.inside(self._between(state, guess, bracket.high))
+        if guess is None:
+            return bracket.step()
+        # Nothing failed yet: jump to just under the guess, or once there to where a failure would end the search. The
+        # third surprise, and each probe past the patience, doubles the least step: this ends for any curve.
+        late = max(0, state.surprises - _MAX_SURPRISES) + max(0, state.tries - self.patience)
+        least = bracket.low + (self._tolerated_gap(bracket) << late)
+        sizes = [least]
+        if guess > least:
+            sizes.append(guess - int(self.tolerance * guess) // 2)
+        if late == 0:
+            sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * self._allocated_crossing(state)))
+        if state.tries == 1:
+            sizes.append(under_prediction)
+        return bracket.inside(max(sizes))
+
+    def _between(self, state: SecantState, guess: int | None, high: int) -> int:
+        """Something failed: probe near the guess if it lies between, else in the middle.
+
+        On a curve that grows steeper the guess is no more than an upper bound, and may lie above what failed.
+        """
+        low, gap, impatient = state.bracket.low, self._tolerated_gap(state.bracket), state.tries > self.patience
+        if guess is None or not low <= guess < high or impatient:
+            if state.limit_bytes is not None and state.peaks.points:
+                sure = 0 if impatient else state.peaks.lower_bound(state.limit_bytes) or 0
+                if low + gap < sure < high:
+                    return sure
+                # A line led so far too high that the answer's order of magnitude is in question.
+                if high > _WIDE_BRACKET_RATIO * low > 0:
+                    return math.isqrt(low * high)
+            return (low + high) // 2
+        enough = high - int(self.tolerance * high)
+        if guess >= enough:
+            return enough
+        near = max(low + gap, guess - int(self.tolerance * guess) // 2)
+        if len(state.peaks.points) == 1 and 4 * high <= 5 * low:
+            # The prediction was a little too high. One point says little, and a second next to it no more.
+            near = max(near, low + (high - low) // 3)
+        return near
 
     def update(self, state: SecantState, trial: Trial) -> SecantState:
         """Narrow the bracket, add the peak to the model, and count a guess that was too low."""
@@ -325,68 +343,6 @@ class Secant(Search[SecantState]):
             return 0
         return state.allocated_peaks.crossing(state.limit_bytes) or 0
 
-    def _lower_bound(self, state: SecantState) -> int:
-        """The largest size sure to run by the model; 0 where it does not say, or guesses no longer count."""
-        if state.limit_bytes is None or state.tries > self.patience:
-            return 0
-        return state.peaks.lower_bound(state.limit_bytes) or 0
-
     def _tolerated_gap(self, bracket: Bracket) -> int:
         """How far above the low end a failure would end the search."""
         return max(bracket.bounds.multiple_of, int(self.tolerance * bracket.low))
-
-    def _first_size(self, state: SecantState) -> int:
-        """A share of the prediction where its peak will be of use, else just under the prediction."""
-        if self.predicted is None:
-            return 0
-        if state.limit_bytes is None:
-            return self._under_prediction(self.predicted)
-        return int(_FIRST_TRY_SHARE_OF_PREDICTION * self.predicted)
-
-    def _under_prediction(self, predicted: int) -> int:
-        return predicted - int(self.margin * predicted)
-
-    def _step_up(self, state: SecantState) -> int:
-        """Nothing failed yet: jump to just under the guess, or once there to where a failure would end the search.
-
-        The third surprise, and each probe past the patience, doubles the least step: this ends for any curve.
-        """
-        bracket, guess = state.bracket, self._guess(state)
-        if guess is None:
-            return bracket.step()
-        late = max(0, state.surprises - _MAX_SURPRISES) + max(0, state.tries - self.patience)
-        least = bracket.low + (self._tolerated_gap(bracket) << late)
-        sizes = [least]
-        if guess > least:
-            sizes.append(guess - int(self.tolerance * guess) // 2)
-        if late == 0:
-            sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * self._allocated_crossing(state)))
-        if state.tries == 1 and self.predicted is not None:
-            sizes.append(self._under_prediction(self.predicted))
-        return bracket.inside(max(sizes))
-
-    def _narrow(self, state: SecantState) -> int:
-        """Something failed: probe near the guess if it lies between, else in the middle.
-
-        On a curve that grows steeper the guess is no more than an upper bound, and may lie above what failed.
-        """
-        bracket, guess = state.bracket, self._guess(state)
-        high = bracket.high or 0
-        if guess is None or not bracket.low <= guess < high or state.tries > self.patience:
-            lower_bound = self._lower_bound(state)
-            if bracket.low + self._tolerated_gap(bracket) < lower_bound < high:
-                return bracket.inside(lower_bound)
-            return bracket.inside(math.isqrt(bracket.low * high)) if self._is_wide(state) else bracket.step()
-        enough = high - int(self.tolerance * high)
-        if guess >= enough:
-            return bracket.inside(enough)
-        near = max(bracket.low + self._tolerated_gap(bracket), guess - int(self.tolerance * guess) // 2)
-        if len(state.peaks.points) == 1 and 4 * high <= 5 * bracket.low:
-            # The prediction was a little too high. One point says little, and a second next to it no more.
-            near = max(near, bracket.low + (high - bracket.low) // 3)
-        return bracket.inside(near)
-
-    def _is_wide(self, state: SecantState) -> bool:
-        """Whether a line led so far too high that the answer's order of magnitude is in question."""
-        low, high = state.bracket.low, state.bracket.high or 0
-        return bool(state.peaks.points) and state.limit_bytes is not None and high > _WIDE_BRACKET_RATIO * low > 0

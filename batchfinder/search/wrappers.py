@@ -18,27 +18,21 @@ class Wrapper(Search[S]):
     search: Search[S]
 
     def init(self, shape: Shape, bounds: Bounds) -> S:
-        """Pass on."""
         return self.search.init(shape, bounds)
 
     def propose(self, state: S) -> int | None:
-        """Pass on."""
         return self.search.propose(state)
 
     def update(self, state: S, trial: Trial) -> S:
-        """Pass on."""
         return self.search.update(state, trial)
 
     def result(self, state: S) -> tuple[int, StopReason]:
-        """Pass on."""
         return self.search.result(state)
 
     def judge(self, trial: Trial) -> Trial:
-        """Pass on."""
         return self.search.judge(trial)
 
     def should_retry(self, state: S, trial: Trial) -> bool:
-        """Pass on."""
         return self.search.should_retry(state, trial)
 
 
@@ -61,8 +55,8 @@ class Capped(Wrapper[S]):
 
     def init(self, shape: Shape, bounds: Bounds) -> S:
         """Lower the cap."""
-        caps = [cap for cap in (self.max_batch_size, bounds.max_batch_size) if cap is not None]
-        return self.search.init(shape, replace(bounds, max_batch_size=min(caps)))
+        cap = self.max_batch_size if bounds.max_batch_size is None else min(self.max_batch_size, bounds.max_batch_size)
+        return self.search.init(shape, replace(bounds, max_batch_size=cap))
 
 
 @dataclass(frozen=True)
@@ -133,22 +127,19 @@ class Headroom(Wrapper[S]):
 
     def init(self, shape: Shape, bounds: Bounds) -> S:
         """Lower the limit a fit aims at."""
-        limits = [limit for limit in (self._usable_bytes, bounds.limit_bytes) if limit is not None]
-        return self.search.init(shape, replace(bounds, limit_bytes=min(limits)))
+        usable = self.limit_bytes - self.headroom_bytes
+        limit = usable if bounds.limit_bytes is None else min(usable, bounds.limit_bytes)
+        return self.search.init(shape, replace(bounds, limit_bytes=limit))
 
     def judge(self, trial: Trial) -> Trial:
         """Lower the verdict of a size that leaves too little free."""
         trial = self.search.judge(trial)
         seen = trial.measurement
         peak = seen.peak_allocated_bytes if seen.peak_reserved_bytes is None else seen.peak_reserved_bytes
-        if not trial.fits or peak is None or peak <= self._usable_bytes:
+        if not trial.fits or peak is None or peak <= self.limit_bytes - self.headroom_bytes:
             return trial
         message = (
             f"its peak of {format_bytes(peak)} leaves {format_bytes(self.limit_bytes - peak)} "
             f"of {format_bytes(self.limit_bytes)} free; the headroom is {format_bytes(self.headroom_bytes)}"
         )
         return replace(trial, measurement=replace(seen, verdict=Verdict.HEADROOM, message=message))
-
-    @property
-    def _usable_bytes(self) -> int:
-        return self.limit_bytes - self.headroom_bytes

@@ -96,18 +96,30 @@ class AllocatorSettings:
         Raises:
             InvalidValue: the text or one of its values is one that PyTorch refuses as well.
         """
-        values, unmodelled = {}, []
-        for key, value in _pairs(conf, option):
+        text = "".join(conf.split())
+        values: dict[str, str] = {}
+        unmodelled: list[str] = []
+        position = 0
+        while position < len(text):
+            match = _PAIR.match(text, position)
+            if match is None or (match.end() < len(text) and text[match.end()] != ","):
+                expected = "key:value pairs such as expandable_segments:True,max_split_size_mb:128"
+                raise InvalidValue(option, conf, expected)
+            position = match.end() + 1
+            key, value = match.groups()
             if key in _MODELLED:
                 values[key] = value
             elif key in _KNOWN_UNMODELLED or (key == "backend" and value != "native"):
                 unmodelled.append(f"{key}:{value}")
             elif key != "backend" and key not in _HARMLESS:
                 unmodelled.append(f"{key}:{value} (not a setting of torch 2.13)")
+        expandable = values.get("expandable_segments", "False")
+        if expandable not in ("True", "False"):
+            raise InvalidValue(f"{option} expandable_segments", expandable, "True or False")
         segment = _mebibytes(option, values, "large_segment_size_mb", least=11) or 20 * MIB
         least = segment // MIB
         return cls(
-            expandable_segments=_boolean(option, values, "expandable_segments"),
+            expandable_segments=expandable == "True",
             roundup_power2_divisions=_divisions(option, values.get("roundup_power2_divisions", "")),
             max_split_size_bytes=_mebibytes(option, values, "max_split_size_mb", least),
             max_non_split_rounding_bytes=_mebibytes(option, values, "max_non_split_rounding_mb", least) or 20 * MIB,
@@ -124,26 +136,6 @@ class AllocatorSettings:
 
 
 DEFAULT_SETTINGS = AllocatorSettings()
-
-
-def _pairs(conf: str, option: str) -> list[tuple[str, str]]:
-    text = "".join(conf.split())
-    pairs = []
-    position = 0
-    while position < len(text):
-        match = _PAIR.match(text, position)
-        if match is None or (match.end() < len(text) and text[match.end()] != ","):
-            raise InvalidValue(option, conf, "key:value pairs such as expandable_segments:True,max_split_size_mb:128")
-        pairs.append((match.group(1), match.group(2)))
-        position = match.end() + 1
-    return pairs
-
-
-def _boolean(option: str, values: dict[str, str], key: str) -> bool:
-    value = values.get(key, "False")
-    if value not in ("True", "False"):
-        raise InvalidValue(f"{option} {key}", value, "True or False")
-    return value == "True"
 
 
 def _mebibytes(option: str, values: dict[str, str], key: str, least: int) -> int | None:

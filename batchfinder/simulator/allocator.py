@@ -13,6 +13,7 @@ earlier ones; addresses only decide between free blocks of the same size.
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 
 from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
 from batchfinder.simulator.blocks import (
@@ -30,10 +31,9 @@ from batchfinder.simulator.segments import (
     CudaMallocSegments,
     ExpandableSegments,
     Segment,
-    SegmentSource,
+    SegmentBlock,
     SegmentWatch,
     TakenMemory,
-    describe,
 )
 
 UNLIMITED = DeviceMemory(1 << 60, 1 << 60)
@@ -76,10 +76,10 @@ class CachingAllocator:
         self.num_alloc_retries = 0
         self.taken = TakenMemory(memory.usable_bytes)
         expandable = settings.expandable_segments
-        self._segments: SegmentSource = (
+        self._segments: CudaMallocSegments | ExpandableSegments = (
             ExpandableSegments(self.taken, settings, memory.total_bytes)
             if expandable
-            else CudaMallocSegments(self.taken, settings)
+            else CudaMallocSegments(self.taken, partial(segment_size, settings=settings))
         )
         # should_split: 512 B must be left over in the small pool and in expandable segments; otherwise more than 1 MiB,
         # of blocks that max_split_size_mb allows to be split.
@@ -184,8 +184,26 @@ class CachingAllocator:
         self.taken.peak = self.taken.current
 
     def segments(self) -> tuple[Segment, ...]:
-        """What has been taken from the card, by address, block by block."""
-        return describe(self._segments.heads, self.settings.expandable_segments)
+        """What has been taken from the card, by address, block by block; of a range, each part that is mapped."""
+        ranges: list[list[Block]] = []
+        for head in self._segments.heads.values():
+            block: Block | None = head
+            while block is not None:
+                if block.mapped:
+                    if block.previous is None or not block.previous.mapped:
+                        ranges.append([])
+                    ranges[-1].append(block)
+                block = block.next
+        return tuple(
+            Segment(
+                address=blocks[0].address,
+                size_bytes=sum(block.size for block in blocks),
+                small=blocks[0].pool.small,
+                expandable=self.settings.expandable_segments,
+                blocks=tuple(SegmentBlock(block.address, block.size, block.requested, block.free) for block in blocks),
+            )
+            for blocks in sorted(ranges, key=lambda blocks: blocks[0].address)
+        )
 
     def watch_segments(self, watch: SegmentWatch) -> None:
         """Call `watch` from now on for all that is taken from the card and given back to it."""
@@ -193,34 +211,41 @@ class CachingAllocator:
 
     def _choose(self, pool: FreeList, index: int, size: int) -> int:
         """The rest of get_free_block, for settings that have a say in it; -1 when no free block will do."""
-        index = self._segments.fit(pool, index)
-        max_split = self.settings.max_split_size_bytes
+        blocks, settings = pool.blocks, self.settings
+        if settings.expandable_segments:
+            # Of blocks in order of size prefer one that could grow less. One before unmapped addresses counts as large
+            # as it can grow, and the walk ends at the first that is no smaller.
+            room = 0
+            for place in range(index, len(blocks)):
+                block = blocks[place]
+                follower = block.next
+                grown = block.size if follower is None or follower.mapped else block.size + follower.size
+                if place > index and grown >= room:
+                    break
+                index, room = place, grown
+        max_split = settings.max_split_size_bytes
         if max_split is not None:
-            found = pool.blocks[index].size
+            found = blocks[index].size
             if size < max_split <= found:
                 return -1  # a small request does not get a block that may not be split
-            if size >= max_split and found >= size + self.settings.max_non_split_rounding_bytes:
+            if size >= max_split and found >= size + settings.max_non_split_rounding_bytes:
                 return -1  # nor a large request one that is much too large
         return index
 
     def _grow(self, pool: FreeList, size: int, nbytes: int) -> Block:
         """Take new memory; when the card is full release what is cached and try again, as `malloc` does."""
-        block = self._take(pool, size)
+        segment, allowed = segment_size(size, self.settings), self.memory.allowed_bytes
         max_split = self.settings.max_split_size_bytes
-        if block is None and max_split is not None and self._segments.release_oversize(pool, size, max_split):
-            block = self._take(pool, size)
-        if block is None:
-            self.empty_cache()
-            self.num_alloc_retries += 1  # alloc_block counts the try, not its success
-            block = self._take(pool, size)
-        if block is None:
-            tried = segment_size(size, self.settings)
-            raise SimulatedOutOfMemory(nbytes, tried, self.memory, self.allocated, self.reserved)
-        return block
-
-    def _take(self, pool: FreeList, size: int) -> Block | None:
-        """alloc_block: under a memory fraction a whole segment must be allowed, even if fewer pages would do."""
-        allowed = self.memory.allowed_bytes
-        if allowed is not None and self.reserved + segment_size(size, self.settings) > allowed:
-            return None
-        return self._segments.grow(pool, size)
+        for first_release in (None, "oversize", "all"):
+            if first_release == "oversize":
+                if max_split is None or not self._segments.release_oversize(pool, size, max_split):
+                    continue
+            elif first_release == "all":
+                self.empty_cache()
+                self.num_alloc_retries += 1  # alloc_block counts the try, not its success
+            # alloc_block: under a memory fraction a whole segment must be allowed, even if fewer pages would do.
+            if allowed is None or self.reserved + segment <= allowed:
+                block = self._segments.grow(pool, size)
+                if block is not None:
+                    return block
+        raise SimulatedOutOfMemory(nbytes, segment, self.memory, self.allocated, self.reserved)

@@ -108,17 +108,6 @@ class FreeList:
         self.keys: list[int] = []
         self.blocks: list[Block] = []
 
-    def first_at_least(self, size: int) -> int:
-        """The index of the smallest block that holds `size` bytes; the number of blocks if there is none."""
-        return bisect_left(self.keys, size << ADDRESS_BITS)
-
-    def take(self, index: int) -> Block:
-        """Remove and return the block at an index."""
-        del self.keys[index]
-        block = self.blocks.pop(index)
-        block.free = False
-        return block
-
     def add(self, block: Block) -> None:
         """Put a block among the free ones."""
         block.key = key = (block.size << ADDRESS_BITS) + block.address
@@ -181,20 +170,11 @@ class SimulatedOutOfMemory(OutOfMemory):
         self.total_bytes = memory.total_bytes
         self.allocated_bytes = allocated_bytes
         self.reserved_bytes = reserved_bytes
-        message = self._message(memory.allowed_bytes)
-        super().__init__(None, message)
-        self.args = (message,)  # the device's words alone: they may be raised again as torch.OutOfMemoryError
-
-    def _message(self, allowed_bytes: int | None) -> str:
-        """The text of `DeviceCachingAllocator::malloc`, with the card called simulated.
-
-        https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cpp. The sentences that other code
-        looks for stay whole. The advice names PYTORCH_ALLOC_CONF as torch 2.10 and later do; the double blanks are
-        PyTorch's own.
-        """
         in_use = format_size(self.total_bytes - self.free_bytes)
-        allowed = "" if allowed_bytes is None else f"{format_size(allowed_bytes)} allowed; "
-        return (
+        allowed = "" if memory.allowed_bytes is None else f"{format_size(memory.allowed_bytes)} allowed; "
+        # The text of DeviceCachingAllocator::malloc, with the card called simulated. Sentences that other code looks
+        # for stay whole; PYTORCH_ALLOC_CONF is named as torch 2.10 and later do; the double blanks are PyTorch's own.
+        message = (
             f"CUDA out of memory. Tried to allocate {format_size(self.tried_bytes)}. "
             f"GPU 0 (simulated) has a total capacity of {format_size(self.total_bytes)} "
             f"of which {format_size(self.free_bytes)} is free. "
@@ -205,6 +185,8 @@ class SimulatedOutOfMemory(OutOfMemory):
             "to avoid fragmentation.  See documentation for Memory Management  "
             "(https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
         )
+        super().__init__(None, message)
+        self.args = (message,)  # the device's words alone: they may be raised again as torch.OutOfMemoryError
 
 
 def format_size(size: int) -> str:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory, block_size
 from batchfinder.simulator.segments import Segment
-from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
+from batchfinder.simulator.trace import Trace
 
 Entry = dict[str, Any]
 
@@ -37,13 +36,51 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
         `segments` as they are at the end, `device_traces` with every event of the one device, and
         `allocator_settings`. A trace that the card has no room for ends with an `oom` event.
     """
-    history = _History(trace, allocator)
-    history.replay()
-    segments = [_segment(segment, history.frames_at, history.segment_frames_at) for segment in allocator.segments()]
+    entries: list[Entry] = []
+    frames_at: dict[int, list[Entry]] = {}  # of each block in use, by address as the simulator has it
+    segment_frames_at: dict[int, list[Entry]] = {}  # of the request that each segment was taken for, likewise
+    requesting: list[Entry] = []  # the frames of the request that is being met
+
+    def enter(action: str, size: int, frames: list[Entry], **where: int) -> None:
+        time = len(entries)
+        entries.append({"action": action, **where, "size": size, "stream": 0, "time_us": time, "frames": frames})
+
+    def enter_segment(action: str, address: int, nbytes: int) -> None:
+        segment_frames_at[address] = requesting
+        enter(f"segment_{action}", nbytes, requesting, addr=_FIRST_ADDRESS + address)
+
+    allocator.watch_segments(enter_segment)
+    frames_of = _frames(trace)
+    live: dict[int, Block | None] = {}
+    try:
+        for event in trace.structure.order:
+            if event < 0:
+                block = live.pop(~event)
+                if block is not None:  # no bytes, no event
+                    frames = frames_at.pop(block.address)
+                    for action in ("free_requested", "free_completed"):
+                        enter(action, block.requested, frames, addr=_FIRST_ADDRESS + block.address)
+                    allocator.free(block)
+                continue
+            requesting = frames_of[event]
+            block = live[event] = allocator.allocate(trace.sizes[event])
+            if block is not None:
+                frames_at[block.address] = requesting
+                enter("alloc", trace.sizes[event], requesting, addr=_FIRST_ADDRESS + block.address)
+    except SimulatedOutOfMemory as error:
+        size = block_size(error.requested_bytes, allocator.settings)
+        enter("oom", size, requesting, device_free=error.free_bytes)
+    settings = allocator.settings
+    divisions = settings.roundup_power2_divisions or (0,) * 16
+    max_split = settings.max_split_size_bytes
     return {
-        "segments": segments,
-        "device_traces": [history.entries],
-        "allocator_settings": _settings(allocator.settings),
+        "segments": [_segment(segment, frames_at, segment_frames_at) for segment in allocator.segments()],
+        "device_traces": [entries],
+        "allocator_settings": {  # by PyTorch's names; divisions go by the interval's start in MiB
+            "expandable_segments": settings.expandable_segments,
+            "max_split_size": -1 if max_split is None else max_split,
+            "roundup_power2_divisions": {str(1 << power): steps for power, steps in enumerate(divisions)},
+        },
     }
 
 
@@ -52,120 +89,36 @@ def pickled(snapshot: Entry) -> bytes:
     return pickle.dumps(snapshot, protocol=_PROTOCOL)
 
 
-class _History:
-    """What happens in a replay.
-
-    Attributes:
-        entries: the events, in order.
-        frames_at: of each block in use, by address as the simulator has it.
-        segment_frames_at: of the request that each segment was taken for, by address.
-    """
-
-    def __init__(self, trace: Trace, allocator: CachingAllocator) -> None:
-        self.entries: list[Entry] = []
-        self.frames_at: dict[int, list[Entry]] = {}
-        self.segment_frames_at: dict[int, list[Entry]] = {}
-        self._trace = trace
-        self._allocator = allocator
-        self._frames = _Frames(trace)
-        self._requesting: list[Entry] = []  # the frames of the request that is being met
-        allocator.watch_segments(self._segment_event)
-
-    def replay(self) -> None:
-        """Run the trace through the allocator, to its end or to where the card is full."""
-        live: dict[int, Block | None] = {}
-        for position, event in enumerate(self._trace.structure.order):
-            if event < 0:
-                self._free(live.pop(~event))
-                continue
-            self._requesting = self._frames.of(event, position)
-            try:
-                live[event] = self._allocate(self._trace.sizes[event])
-            except SimulatedOutOfMemory as error:
-                size = block_size(error.requested_bytes, self._allocator.settings)
-                self._enter("oom", size, self._requesting, device_free=error.free_bytes)
-                return
-
-    def _allocate(self, nbytes: int) -> Block | None:
-        block = self._allocator.allocate(nbytes)
-        if block is not None:
-            self.frames_at[block.address] = self._requesting
-            self._enter("alloc", nbytes, self._requesting, addr=_shown(block.address))
-        return block
-
-    def _free(self, block: Block | None) -> None:
-        if block is None:  # no bytes, no event
-            return
-        frames = self.frames_at.pop(block.address)
-        for action in ("free_requested", "free_completed"):
-            self._enter(action, block.requested, frames, addr=_shown(block.address))
-        self._allocator.free(block)
-
-    def _segment_event(self, action: str, address: int, nbytes: int) -> None:
-        self.segment_frames_at[address] = self._requesting
-        self._enter(f"segment_{action}", nbytes, self._requesting, addr=_shown(address))
-
-    def _enter(self, action: str, size: int, frames: list[Entry], **where: int) -> None:
-        time = len(self.entries)
-        self.entries.append({"action": action, **where, "size": size, "stream": 0, "time_us": time, "frames": frames})
-
-
-class _Frames:
-    """What stands for the call stacks of a trace's blocks. Equal frames are one object, so a pickle has them once."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._structure: TraceStructure = trace.structure
-        self._shapes = trace.shapes or ("",) * len(trace.sizes)
-        self._known: dict[tuple[str, str], Entry] = {}
-        self._marks_passed = 0
-
-    def of(self, block: int, position: int) -> list[Entry]:
-        """The frames of a block that is allocated at a position. Positions must rise from call to call."""
-        structure = self._structure
-        marks = structure.marks
-        while self._marks_passed < len(marks) and marks[self._marks_passed].position <= position:
-            self._marks_passed += 1
-        frames = [
-            self._frame(structure.modules[block] or "no module", structure.operators[block]),
-            self._frame(structure.kinds[block], self._shapes[block] or "shape not known"),
+def _frames(trace: Trace) -> list[list[Entry]]:
+    """What stands for each block's call stack. Equal frames are one object, so a pickle has them once."""
+    structure = trace.structure
+    shapes = trace.shapes or ("",) * len(trace.sizes)
+    known: dict[tuple[str, str], Entry] = {}
+    marks = iter([*structure.marks, None])
+    mark, coming = None, next(marks)
+    frames: list[list[Entry]] = []
+    for position, block in enumerate(structure.order):
+        while coming is not None and coming.position <= position:
+            mark, coming = coming, next(marks)
+        if block < 0:
+            continue
+        names = [
+            (structure.modules[block] or "no module", structure.operators[block]),
+            (structure.kinds[block], shapes[block] or "shape not known"),
         ]
-        if self._marks_passed:
-            mark = marks[self._marks_passed - 1]
-            frames.append(self._frame(_step(mark), mark.stage))
-        return frames
-
-    def _frame(self, filename: str, name: str) -> Entry:
-        key = (filename, name)
-        if key not in self._known:
-            self._known[key] = {"filename": filename, "line": 0, "name": name}
-        return self._known[key]
-
-
-def _step(mark: StageMark) -> str:
-    if mark.step < 0:
-        return "before the first step"
-    return f"step {mark.step}" + (f", micro-batch {mark.micro_batch}" if mark.micro_batch else "")
-
-
-def _shown(address: int) -> int:
-    return _FIRST_ADDRESS + address
+        if mark is not None:
+            step = f"step {mark.step}" + (f", micro-batch {mark.micro_batch}" if mark.micro_batch else "")
+            names.append((step if mark.step >= 0 else "before the first step", mark.stage))
+        # Blocks are numbered in the order in which they are allocated.
+        frames.append([known.setdefault(key, {"filename": key[0], "line": 0, "name": key[1]}) for key in names])
+    return frames
 
 
 def _segment(segment: Segment, frames_at: dict[int, list[Entry]], segment_frames_at: dict[int, list[Entry]]) -> Entry:
-    blocks = [
-        {
-            "address": _shown(block.address),
-            "size": block.size_bytes,
-            "requested_size": block.requested_bytes,
-            "state": "inactive" if block.free else "active_allocated",
-            "frames": frames_at.get(block.address, []),
-        }
-        for block in segment.blocks
-    ]
     in_use = sum(block.size_bytes for block in segment.blocks if not block.free)
     return {
         "device": 0,
-        "address": _shown(segment.address),
+        "address": _FIRST_ADDRESS + segment.address,
         "total_size": segment.size_bytes,
         "allocated_size": in_use,
         "active_size": in_use,  # nothing waits for another stream
@@ -175,16 +128,14 @@ def _segment(segment: Segment, frames_at: dict[int, list[Entry]], segment_frames
         "segment_pool_id": (0, 0),
         "is_expandable": segment.expandable,
         "frames": segment_frames_at.get(segment.address, []),
-        "blocks": blocks,
-    }
-
-
-def _settings(settings: AllocatorSettings) -> Entry:
-    """Those that are simulated, by PyTorch's names: -1 is no limit, and divisions go by the interval's start in MiB."""
-    divisions = settings.roundup_power2_divisions or (0,) * 16
-    max_split = settings.max_split_size_bytes
-    return {
-        "expandable_segments": settings.expandable_segments,
-        "max_split_size": -1 if max_split is None else max_split,
-        "roundup_power2_divisions": {str(1 << power): steps for power, steps in enumerate(divisions)},
+        "blocks": [
+            {
+                "address": _FIRST_ADDRESS + block.address,
+                "size": block.size_bytes,
+                "requested_size": block.requested_bytes,
+                "state": "inactive" if block.free else "active_allocated",
+                "frames": frames_at.get(block.address, []),
+            }
+            for block in segment.blocks
+        ],
     }

@@ -59,39 +59,34 @@ class SimulatedProbe:
 
     def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
         """The replay of one size, on this card or another."""
-        return self._replay(self.trace(batch_size, shape), memory or self.memory)
+        trace = self.trace(batch_size, shape)
+        return replay(trace.structure, trace.sizes, CachingAllocator(memory or self.memory, self.allocator))
 
     def needed_bytes(self, batch_size: int, shape: Shape) -> int:
         """The most the allocator would reserve for a size on a card with unlimited memory."""
         return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
 
-    def steady_state(self, batch_size: int, shape: Shape) -> SteadyState:
-        """One size replayed until the allocator's cache is steady."""
-        return self._simulate(self.trace(batch_size, shape))
+    def steady_state(self, batch_size: int, shape: Shape, exact: bool = False) -> SteadyState:
+        """One size replayed until the allocator's cache is steady.
 
-    def exact_steady_state(self, batch_size: int, shape: Shape) -> SteadyState:
-        """The same of a recording at this very size, which is quicker where one size is all that is asked for."""
-        return self._simulate(self.exact_trace(batch_size, shape))
-
-    def exact_trace(self, batch_size: int, shape: Shape) -> Trace:
-        """The step's trace, recorded at this very size."""
-        return self._note_unmodelled(self.traces.recorded(batch_size, shape.seq_len))
-
-    def trace(self, batch_size: int, shape: Shape) -> Trace:
-        """The step's trace at one size."""
-        return self._note_unmodelled(self.traces.at(batch_size, shape.seq_len))
-
-    def _note_unmodelled(self, trace: Trace) -> Trace:
-        self._unmodelled.update(dict.fromkeys(trace.unmodelled))
-        return trace
-
-    def _simulate(self, trace: Trace) -> SteadyState:
+        Args:
+            exact: as for `trace`.
+        """
+        trace = self.trace(batch_size, shape, exact)
         return simulate_steady_state(
             trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
         )
 
-    def _replay(self, trace: Trace, memory: DeviceMemory) -> Timeline:
-        return replay(trace.structure, trace.sizes, CachingAllocator(memory, self.allocator))
+    def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
+        """The step's trace at one size.
+
+        Args:
+            exact: recorded at this very size, which is quicker where one size is all that is asked for.
+        """
+        at = self.traces.recorded if exact else self.traces.at
+        trace = at(batch_size, shape.seq_len)
+        self._unmodelled.update(dict.fromkeys(trace.unmodelled))
+        return trace
 
 
 # A batch of one needs a recording of its own, so neither size is 1.

@@ -9,7 +9,7 @@ that would differ at a length asked for, that size is recorded itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import combinations, combinations_with_replacement
@@ -46,16 +46,11 @@ def _unit(batch_power: int, paddings: tuple[int, ...], batch_size: int, seq_len:
     return product
 
 
-def _term_shapes() -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first."""
-    plain: list[tuple[int, ...]] = [(), (1,), (1, 1)]
-    padded = [paddings for n in (1, 2) for paddings in combinations_with_replacement((1, *_PADDINGS), n)]
-    for paddings in dict.fromkeys([*plain, *padded]):
-        for batch_power in _BATCH_POWERS:
-            yield batch_power, paddings
-
-
-_SHAPES = tuple(_term_shapes())
+# The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first.
+_PADDED = [paddings for n in (1, 2) for paddings in combinations_with_replacement((1, *_PADDINGS), n)]
+_SHAPES: tuple[tuple[int, tuple[int, ...]], ...] = tuple(
+    (power, paddings) for paddings in dict.fromkeys([(), (1,), (1, 1), *_PADDED]) for power in _BATCH_POWERS
+)
 _PLAIN = tuple((power, paddings) for power, paddings in _SHAPES if all(padding == 1 for padding in paddings))
 
 
@@ -114,55 +109,32 @@ def _polynomial(sizes: tuple[int, ...], points: list[tuple[int, int]], lengths: 
     """The one polynomial through all points; None without one, or with several that differ at these lengths."""
     if not any(sizes):
         return ()
-    for candidates in (_single_terms(sizes, points), _sums_of_two(sizes, points)):
-        first: Polynomial | None = None
-        for polynomial in candidates:
-            if first is None:
-                first = polynomial
-            elif _differ(first, polynomial, lengths):
-                return None
-        if first is not None:
-            return first
-    return None
-
-
-def _differ(one: Polynomial, other: Polynomial, lengths: list[int]) -> bool:
-    """Whether two polynomials give different bytes at these lengths. Both are at most quadratic in the batch size."""
-    return any(
-        sum(term(batch_size, length) for term in one) != sum(term(batch_size, length) for term in other)
-        for length in lengths
-        for batch_size in (2, 3, 5)
-    )
-
-
-def _single_terms(sizes: tuple[int, ...], points: list[tuple[int, int]]) -> Iterator[Polynomial]:
+    found: list[Polynomial] = []
     for batch_power, paddings in _SHAPES:
         units = [_unit(batch_power, paddings, *point) for point in points]
         coefficient, rest = divmod(sizes[0], units[0])
         if not rest and all(coefficient * unit == size for unit, size in zip(units, sizes, strict=True)):
-            yield (Term(coefficient, batch_power, paddings),)
-
-
-def _sums_of_two(sizes: tuple[int, ...], points: list[tuple[int, int]]) -> Iterator[Polynomial]:
-    """Sums of two plain terms, solved from the first two points; only a third point makes that a finding."""
-    if len(points) < 3:
-        return
-    for one, other in combinations(_PLAIN, 2):
+            found.append((Term(coefficient, batch_power, paddings),))
+    # Sums of two plain terms, solved from the first two points; only a third point makes that a finding.
+    for one, other in combinations(_PLAIN, 2) if len(points) > 2 and not found else ():
         (a, b), (c, d) = ((_unit(*one, *point), _unit(*other, *point)) for point in points[:2])
         determinant = a * d - b * c
         if not determinant:
             continue
         first, rest = divmod(sizes[0] * d - b * sizes[1], determinant)
         second, other_rest = divmod(a * sizes[1] - c * sizes[0], determinant)
-        polynomial = (Term(first, *one), Term(second, *other))
+        terms = (Term(first, *one), Term(second, *other))
         if (
-            not rest
-            and not other_rest
+            not (rest or other_rest)
             and first
             and second
-            and all(sum(term(*point) for term in polynomial) == size for point, size in zip(points, sizes, strict=True))
+            and all(sum(term(*point) for term in terms) == size for point, size in zip(points, sizes, strict=True))
         ):
-            yield polynomial
+            found.append(terms)
+    # Polynomials at most quadratic in the batch size that agree at three sizes agree at all.
+    asked = [(batch_size, length) for length in lengths for batch_size in (2, 3, 5)]
+    bytes_asked = {tuple(sum(term(*size) for term in terms) for size in asked) for terms in found}
+    return found[0] if len(bytes_asked) == 1 else None
 
 
 Submit = Callable[[int, int | None], "Future[Trace]"]
@@ -216,7 +188,17 @@ class TraceSource:
         Raises:
             RecordingFailed: a recording failed; `UserCodeFailed` if it was the user's code that did.
         """
-        scaled = self._scaled_for(seq_len) if batch_size > 1 else None
+        if batch_size > 1 and seq_len not in self._scaled:
+            group = self._groups.setdefault(_is_aligned(seq_len), [])
+            if seq_len not in group:
+                group.append(seq_len)
+            lengths = [length for length in group if length not in self._scaled]
+            scaled = self._fit(lengths)
+            if scaled is not None:
+                self._scaled.update(dict.fromkeys(lengths, scaled))
+            else:
+                self._scaled[seq_len] = self._fit([seq_len]) if len(lengths) > 1 else None
+        scaled = self._scaled[seq_len] if batch_size > 1 else None
         if scaled is not None:
             return scaled.at(batch_size, seq_len)
         if (batch_size, seq_len) not in self.unscaled:
@@ -232,19 +214,6 @@ class TraceSource:
         if size not in self._recorded:
             self._recorded[size] = self._submit(batch_size, seq_len)
         return self._recorded[size]
-
-    def _scaled_for(self, seq_len: int | None) -> ScaledTrace | None:
-        if seq_len not in self._scaled:
-            group = self._groups.setdefault(_is_aligned(seq_len), [])
-            if seq_len not in group:
-                group.append(seq_len)
-            lengths = [length for length in group if length not in self._scaled]
-            scaled = self._fit(lengths)
-            if scaled is not None:
-                self._scaled.update(dict.fromkeys(lengths, scaled))
-            else:
-                self._scaled[seq_len] = self._fit([seq_len]) if len(lengths) > 1 else None
-        return self._scaled[seq_len]
 
     def _fit(self, seq_lens: list[int | None]) -> ScaledTrace | None:
         points = _recording_points(seq_lens)

@@ -6,33 +6,27 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cp
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from operator import attrgetter
 
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.simulator.blocks import SMALL_SEGMENT_BYTES, Block, FreeList, round_up, segment_size
+from batchfinder.simulator.blocks import ADDRESS_BITS, SMALL_SEGMENT_BYTES, Block, FreeList, round_up
+
+_BY_ADDRESS = attrgetter("address")
 
 SegmentWatch = Callable[[str, int, int], None]
 """Called with `alloc`, `free`, `map` or `unmap`, the address and the bytes, once the card has given or got them."""
 
 
+@dataclass(slots=True)
 class TakenMemory:
-    """What has been taken from the card, in bytes.
+    """What has been taken from the card, in bytes: `current` now, `peak` at most, of the `limit` there is."""
 
-    Attributes:
-        limit: the most there is to take.
-        current: taken now.
-        peak: the most that was taken at one time.
-    """
-
-    __slots__ = ("current", "limit", "peak")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.current = 0
-        self.peak = 0
+    limit: int
+    current: int = 0
+    peak: int = 0
 
     def take(self, nbytes: int) -> bool:
         """Take some bytes; False, and nothing is taken, when there are not as many."""
@@ -43,70 +37,32 @@ class TakenMemory:
             self.peak = self.current
         return True
 
-    def give_back(self, nbytes: int) -> None:
-        """Return some bytes."""
-        self.current -= nbytes
 
+class CudaMallocSegments:
+    """The default: one cudaMalloc per segment (`alloc_block`, `release_blocks`, `release_available_cached_blocks`).
 
-class SegmentSource(Protocol):
-    """Where blocks come from when no free one will do.
+    Args:
+        segment_size: the bytes of the segment that a block of some size is cut from.
 
     Attributes:
+        heads: the first block of each segment, by address; it is the same object all its life.
         watch: called for all that is taken and given back; None for no one.
     """
 
-    watch: SegmentWatch | None
-
-    @property
-    def heads(self) -> list[Block]:
-        """The first block of each segment."""
-        ...
-
-    def fit(self, pool: FreeList, index: int) -> int:
-        """The index of the block to prefer, given the best fitting one."""
-        ...
-
-    def grow(self, pool: FreeList, size: int) -> Block | None:
-        """A block of at least `size` bytes in no free list; None when the card is full."""
-        ...
-
-    def release(self, pool: FreeList) -> None:
-        """Give the card back what is wholly free."""
-        ...
-
-    def release_oversize(self, pool: FreeList, size: int, max_split: int) -> bool:
-        """Give back free blocks too large to be split, until `size` bytes are back; whether there were enough."""
-        ...
-
-
-class CudaMallocSegments:
-    """The default: one cudaMalloc per segment (`alloc_block`, `release_blocks`, `release_available_cached_blocks`)."""
-
-    def __init__(self, taken: TakenMemory, settings: AllocatorSettings) -> None:
+    def __init__(self, taken: TakenMemory, segment_size: Callable[[int], int]) -> None:
         self._taken = taken
-        self._settings = settings
-        self._heads: dict[int, Block] = {}  # by address; the first block of a segment is the same object all its life
+        self._segment_size = segment_size
         self._next_address = 0
+        self.heads: dict[int, Block] = {}
         self.watch: SegmentWatch | None = None
 
-    @property
-    def heads(self) -> list[Block]:
-        """The first block of each segment."""
-        return list(self._heads.values())
-
-    def fit(self, pool: FreeList, index: int) -> int:
-        """The best fitting block is the one to take."""
-        return index
-
     def grow(self, pool: FreeList, size: int) -> Block | None:
-        """A new segment."""
-        return self._take(pool, segment_size(size, self._settings))
-
-    def _take(self, pool: FreeList, nbytes: int) -> Block | None:
+        """A new segment for a block of `size` bytes, in no free list; None when the card is full."""
+        nbytes = self._segment_size(size)
         if not self._taken.take(nbytes):
             return None
         block = Block(self._next_address, nbytes, pool, None, None)
-        self._heads[block.address] = block
+        self.heads[block.address] = block
         self._next_address += nbytes
         if self.watch is not None:
             self.watch("alloc", block.address, nbytes)
@@ -121,9 +77,13 @@ class CudaMallocSegments:
             self._give_back(block)
 
     def release_oversize(self, pool: FreeList, size: int, max_split: int) -> bool:
-        """Give back the smallest segment that is large enough; else the largest ones until they are, together."""
+        """Give back the smallest segment that is large enough; else the largest ones until they are, together.
+
+        Returns:
+            Whether `size` bytes of blocks too large to be split are back.
+        """
         wanted = max(size, max_split)
-        index = pool.first_at_least(wanted)
+        index = bisect_left(pool.keys, wanted << ADDRESS_BITS)
         if index < len(pool.blocks):
             self._give_back(pool.blocks[index])
             return True
@@ -135,8 +95,8 @@ class CudaMallocSegments:
 
     def _give_back(self, block: Block) -> None:
         block.pool.remove(block)
-        del self._heads[block.address]
-        self._taken.give_back(block.size)
+        del self.heads[block.address]
+        self._taken.current -= block.size
         if self.watch is not None:
             self.watch("free", block.address, block.size)
 
@@ -146,159 +106,113 @@ class ExpandableSegments:
 
     Args:
         total_bytes: the card's whole memory; a range has 1 1/8 times that in addresses.
+
+    Attributes:
+        heads: the first block of each range, by address.
+        watch: called for all that is taken and given back; None for no one.
     """
 
     def __init__(self, taken: TakenMemory, settings: AllocatorSettings, total_bytes: int) -> None:
         self._taken = taken
-        self._large_page = settings.large_segment_bytes
+        self._page = {True: SMALL_SEGMENT_BYTES, False: settings.large_segment_bytes}  # by whether the pool is small
         self._range_bytes = max(1, total_bytes + total_bytes // 8)  # the ExpandableSegment's constructor
-        self._heads: dict[int, Block] = {}
         self._unmapped: dict[FreeList, list[Block]] = {}  # by address
         self._next_address = 0
+        self.heads: dict[int, Block] = {}
         self.watch: SegmentWatch | None = None
-
-    @property
-    def heads(self) -> list[Block]:
-        """The first block of each range."""
-        return list(self._heads.values())
-
-    def fit(self, pool: FreeList, index: int) -> int:
-        """Prefer, among blocks in order of size, one that could grow less (`get_free_block`).
-
-        A block before unmapped addresses counts as large as it can grow. The walk ends at the first that is no smaller.
-        """
-        blocks = pool.blocks
-        room = _room(blocks[index])
-        while index + 1 < len(blocks) and (next_room := _room(blocks[index + 1])) < room:
-            index += 1
-            room = next_room
-        return index
 
     def grow(self, pool: FreeList, size: int) -> Block | None:
         """Map pages at the lowest addresses where `size` bytes can be had (`try_allocate_expandable_block`).
 
-        What was mapped before the card turned out to be full stays mapped, as free blocks.
+        Returns:
+            A block in no free list; None when the card is full. What was mapped until then stays so, as free blocks.
         """
-        block: Block | None = self._lowest_fit(pool, size)
-        if block is not None and not block.mapped:
-            block = self._map(block, min(block.size, size))
-        while block is not None and block.size < size:
-            follower = block.next
-            assert follower is not None  # _lowest_fit has seen enough addresses
-            block = self._map(follower, min(size - block.size, follower.size))
-        if block is not None:
-            pool.remove(block)
+        page = self._page[pool.small]
+        unmapped = self._unmapped.setdefault(pool, [])
+        found: Block | None = None
+        for candidate in unmapped:  # find_expandable_block: the first of enough in a row that are free or unmapped
+            start = candidate.previous if candidate.previous is not None and candidate.previous.free else candidate
+            room = 0
+            following: Block | None = start
+            while following is not None and room < size and (following.free or not following.mapped):
+                room += following.size
+                following = following.next
+            if room >= size:
+                found = start
+                break
+        if found is None:
+            address = round_up(self._next_address, page)
+            found = Block(address, round_up(self._range_bytes, page), pool, None, None)
+            found.mapped = False
+            self._next_address = address + found.size
+            self.heads[address] = found
+            unmapped.append(found)  # the highest address so far
+        block = found
+        while not block.mapped or block.size < size:  # map_block: put pages behind what is missing
+            missing = size - block.size if block.mapped else size
+            piece = block.next if block.mapped else block
+            assert piece is not None  # enough addresses were found
+            nbytes = round_up(min(piece.size, missing), page)
+            if not self._taken.take(nbytes):
+                return None
+            if self.watch is not None:
+                self.watch("map", piece.address, nbytes)
+            unmapped.remove(piece)
+            if nbytes < piece.size:
+                insort(unmapped, piece.cut(nbytes), key=_BY_ADDRESS)
+            piece.mapped = True
+            if piece.previous is not None and piece.previous.free:
+                pool.remove(piece.previous)
+                piece.previous.absorb(piece)
+                piece = piece.previous
+            if piece.next is not None and piece.next.free:
+                pool.remove(piece.next)
+                piece.absorb(piece.next)
+            pool.add(piece)
+            block = piece
+        pool.remove(block)
         return block
 
     def release(self, pool: FreeList) -> None:
         """Unmap the pages that lie wholly within free blocks (`release_blocks`, `unmap_block`)."""
+        page = self._page[pool.small]
         for block in list(pool.blocks):
-            self._unmap(block)
+            start = round_up(block.address, page)
+            end = (block.address + block.size) // page * page
+            if start >= end:
+                continue
+            pool.remove(block)
+            middle = block
+            if start > block.address:
+                middle = block.cut(start - block.address)
+                pool.add(block)
+            if middle.size > end - start:
+                pool.add(middle.cut(end - start))
+            middle.mapped = False
+            self._taken.current -= end - start
+            if self.watch is not None:
+                self.watch("unmap", start, end - start)
+            unmapped = self._unmapped[pool]
+            if middle.next is not None and not middle.next.mapped:
+                unmapped.remove(middle.next)
+                middle.absorb(middle.next)
+            if middle.previous is not None and not middle.previous.mapped:
+                middle.previous.absorb(middle)
+                middle = middle.previous
+            else:
+                insort(unmapped, middle, key=_BY_ADDRESS)
+            if middle.previous is None and middle.next is None:  # release_expandable_segment
+                unmapped.remove(middle)
+                del self.heads[middle.address]
 
     def release_oversize(self, pool: FreeList, size: int, max_split: int) -> bool:
         """Never: `release_available_cached_blocks` passes expandable blocks over."""
         return False
 
-    def _page(self, pool: FreeList) -> int:
-        return SMALL_SEGMENT_BYTES if pool.small else self._large_page
-
-    def _lowest_fit(self, pool: FreeList, size: int) -> Block:
-        """The first of enough blocks in a row that are free or unmapped (`find_expandable_block`)."""
-        unmapped = self._unmapped.setdefault(pool, [])
-        for block in unmapped:
-            start = block.previous if block.previous is not None and block.previous.free else block
-            if _has_room(start, size):
-                return start
-        page = self._page(pool)
-        address = round_up(self._next_address, page)
-        block = Block(address, round_up(self._range_bytes, page), pool, None, None)
-        block.mapped = False
-        self._next_address = address + block.size
-        self._heads[address] = block
-        unmapped.append(block)  # the highest address so far
-        return block
-
-    def _map(self, block: Block, size: int) -> Block | None:
-        """Put pages behind the first `size` bytes (`map_block`); None when the card has not as many."""
-        pool = block.pool
-        mapped = round_up(size, self._page(pool))
-        if not self._taken.take(mapped):
-            return None
-        if self.watch is not None:
-            self.watch("map", block.address, mapped)
-        unmapped = self._unmapped[pool]
-        unmapped.remove(block)
-        if mapped < block.size:
-            insort(unmapped, block.cut(mapped), key=_address)
-        block.mapped = True
-        if block.previous is not None and block.previous.free:
-            pool.remove(block.previous)
-            block.previous.absorb(block)
-            block = block.previous
-        if block.next is not None and block.next.free:
-            pool.remove(block.next)
-            block.absorb(block.next)
-        pool.add(block)
-        return block
-
-    def _unmap(self, block: Block) -> None:
-        pool = block.pool
-        page = self._page(pool)
-        start = round_up(block.address, page)
-        end = (block.address + block.size) // page * page
-        if start >= end:
-            return
-        pool.remove(block)
-        if start > block.address:
-            middle = block.cut(start - block.address)
-            pool.add(block)
-        else:
-            middle = block
-        if middle.size > end - start:
-            pool.add(middle.cut(end - start))
-        middle.mapped = False
-        self._taken.give_back(end - start)
-        if self.watch is not None:
-            self.watch("unmap", start, end - start)
-        unmapped = self._unmapped[pool]
-        if middle.next is not None and not middle.next.mapped:
-            unmapped.remove(middle.next)
-            middle.absorb(middle.next)
-        if middle.previous is not None and not middle.previous.mapped:
-            middle.previous.absorb(middle)
-            middle = middle.previous
-        else:
-            insort(unmapped, middle, key=_address)
-        if middle.previous is None and middle.next is None:  # release_expandable_segment
-            unmapped.remove(middle)
-            del self._heads[middle.address]
-
-
-def _address(block: Block) -> int:
-    return block.address
-
-
-def _has_room(start: Block, size: int) -> bool:
-    room = 0
-    block: Block | None = start
-    while block is not None and room < size and (block.free or not block.mapped):
-        room += block.size
-        block = block.next
-    return room >= size
-
-
-def _room(block: Block) -> int:
-    follower = block.next
-    return block.size if follower is None or follower.mapped else block.size + follower.size
-
 
 @dataclass(frozen=True, slots=True)
 class SegmentBlock:
-    """One block of a segment, for reading.
-
-    Attributes:
-        requested_bytes: what was asked for; 0 when it is free.
-    """
+    """One block of a segment, for reading; `requested_bytes` is 0 when it is free."""
 
     address: int
     size_bytes: int
@@ -320,27 +234,3 @@ class Segment:
     small: bool
     expandable: bool
     blocks: tuple[SegmentBlock, ...]
-
-
-def describe(heads: list[Block], expandable: bool) -> tuple[Segment, ...]:
-    """The segments by address; of an expandable one, each range that memory is behind."""
-    ranges: list[list[Block]] = []
-    for head in heads:
-        block: Block | None = head
-        while block is not None:
-            if block.mapped:
-                starts = block.previous is None or not block.previous.mapped
-                if starts:
-                    ranges.append([])
-                ranges[-1].append(block)
-            block = block.next
-    return tuple(
-        Segment(
-            address=blocks[0].address,
-            size_bytes=sum(block.size for block in blocks),
-            small=blocks[0].pool.small,
-            expandable=expandable,
-            blocks=tuple(SegmentBlock(block.address, block.size, block.requested, block.free) for block in blocks),
-        )
-        for blocks in sorted(ranges, key=lambda blocks: blocks[0].address)
-    )

@@ -8,7 +8,7 @@ or it runs out of memory in one of those steps. Two steps cannot tell, so the la
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -94,7 +94,16 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
     last = max((mark.step for mark in structure.marks), default=0)
     if last < 1:
         return None
-    sites = dict(_allocation_sites(structure))
+    sites: dict[int, tuple[int, _Site]] = {}  # for each block its step, the model's own being -1, and its site
+    seen: Counter[tuple[object, ...]] = Counter()
+    ends = chain((mark.position for mark in structure.marks), [len(structure.order)])
+    for mark, end in zip([StageMark(0, -1, ""), *structure.marks], ends, strict=True):
+        for block in structure.order[mark.position : end]:
+            if block >= 0:
+                names = structure.operators[block], structure.modules[block], structure.kinds[block]
+                alike = (mark.stage, mark.micro_batch, *names)
+                sites[block] = mark.step, (*alike, seen[mark.step, alike])
+                seen[mark.step, alike] += 1
     blocks = {site: block for block, site in sites.items()}
     start = next(mark.position for mark in structure.marks if mark.step == last)
     end = structure.marks[-1].position
@@ -133,20 +142,6 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
     return longer, tuple(origins)
 
 
-def _allocation_sites(structure: TraceStructure) -> Iterator[tuple[int, tuple[int, _Site]]]:
-    """Each block, with the step and the site that allocated it; the model's own at step -1."""
-    starts = [StageMark(0, -1, ""), *structure.marks]
-    ends = chain((mark.position for mark in structure.marks), [len(structure.order)])
-    seen: Counter[tuple[object, ...]] = Counter()
-    for mark, end in zip(starts, ends, strict=True):
-        for block in structure.order[mark.position : end]:
-            if block >= 0:
-                names = structure.operators[block], structure.modules[block], structure.kinds[block]
-                alike = (mark.stage, mark.micro_batch, *names)
-                yield block, (mark.step, (*alike, seen[mark.step, alike]))
-                seen[mark.step, alike] += 1
-
-
 _SIZES_TRIED_BELOW = 64
 """Sizes under the first answer that are tried as well, in steps of 2 MiB: 128 MiB."""
 
@@ -175,12 +170,16 @@ def smallest_usable_bytes(
         memory = DeviceMemory(usable + context_bytes, usable)
         return simulate_steady_state(structure, sizes, lambda: CachingAllocator(memory, settings)).fits
 
-    most = replay(structure, sizes, CachingAllocator(UNLIMITED, settings)).max_reserved_bytes
-    low, high = (
-        -(-_peak_live_bytes(structure, sizes) // SEGMENT_STEP_BYTES),
-        round_up(most, SEGMENT_STEP_BYTES) // SEGMENT_STEP_BYTES,
-    )
-    floor = low
+    alive = most_alive = 0  # each block rounded up to 512 B: a lower bound for any card
+    for event in structure.order:
+        if event >= 0:
+            alive += round_up(sizes[event], MIN_BLOCK_BYTES)
+            most_alive = max(most_alive, alive)
+        else:
+            alive -= round_up(sizes[~event], MIN_BLOCK_BYTES)
+    most_reserved = replay(structure, sizes, CachingAllocator(UNLIMITED, settings)).max_reserved_bytes
+    floor = low = -(-most_alive // SEGMENT_STEP_BYTES)
+    high = -(-most_reserved // SEGMENT_STEP_BYTES)
     while low < high:
         middle = (low + high) // 2
         if runs(middle):
@@ -190,15 +189,3 @@ def smallest_usable_bytes(
     while (smaller := next(filter(runs, range(max(floor, high - _SIZES_TRIED_BELOW), high)), None)) is not None:
         high = smaller
     return high * SEGMENT_STEP_BYTES
-
-
-def _peak_live_bytes(structure: TraceStructure, sizes: Sequence[int]) -> int:
-    """The most bytes alive at one time, each block rounded up to 512 B: a lower bound for any card."""
-    alive = peak = 0
-    for event in structure.order:
-        if event >= 0:
-            alive += round_up(sizes[event], MIN_BLOCK_BYTES)
-            peak = max(peak, alive)
-        else:
-            alive -= round_up(sizes[~event], MIN_BLOCK_BYTES)
-    return peak

@@ -25,15 +25,28 @@ class ProcessState:
 
     def __init__(self) -> None:
         self._settings = [(setting, setting[0]()) for setting in _settings()]
-        self._random = [(setting, setting[0]()) for setting in _random_settings()]
+        generators: list[ReadWrite] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            generators.append((partial(numpy.random.get_state, legacy=False), numpy.random.set_state))
+        for name in _ACCELERATORS:
+            device = getattr(torch, name)
+            if device.is_initialized():
+                for index in range(device.device_count()):
+                    generators.append(
+                        (partial(device.get_rng_state, index), partial(device.set_rng_state, device=index))
+                    )
+        if torch.backends.mps.is_available():
+            generators.append((torch.mps.get_rng_state, torch.mps.set_rng_state))
+        self._random = [(write, read()) for read, write in generators]
         self._started = [name for name in _ACCELERATORS if getattr(torch, name).is_initialized()]
 
     def restore(self) -> None:
         """Put them back; a setting that has not changed is not written."""
         for (read, write), value in self._settings:
-            if read() != value:
+            if value is not None and read() != value:  # None: torch refused to read it
                 write(value)
-        for (_, write), value in self._random:
+        for write, value in self._random:
             write(value)
         for name in _ACCELERATORS:
             if name not in self._started and getattr(torch, name).is_initialized():
@@ -52,22 +65,6 @@ def shared_hooks() -> list[Any]:
         for name, value in vars(owner).items()
         if name.startswith("_global_") and value is not None
     ]
-
-
-def _random_settings() -> Iterator[ReadWrite]:
-    """How to read and write every generator of random numbers that the process shares."""
-    yield random.getstate, random.setstate
-    yield torch.get_rng_state, torch.set_rng_state
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
-    for name in _ACCELERATORS:
-        device = getattr(torch, name)
-        if device.is_initialized():
-            for index in range(device.device_count()):
-                yield partial(device.get_rng_state, index), partial(device.set_rng_state, device=index)
-    if torch.backends.mps.is_available():
-        yield torch.mps.get_rng_state, torch.mps.set_rng_state
 
 
 def _settings() -> Iterator[ReadWrite]:
@@ -90,8 +87,8 @@ def _settings() -> Iterator[ReadWrite]:
     for name in ("flash", "math", "mem_efficient", "cudnn"):
         yield getattr(c, f"_get_{name}_sdp_enabled"), getattr(c, f"_set_sdp_use_{name}")
     # Two older settings, which set some of those below as well. Neither can be read while the new ones say otherwise.
-    yield partial(_unless_mixed, torch.get_float32_matmul_precision), _unless_none(torch.set_float32_matmul_precision)
-    yield partial(_unless_mixed, c._get_cudnn_allow_tf32), _unless_none(c._set_cudnn_allow_tf32)
+    yield partial(_unless_mixed, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision
+    yield partial(_unless_mixed, c._get_cudnn_allow_tf32), c._set_cudnn_allow_tf32
     for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
         matmul = torch.backends.cuda.matmul
         yield partial(getattr, matmul, name), partial(setattr, matmul, name)
@@ -115,10 +112,6 @@ def _unless_mixed(read: Callable[[], Any]) -> Any:
         return read()
     except RuntimeError:
         return None
-
-
-def _unless_none(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else write(value)
 
 
 # From the general to the particular, as setting one sets those below it.

@@ -17,6 +17,7 @@ import fractions
 import functools
 import logging
 import multiprocessing.process
+import operator
 import pathlib
 import random
 import re
@@ -28,8 +29,10 @@ import types
 import uuid
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -41,30 +44,27 @@ from batchfinder.snapshot.tensors import TensorRecord
 Visit = Callable[[Any], Any]
 
 
-class Record(Protocol):
-    """The contents of one object."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The contents of one object.
 
-    nbytes: int
+    Attributes:
+        restore: puts the contents back into the object.
+        nbytes: host memory of a copy that the record holds.
+    """
 
-    def restore(self) -> None:
-        """Put the contents back into the object."""
-        ...
+    restore: Callable[[], None]
+    nbytes: int = 0
 
 
-class MappingRecord:
+def record_mapping(mapping: dict[Any, Any], visit: Visit) -> Record:
     """The items of a dictionary, in their order."""
+    # An OrderedDict keeps an order of its own, which the methods of dict neither see nor update.
+    base: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
+    items = [(visit(key), visit(value)) for key, value in base.items(mapping)]
 
-    nbytes = 0
-
-    def __init__(self, mapping: dict[Any, Any], visit: Visit) -> None:
-        self._mapping = mapping
-        # An OrderedDict keeps an order of its own, which the methods of dict neither see nor update.
-        self._base: Any = OrderedDict if isinstance(mapping, OrderedDict) else dict
-        self._items = [(visit(key), visit(value)) for key, value in self._base.items(mapping)]
-
-    def restore(self) -> None:
-        mapping, base = self._mapping, self._base
-        then = [(_resolve(key), _resolve(value)) for key, value in self._items]
+    def restore() -> None:
+        then = [(_resolve(key), _resolve(value)) for key, value in items]
         now = list(base.items(mapping))
         if _same([key for key, _ in now], [key for key, _ in then]):
             changed = [new for old, new in zip(now, then, strict=True) if old[1] is not new[1]]
@@ -74,138 +74,97 @@ class MappingRecord:
         for key, value in changed:
             base.__setitem__(mapping, key, value)
 
-
-class ListRecord:
-    """The items of a list."""
-
-    nbytes = 0
-
-    def __init__(self, items: list[Any], visit: Visit) -> None:
-        self._list = items
-        self._items = [visit(item) for item in list.__iter__(items)]
-
-    def restore(self) -> None:
-        then = _resolve_all(self._items)
-        if not _same(list(list.__iter__(self._list)), then):
-            list.__setitem__(self._list, slice(None), then)
+    return Record(restore)
 
 
-class SetRecord:
-    """The elements of a set."""
+def record_items(container: Any, visit: Visit) -> Record:
+    """The items of a list, a set or a deque."""
+    base: Any = next(base for base in (list, set, deque) if issubclass(type(container), base))
+    items = [visit(item) for item in base.__iter__(container)]
 
-    nbytes = 0
+    def restore() -> None:
+        then = [_resolve(item) for item in items]
+        now = list(base.__iter__(container))
+        if {id(item) for item in now} != {id(item) for item in then} if base is set else not _same(now, then):
+            base.clear(container)
+            (base.update if base is set else base.extend)(container, then)
 
-    def __init__(self, elements: set[Any], visit: Visit) -> None:
-        self._set = elements
-        self._elements = [visit(element) for element in set.__iter__(elements)]
-
-    def restore(self) -> None:
-        then = _resolve_all(self._elements)
-        if {id(element) for element in set.__iter__(self._set)} != {id(element) for element in then}:
-            set.clear(self._set)
-            set.update(self._set, then)
-
-
-class DequeRecord:
-    """The items of a deque."""
-
-    nbytes = 0
-
-    def __init__(self, items: deque[Any], visit: Visit) -> None:
-        self._deque = items
-        self._items = [visit(item) for item in deque.__iter__(items)]
-
-    def restore(self) -> None:
-        then = _resolve_all(self._items)
-        if not _same(list(deque.__iter__(self._deque)), then):
-            deque.clear(self._deque)
-            deque.extend(self._deque, then)
+    return Record(restore)
 
 
-class BytesRecord:
-    """The bytes of a bytearray or an `array.array`."""
+def record_buffer(buffer: Any, visit: Visit) -> Record:
+    """The bytes of a bytearray or an `array.array`, or the elements of a NumPy array."""
+    if isinstance(buffer, bytearray | array.array):
+        copy: Any = buffer[:]
 
-    def __init__(self, buffer: bytearray | array.array[Any], visit: Visit) -> None:
-        self._buffer = buffer
-        self._copy = buffer[:]
-        self.nbytes = len(memoryview(buffer).cast("B"))
+        def restore() -> None:
+            if bytes(memoryview(buffer)) != bytes(memoryview(copy)):
+                buffer[:] = copy
 
-    def restore(self) -> None:
-        buffer: Any = self._buffer
-        if bytes(memoryview(buffer)) != bytes(memoryview(self._copy)):
-            buffer[:] = self._copy
+        return Record(restore, len(memoryview(buffer).cast("B")))
 
+    if buffer.dtype.hasobject:
+        for element in buffer.flat:
+            visit(element)
+    if not buffer.flags.writeable:
+        return Record(lambda: None)
+    elements = buffer.copy()
 
-class ArrayRecord:
-    """The elements of a NumPy array."""
+    def restore_elements() -> None:
+        if buffer.shape != elements.shape:
+            buffer.resize(elements.shape, refcheck=False)
+        buffer[...] = elements
 
-    def __init__(self, elements: Any, visit: Visit) -> None:
-        self._array = elements
-        self._copy = elements.copy() if elements.flags.writeable else None
-        self.nbytes = 0 if self._copy is None else self._copy.nbytes
-        self._objects = [visit(element) for element in elements.flat] if elements.dtype.hasobject else []
-
-    def restore(self) -> None:
-        if self._copy is None:
-            return
-        if self._array.shape != self._copy.shape:
-            self._array.resize(self._copy.shape, refcheck=False)
-        self._array[...] = self._copy
+    return Record(restore_elements, elements.nbytes)
 
 
-class RandomRecord:
-    """The state of a generator of random numbers."""
-
-    nbytes = 0
-
-    def __init__(self, generator: Any, visit: Visit) -> None:
-        self._get, self._set = _random_accessors(generator)
-        self._state = self._get()
-
-    def restore(self) -> None:
-        self._set(self._state)
-
-
-class CellRecord:
-    """The variable of a closure."""
-
-    nbytes = 0
-
-    def __init__(self, cell: types.CellType, visit: Visit) -> None:
-        self._cell = cell
-        self._contents = visit(cell.cell_contents)
-
-    def restore(self) -> None:
-        self._cell.cell_contents = _resolve(self._contents)
+def record_generator(generator: Any, visit: Visit) -> Record:
+    """The state of a generator of random numbers: torch's, Python's or NumPy's."""
+    if isinstance(generator, torch.Generator):
+        return Record(partial(generator.set_state, generator.get_state()))  # type: ignore[arg-type]
+    if isinstance(generator, random.Random):
+        return Record(partial(generator.setstate, generator.getstate()))
+    numpy = sys.modules["numpy"]
+    if isinstance(generator, numpy.random.RandomState):
+        return Record(partial(generator.set_state, generator.get_state(legacy=False)))
+    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator
+    return Record(partial(setattr, bits, "state", bits.state))
 
 
-class ObjectRecord:
+def record_cell(cell: types.CellType, visit: Visit) -> Record:
+    """The variable of a closure, which has a value."""
+    contents = visit(cell.cell_contents)
+
+    def restore() -> None:
+        cell.cell_contents = _resolve(contents)
+
+    return Record(restore)
+
+
+def record_object(owner: Any, visit: Visit) -> Record:
     """The class, the attributes and the slots of an object."""
+    cls = type(owner)
+    attributes = attributes_of(owner)
+    attributes_record = None if attributes is None else record_mapping(attributes, visit)
+    declaring = (vars(base) for base in cls.__mro__ if "__slots__" in vars(base))
+    members = [member for names in declaring for member in names.values() if type(member) is types.MemberDescriptorType]
+    slots = [(slot, value if (value := _read(slot, owner)) is _UNSET else visit(value)) for slot in members]
 
-    nbytes = 0
-
-    def __init__(self, owner: Any, visit: Visit) -> None:
-        self._object = owner
-        self._class = type(owner)
-        self._attributes = attributes_of(owner)
-        self._attributes_record = None if self._attributes is None else MappingRecord(self._attributes, visit)
-        self._slots = [(slot, _read(slot, owner)) for slot in _slots_of(type(owner))]
-        self._slots = [(slot, value if value is _UNSET else visit(value)) for slot, value in self._slots]
-
-    def restore(self) -> None:
-        owner = self._object
-        if type(owner) is not self._class:  # as lazy modules change theirs in the first forward
-            object.__setattr__(owner, "__class__", self._class)
-        if self._attributes_record is not None:
-            if attributes_of(owner) is not self._attributes:
-                object.__setattr__(owner, "__dict__", self._attributes)
-            self._attributes_record.restore()
-        for slot, then in self._slots:
+    def restore() -> None:
+        if type(owner) is not cls:  # as lazy modules change theirs in the first forward
+            object.__setattr__(owner, "__class__", cls)
+        if attributes_record is not None:
+            if attributes_of(owner) is not attributes:
+                object.__setattr__(owner, "__dict__", attributes)
+            attributes_record.restore()
+        for slot, then in slots:
             now, value = _read(slot, owner), _resolve(then)
             if now is not value and value is _UNSET:
                 slot.__delete__(owner)
             elif now is not value:
                 slot.__set__(owner, value)
+
+    return Record(restore)
 
 
 _UNSET = object()
@@ -220,12 +179,6 @@ def attributes_of(owner: Any) -> dict[str, Any] | None:
     return attributes if isinstance(attributes, dict) else None
 
 
-def _slots_of(cls: type) -> list[Any]:
-    """The descriptors of the slots that a class and its bases declare."""
-    declaring = (vars(base) for base in cls.__mro__ if "__slots__" in vars(base))
-    return [member for names in declaring for member in names.values() if type(member) is types.MemberDescriptorType]
-
-
 def _read(slot: Any, owner: Any) -> Any:
     """The value of a slot; `_UNSET` for none."""
     try:
@@ -234,35 +187,14 @@ def _read(slot: Any, owner: Any) -> Any:
         return _UNSET
 
 
-def _random_accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """How to read and write the state of a generator of random numbers."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    numpy = sys.modules["numpy"]
-    if isinstance(generator, numpy.random.RandomState):
-        return lambda: generator.get_state(legacy=False), generator.set_state
-    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else generator
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
-
-
 def _resolve(item: Any) -> Any:
     """The object that a record's item stands for."""
     return item.held if type(item) is TensorRecord else item
 
 
-def _resolve_all(items: Iterable[Any]) -> list[Any]:
-    return [_resolve(item) for item in items]
-
-
 def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects in the same order."""
-    return len(these) == len(those) and all(map(_is, these, those))
-
-
-def _is(this: Any, that: Any) -> bool:
-    return this is that
+    return len(these) == len(those) and all(map(operator.is_, these, those))
 
 
 class Kind(enum.Enum):
@@ -334,20 +266,7 @@ _TORCH_INTERNALS = re.compile(
 
 
 def kind_of(cls: type) -> Kind:
-    """How objects of a class are captured."""
-    for family, kind in _families():
-        if issubclass(cls, family):
-            return kind
-    return _kind_of_module(cls)
-
-
-def has_state_of_its_own(cls: type) -> bool:
-    """Whether objects of a container class may have attributes as well."""
-    return cls.__module__ not in ("builtins", "collections", "array", "random", "numpy", "torch._C")
-
-
-def _families() -> list[tuple[type | tuple[type, ...], Kind]]:
-    """Base classes and how their descendants are captured; the first that matches decides."""
+    """How objects of a class are captured: the first family that it descends from decides, else what module has it."""
     families: list[tuple[type | tuple[type, ...], Kind]] = [
         (torch.Tensor, Kind.TENSOR),
         (_ALWAYS_OBJECTS, Kind.OBJECT),
@@ -377,11 +296,11 @@ def _families() -> list[tuple[type | tuple[type, ...], Kind]]:
             (numpy.ndarray, Kind.ARRAY),
             (generators, Kind.RANDOM),
         ]
-    return [*families, (Iterator, Kind.LEFT_OUT), (_STANDARD_OBJECTS, Kind.UNGUARDED)]
+    families += [(Iterator, Kind.LEFT_OUT), (_STANDARD_OBJECTS, Kind.UNGUARDED)]
+    for family, kind in families:
+        if issubclass(cls, family):
+            return kind
 
-
-def _kind_of_module(cls: type) -> Kind:
-    """For a class of no known family: by the modules that define it and its bases."""
     if any(base.__module__.partition(".")[0] in _EXTERNAL_STATE_MODULES for base in cls.__mro__):
         return Kind.LEFT_OUT
     package = cls.__module__.partition(".")[0]

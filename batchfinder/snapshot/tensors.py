@@ -52,8 +52,12 @@ class StorageRecord:
         if storage.nbytes() != self._size:
             storage.resize_(self._size)
         now = _view(storage)
-        if self.device.type != "cpu" or not _equal(now, self._copy):
-            now.copy_(self._copy)
+        if self.device.type == "cpu":
+            by_eight = self._size % 8 == 0 and now.data_ptr() % 8 == 0
+            dtype = torch.int64 if by_eight else torch.uint8
+            if torch.equal(now.view(dtype), self._copy.view(dtype)):
+                return
+        now.copy_(self._copy)
 
 
 class TensorRecord:
@@ -85,7 +89,12 @@ class TensorRecord:
         strided = tensor.layout is torch.strided and not wrapper and torch._C._has_storage(tensor)
         self._storage = record_of(tensor.untyped_storage()) if strided else None
         self._copy = None if strided or wrapper else tensor.detach().to("cpu", copy=True)
-        self.nbytes = 0 if self._copy is None else _nbytes(self._copy)
+        if self._copy is None:
+            self.nbytes = 0
+        elif self._copy.layout is torch.sparse_coo:
+            self.nbytes = self._copy._indices().nbytes + self._copy._values().nbytes
+        else:
+            self.nbytes = self._copy.nbytes if self._copy.layout is torch.strided else self._copy.to_dense().nbytes
         if strided:
             self._shape = (tensor.storage_offset(), torch.Tensor.size(tensor), tensor.stride())
             self._bits = (tensor.is_conj(), tensor.is_neg())
@@ -125,7 +134,13 @@ class TensorRecord:
             tensor.data = self._copy.to(self._device, copy=True)
         elif self._storage is not None:
             storage = self._storage.hold()
-            if not self._is_view_of(tensor, storage):
+            if not (
+                tensor.dtype is self._dtype
+                and tensor.device == self._device
+                and (tensor.storage_offset(), torch.Tensor.size(tensor), tensor.stride()) == self._shape
+                and (tensor.is_conj(), tensor.is_neg()) == self._bits
+                and tensor.untyped_storage()._cdata == storage._cdata
+            ):
                 data = torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._shape)
                 data = data.conj() if self._bits[0] else data
                 tensor.data = torch._neg_view(data) if self._bits[1] else data
@@ -148,29 +163,7 @@ class TensorRecord:
         grad: torch.Tensor | None = None if self._grad is None else self._grad.held
         return grad
 
-    def _is_view_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        return (
-            tensor.dtype is self._dtype
-            and tensor.device == self._device
-            and (tensor.storage_offset(), torch.Tensor.size(tensor), tensor.stride()) == self._shape
-            and (tensor.is_conj(), tensor.is_neg()) == self._bits
-            and tensor.untyped_storage()._cdata == storage._cdata
-        )
-
 
 def _view(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of a storage as bytes; writing to it moves no version counter but its own."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _equal(these: torch.Tensor, those: torch.Tensor) -> bool:
-    """Whether two tensors of bytes are equal, by eight at a time where they can be."""
-    if len(these) % 8 == 0 and these.data_ptr() % 8 == 0:
-        return torch.equal(these.view(torch.int64), those.view(torch.int64))
-    return torch.equal(these, those)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes if tensor.layout is torch.strided else tensor.to_dense().nbytes

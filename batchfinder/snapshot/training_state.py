@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,35 +11,33 @@ import torch
 from batchfinder.snapshot.process_state import ProcessState, shared_hooks
 from batchfinder.snapshot.records import (
     SHARED_TYPES,
-    ArrayRecord,
-    BytesRecord,
-    CellRecord,
-    DequeRecord,
     Kind,
-    ListRecord,
-    MappingRecord,
-    ObjectRecord,
-    RandomRecord,
     Record,
-    SetRecord,
+    Visit,
     attributes_of,
-    has_state_of_its_own,
     kind_of,
+    record_buffer,
+    record_cell,
+    record_generator,
+    record_items,
+    record_mapping,
+    record_object,
 )
 from batchfinder.snapshot.tensors import PLAIN, StorageRecord, TensorRecord
 
-_RECORDS: dict[Kind, type[Any]] = {
-    Kind.MAPPING: MappingRecord,
-    Kind.LIST: ListRecord,
-    Kind.SET: SetRecord,
-    Kind.DEQUE: DequeRecord,
-    Kind.BYTES: BytesRecord,
-    Kind.ARRAY: ArrayRecord,
-    Kind.RANDOM: RandomRecord,
-    Kind.CELL: CellRecord,
-    Kind.OBJECT: ObjectRecord,
+_RECORDS: dict[Kind, Callable[[Any, Visit], Record]] = {
+    Kind.MAPPING: record_mapping,
+    Kind.LIST: record_items,
+    Kind.SET: record_items,
+    Kind.DEQUE: record_items,
+    Kind.BYTES: record_buffer,
+    Kind.ARRAY: record_buffer,
+    Kind.RANDOM: record_generator,
+    Kind.CELL: record_cell,
+    Kind.OBJECT: record_object,
 }
 _FOLLOWED_FROM_A_DATASET = (Kind.OBJECT, Kind.UNGUARDED, Kind.DATASET, Kind.RANDOM)
+_PLAIN_CONTAINERS = ("builtins", "collections", "array", "random", "numpy", "torch._C")
 _LIBRARIES = ("torch.", "numpy.", "functools", "contextlib")
 
 
@@ -61,9 +59,9 @@ class Walk:
         self.tensors: list[TensorRecord] = []
         self.left_out: set[str] = set()
         self.reached: set[int] = set()
+        self.storages: dict[int, StorageRecord] = {}
         self._objects: list[Record] = []
         self._containers: list[Record] = []
-        self._storages: dict[int, StorageRecord] = {}
         self._tensors: dict[int, TensorRecord] = {}
         self._kinds: dict[type, Kind] = {}
         left_alone = list(left_alone)
@@ -79,14 +77,7 @@ class Walk:
                 self.visit(root)
         while self._pending:
             self._record(*self._pending.pop())
-
-    @property
-    def records(self) -> list[Record]:
-        return [*self._objects, *self._containers]
-
-    @property
-    def storages(self) -> list[StorageRecord]:
-        return list(self._storages.values())
+        self.records = [*self._objects, *self._containers]
 
     def visit(self, item: Any) -> Any:
         """Record an object, if it was not seen before; returns what stands for it in another record."""
@@ -94,7 +85,16 @@ class Walk:
         if kind is Kind.IMMUTABLE:
             return item
         if kind is Kind.TENSOR:
-            return self._visit_tensor(item)
+            record = self._tensors.get(id(item))
+            if record is None:
+                self._seen[id(item)] = item
+                # Known before its attributes are followed: a tensor may be its own attribute.
+                record = self._tensors[id(item)] = TensorRecord.__new__(TensorRecord)
+                record.__init__(item, self.visit, self._visit_storage)  # type: ignore[misc]
+                self.tensors.append(record)
+                if type(item) not in PLAIN:
+                    self._objects.append(record_object(item, self.visit))
+            return record
         if id(item) not in self._seen:
             self._seen[id(item)] = item
             self._pending.append((kind, item))
@@ -115,69 +115,48 @@ class Walk:
         if kind is Kind.LEFT_OUT:
             self.left_out.add(f"{type(item).__module__}.{type(item).__qualname__}")
         elif kind is Kind.DATASET:
-            self._objects.append(ObjectRecord(item, self._visit_unless_bulk))
-        elif kind is Kind.CELL and not _is_filled(item):
-            return
+            self._objects.append(record_object(item, self._visit_unless_bulk))
         elif kind in _RECORDS:
+            if kind is Kind.CELL:
+                try:
+                    item.cell_contents  # noqa: B018
+                except ValueError:  # the variable has no value yet
+                    return
             record = _RECORDS[kind](item, self.visit)
             if kind is Kind.OBJECT:
                 self._objects.append(record)
                 self.reached.add(id(item))
             else:
                 self._containers.append(record)
-                if kind is not Kind.CELL and has_state_of_its_own(type(item)):
-                    self._objects.append(ObjectRecord(item, self.visit))
-        else:
-            for part in _parts(kind, item):
+                # Subclasses of these may have attributes as well.
+                if kind is not Kind.CELL and type(item).__module__ not in _PLAIN_CONTAINERS:
+                    self._objects.append(record_object(item, self.visit))
+        else:  # followed, but not captured itself
+            if kind is Kind.TUPLE:
+                base: Any = tuple if isinstance(item, tuple) else frozenset
+                parts = base.__iter__(item)
+            elif kind is Kind.PARTIAL:
+                parts = (item.func, item.args, item.keywords)
+            elif kind is Kind.METHOD:
+                parts = (item.__func__, item.__self__)
+            else:
+                parts = () if (item.__module__ or "").startswith(_LIBRARIES) else item.__closure__ or ()
+            for part in parts:
                 self.visit(part)
         if kind is Kind.OBJECT and issubclass(type(item), torch.jit.ScriptModule):
             self.left_out.add("torch.jit.ScriptModule")
             for tensor in (*item.parameters(), *item.buffers()):
                 self.visit(tensor)
 
-    def _visit_tensor(self, tensor: torch.Tensor) -> TensorRecord:
-        record = self._tensors.get(id(tensor))
-        if record is None:
-            self._seen[id(tensor)] = tensor
-            # Known before its attributes are followed: a tensor may be its own attribute.
-            record = self._tensors[id(tensor)] = TensorRecord.__new__(TensorRecord)
-            record.__init__(tensor, self.visit, self._visit_storage)  # type: ignore[misc]
-            self.tensors.append(record)
-            if type(tensor) not in PLAIN:
-                self._objects.append(ObjectRecord(tensor, self.visit))
-        return record
-
     def _visit_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage._cdata
-        if key not in self._storages:
-            self._storages[key] = StorageRecord(storage)
-        return self._storages[key]
+        if key not in self.storages:
+            self.storages[key] = StorageRecord(storage)
+        return self.storages[key]
 
     def _visit_unless_bulk(self, item: Any) -> Any:
         kind = self._kind(item)
         return self.visit(item) if kind in _FOLLOWED_FROM_A_DATASET else item
-
-
-def _parts(kind: Kind, item: Any) -> Iterable[Any]:
-    """The contents of an object that is followed, but not captured itself."""
-    if kind is Kind.TUPLE:
-        base: Any = tuple if isinstance(item, tuple) else frozenset
-        return list(base.__iter__(item))
-    if kind is Kind.PARTIAL:
-        return (item.func, item.args, item.keywords)
-    if kind is Kind.METHOD:
-        return (item.__func__, item.__self__)
-    library = (item.__module__ or "").startswith(_LIBRARIES)
-    return () if library else item.__closure__ or ()
-
-
-def _is_filled(cell: Any) -> bool:
-    """Whether the variable of a closure has a value."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 class TrainingState:
@@ -221,7 +200,7 @@ class TrainingState:
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             _synchronize_all()
             walk = Walk([*roots, *shared_hooks()], [*left_alone, TrainingState])
-        self._records, self._tensors, self._storages = walk.records, walk.tensors, walk.storages
+        self._records, self._tensors, self._storages = walk.records, walk.tensors, list(walk.storages.values())
         self.nbytes = (
             sum(record.nbytes for record in self._records)
             + sum(tensor.nbytes for tensor in self._tensors)

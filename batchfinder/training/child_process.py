@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from batchfinder import errors
@@ -47,7 +46,7 @@ class ChildDied(Exception):
         super().__init__(f"a child process ended with {exit_code}: {last_words}")
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """The parent's end.
 
     Several threads may send; one at a time may receive.
@@ -57,6 +56,9 @@ class Child:
         arguments: further words on its command line.
         environment: variables to set on top of this process's own.
         folder: where its log is written, removed by `close`; a new temporary folder by default.
+
+    Attributes:
+        pid: the process's number, which is its process group's as well.
     """
 
     def __init__(
@@ -76,20 +78,11 @@ class Child:
         )
         os.close(requests)
         os.close(answers_write)
+        self.pid = self._process.pid
         self._answers = os.fdopen(answers, "rb")
 
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def pid(self) -> int:
-        """The process's number, which is its process group's as well."""
-        return self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer.
@@ -98,7 +91,9 @@ class Child:
             ChildDied: it ended instead, with what it printed since this request; or its answer cannot be read, and it
                 was ended for that.
         """
-        self._asked_at = self._log_size()
+        self._asked_at = 0
+        with contextlib.suppress(OSError):
+            self._asked_at = (self.folder / "log").stat().st_size
         self.send(request)
         return self.receive()
 
@@ -149,23 +144,13 @@ class Child:
         self._answers.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _log_size(self) -> int:
-        with contextlib.suppress(OSError):
-            return (self.folder / "log").stat().st_size
-        return 0
-
 
 def start(
     module: str, descriptors: tuple[int, int], arguments: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a child, in a session of its own.
 
-    Args:
-        module: what it runs.
-        descriptors: the child's ends of the pipes of requests and answers; first on its command line.
-        arguments: further words on its command line.
-        log: where all that is printed goes.
-        environment: its variables.
+    Its ends of the pipes of requests and answers stand first on its command line; all that it prints goes to the log.
     """
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -180,12 +165,7 @@ def start(
 
 
 def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError:
-    """The error that a child described.
-
-    Args:
-        description: as `describe` makes it.
-        what: what was being done, for the message.
-    """
+    """The error that a child described with `describe`; `what` was being done, for the message."""
     if not description["type"]:
         return errors.UserCodeFailed(what, description["traceback"])
     kind = getattr(errors, description["type"])
@@ -198,14 +178,8 @@ def revive(description: Mapping[str, Any], what: str) -> errors.BatchFinderError
 def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thread:
     """In the child: kill its process group as soon as the parent's end of the pipe of requests is closed.
 
-    A thread waits for it, so that a busy child ends too, however its parent ended.
-
-    Args:
-        requests: the pipe of requests.
-        folder: to be removed once the process group has ended.
-
-    Returns:
-        The thread; it does not end before the parent does.
+    The thread that is returned waits for it, so that a busy child ends too, however its parent ended. A folder is
+    removed once the process group has ended.
     """
 
     def wait() -> None:
@@ -214,30 +188,27 @@ def end_with_parent(requests: int, folder: Path | None = None) -> threading.Thre
         poll.poll()
         if folder is None:
             os.killpg(os.getpgrp(), signal.SIGKILL)
-        else:
-            _kill_and_remove(os.getpgrp(), folder)
+            return
+        # The folder goes last, from a fork outside the group: once the group is gone, nothing is left to write there.
+        group = os.getpgrp()
+        try:
+            if os.fork():
+                return
+            os.setsid()
+        except OSError:  # no more processes allowed: remove it from this one, before the kill
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        for _ in range(_REMOVE_TRIES):  # killed processes take a moment to end
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            time.sleep(_REMOVE_PAUSE_SECONDS)
+        os._exit(0)
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
-
-
-def _kill_and_remove(group: int, folder: Path) -> None:
-    """Kill this process's group and remove a folder, from a fork outside the group: nothing is left to write there."""
-    try:
-        if os.fork():
-            return
-        os.setsid()
-    except OSError:  # no more processes allowed: remove it from this one, before the kill
-        shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-    for _ in range(_REMOVE_TRIES):  # killed processes take a moment to end
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            break
-        time.sleep(_REMOVE_PAUSE_SECONDS)
-    os._exit(0)
 
 
 def requests_from(requests: int) -> Iterator[dict[str, Any]]:
@@ -266,11 +237,11 @@ def describe(error: BaseException) -> dict[str, Any]:
     without batchfinder's and PyTorch's frames.
     """
     kind = type(error)
-    message = _without_cpp_frames(str(error))
+    message = _CPP_FRAMES.sub("", str(error))
     # A user's class may be derived from one of ours, or have its name.
     if kind.__module__ == errors.__name__ and getattr(errors, kind.__name__, None) is kind:
         fields = {
-            n: _without_cpp_frames(value) if isinstance(value, str) else value for n, value in vars(error).items()
+            n: _CPP_FRAMES.sub("", value) if isinstance(value, str) else value for n, value in vars(error).items()
         }
         return {"type": kind.__name__, "message": message, "fields": fields}
     inner = [Path(__file__).resolve().parent.parent]
@@ -283,9 +254,5 @@ def describe(error: BaseException) -> dict[str, Any]:
         "type": "",
         "message": f"{kind.__name__}: {message}",
         "module": kind.__module__,
-        "traceback": _without_cpp_frames("".join([*text, *traceback.format_exception_only(error)])),
+        "traceback": _CPP_FRAMES.sub("", "".join([*text, *traceback.format_exception_only(error)])),
     }
-
-
-def _without_cpp_frames(text: str) -> str:
-    return _CPP_FRAMES.sub("", text)

@@ -29,15 +29,10 @@ MAX_BATCHES_WITHOUT_STEP = 64
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """How to build a workload in another process.
+    """How to build a workload in another process."""
 
-    Attributes:
-        builder: `module:function`, which returns a `Workload`.
-        arguments: its keyword arguments, as JSON values.
-    """
-
-    builder: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    builder: str  # `module:function`, which returns a `Workload`
+    arguments: dict[str, Any] = field(default_factory=dict)  # its keyword arguments, as JSON values
 
     @property
     def name(self) -> str:
@@ -47,51 +42,33 @@ class WorkloadSpec:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a step is taken.
+    """How a step is taken."""
 
-    Attributes:
-        mode: one of `MODES`.
-        precision: one of `PRECISION_NAMES`.
-        optimizer: one of `OPTIMIZER_NAMES`; not used where the workload brings its own.
-        micro_batches: forwards and backwards per optimizer step.
-        flash: whether attention must run as the flash kernel.
-        steps: optimizer steps.
-    """
-
-    mode: str = "train"
-    precision: str = "fp32"
-    optimizer: str = "adamw"
-    micro_batches: int = 1
-    flash: bool = False
-    steps: int = PEAK_STEPS
+    mode: str = "train"  # one of `MODES`
+    precision: str = "fp32"  # one of `PRECISION_NAMES`
+    optimizer: str = "adamw"  # one of `OPTIMIZER_NAMES`; not used where the workload brings its own
+    micro_batches: int = 1  # forwards and backwards per optimizer step
+    flash: bool = False  # whether attention must run as the flash kernel
+    steps: int = PEAK_STEPS  # optimizer steps
 
 
 @dataclass(frozen=True)
 class RecordingJob:
     """One recording.
 
-    Attributes:
-        config: how the step is taken.
-        capability: the simulated GPU's compute capability.
-        batch_size: samples in a micro-batch.
-        seq_len: tokens per sample; None for data of one fixed shape.
-        workload: built for this recording alone, in place of the one that the process was opened with; what that one
-            imported need not be imported again.
+    A workload of its own is built in place of the one that the process was opened with; what that one imported need not
+    be imported again.
     """
 
     config: StepConfig
-    capability: tuple[int, int]
-    batch_size: int
-    seq_len: int | None
+    capability: tuple[int, int]  # the simulated GPU's compute capability
+    batch_size: int  # samples in a micro-batch
+    seq_len: int | None  # tokens per sample; None for data of one fixed shape
     workload: WorkloadSpec | None = None
 
     def __str__(self) -> str:
         size = f"batch size {self.batch_size}"
         return size if self.seq_len is None else f"{size}, sequence length {self.seq_len}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The job as JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

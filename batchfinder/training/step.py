@@ -21,17 +21,11 @@ OnStage = Callable[[int, str, int], None]
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are held and computed.
+    """How numbers are held and computed."""
 
-    Attributes:
-        autocast: the type that autocast casts to; None without autocast.
-        weights: the type of weights, and of floating-point inputs; None leaves them.
-        scaled: whether a GradScaler is used.
-    """
-
-    autocast: torch.dtype | None = None
-    weights: torch.dtype | None = None
-    scaled: bool = False
+    autocast: torch.dtype | None = None  # the type that autocast casts to
+    weights: torch.dtype | None = None  # the type of weights, and of floating-point inputs; None leaves them
+    scaled: bool = False  # whether a GradScaler is used
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         """What the forward and the loss run in."""
@@ -113,17 +107,24 @@ class Step:
 
         Args:
             batch_size: samples in a micro-batch.
-            seq_len: tokens per sample; None for data of one fixed shape.
+            seq_len: tokens per sample, or None.
             on_stage: called with (step, stage, micro-batch) as each stage begins.
             more: asked after the config's optimizer steps, and after each further one, for another.
         """
-        if self.config.mode == "train":
-            self._train(batch_size, seq_len, on_stage, more)
-        else:
-            self._forward_only(batch_size, seq_len, on_stage)
+        model, config = self.workload.model, self.config
+        if config.mode != "train":
+            model.eval()
+            with torch.set_grad_enabled(config.mode == "forward"):
+                on_stage(0, "batch", 0)
+                batch = self.batch(batch_size, seq_len)
+                with self.precision.context(self.device):
+                    on_stage(0, "forward", 0)
+                    output = call(model, batch)
+                    on_stage(0, "end", 0)
+                del output
+            return
 
-    def _train(self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool]) -> None:
-        model, config = self.workload.model.train(), self.config
+        model.train()
         make_optimizer = self.workload.optimizer or OPTIMIZERS[config.optimizer]
         optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         self.optimizer = optimizer
@@ -160,17 +161,6 @@ class Step:
                 scaler.update()
             step += 1
         on_stage(step - 1, "end", 0)
-
-    def _forward_only(self, batch_size: int, seq_len: int | None, on_stage: OnStage) -> None:
-        model = self.workload.model.eval()
-        with torch.set_grad_enabled(self.config.mode == "forward"):
-            on_stage(0, "batch", 0)
-            batch = self.batch(batch_size, seq_len)
-            with self.precision.context(self.device):
-                on_stage(0, "forward", 0)
-                output = call(model, batch)
-                on_stage(0, "end", 0)
-            del output
 
 
 def call(model: nn.Module, batch: Any) -> Any:

@@ -113,22 +113,6 @@ def test_only_the_first_interrupt_counts(monkeypatch: pytest.MonkeyPatch, capsys
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_reader_that_has_gone(tmp_path: Path) -> None:
-    """Output that nobody reads is no failure and no noise."""
-    script = (
-        "import sys\nfrom batchfinder.cli import profile\nfrom batchfinder.cli.main import main\n"
-        "profile.main = lambda arguments: print('x' * 100000) or 0\nsys.exit(main(['profile']))"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait() == 0
-
-
 def test_the_options_are_those_of_the_step() -> None:
     """Every precision, optimizer, mode and attention on offer is one that a step knows, and none is missing."""
     from batchfinder.models.pretrained import ATTENTION

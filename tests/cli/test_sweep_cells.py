@@ -29,7 +29,7 @@ class Built(Simulation):
 def cell(options: str = "", facts: WorkloadFacts = FACTS) -> Cell:
     """BERT-base at 64 tokens on the first of the request's GPUs."""
     request = read_request(build_parser().parse_args(["sweep", "--no-cache", *options.split()]))
-    return ModelCells("bert-base", Built(facts), (64,), request).cell(64, request.cards[0])
+    return ModelCells("bert-base", Built(facts), (64,), request).cell(64, request.place.cards[0])
 
 
 def test_the_budget_includes_the_headroom() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_a_measured_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     request = read_request(build_parser().parse_args([*options, "--no-cache"]))
     (model,) = request.models
     spec = request.options.workload(model)
-    with CpuProbe(spec, asdict(request.step), budget - budget // 10, threads=1) as probe:
+    with CpuProbe(spec, request.step, budget - budget // 10, threads=1) as probe:
         assert probe(row["max_batch_size"], Shape(16)).fits
         assert not probe(row["max_batch_size"] * 4 // 3, Shape(16)).fits
 
@@ -178,7 +178,9 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measuring]:
         (model,) = request.models
         with (
             Simulation(request.options.workload(model), request.step) as simulation,
-            MeasuredCells(ModelCells(model, simulation, (32, 16), request), said.append) as measured,
+            contextlib.closing(
+                MeasuredCells(ModelCells(model, simulation, (32, 16), request), said.append)
+            ) as measured,
         ):
             yield measured.row, said, store
 

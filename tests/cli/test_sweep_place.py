@@ -65,7 +65,7 @@ def test_a_card_is_here(cards: list[PresentGpu], looked_at: list[str]) -> None:
     (card,) = place.cards
     assert (card.name, card.device.usable_bytes, card.device.total_bytes) == ("T4", 14 * GIB, 15 * GIB)
     assert place.versions == {"torch": "2.13.0", "cuda": "13.0", "driver": "580.95"}
-    assert place.allowance_bytes == 15 * GIB
+    assert place.within_budget() == 15 * GIB
     for options in ("--gpu v100", "--instance p3.2xlarge", "--device simulated"):
         assert place_for(options).device == "simulated"
     assert looked_at == ["cuda:0"]
@@ -76,7 +76,7 @@ def test_a_budget_on_the_card_that_is_here(cards: list[PresentGpu], looked_at: l
     cards.append(T4)
     small, large = place_for("--budget 12GiB"), place_for("--device cuda:1 --budget 80GiB")
     assert (small.cards[0].name, small.cards[0].device.usable_bytes) == ("T4, 12.00 GiB budget", 12 * GIB)
-    assert (small.allowance_bytes, large.allowance_bytes) == (12 * GIB, 15 * GIB)
+    assert (small.within_budget(), large.within_budget()) == (12 * GIB, 15 * GIB)
     assert large.cards[0].device.usable_bytes == 14 * GIB
     assert looked_at == ["cuda:0", "cuda:1"]
 
@@ -134,7 +134,7 @@ def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_limits, "cgroup", lambda: (None, 0))
     place = place_for("--device cpu --budget 2GiB")
     (card,) = place.cards
-    assert (place.device, card.device.usable_bytes, place.allowance_bytes) == ("cpu", 2 * GIB, 2 * GIB)
+    assert (place.device, card.device.usable_bytes, place.within_budget()) == ("cpu", 2 * GIB, 2 * GIB)
     assert card.name.endswith(", 2.00 GiB budget")
     with pytest.raises(InvalidValue) as caught:
         place_for("--device cpu")

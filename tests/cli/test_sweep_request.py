@@ -53,7 +53,7 @@ def request_for(options: str) -> SweepRequest:
 
 def digest(request: SweepRequest, facts: WorkloadFacts = FACTS) -> str:
     """The record's name of the first cell of a sweep."""
-    (card, *_) = request.cards
+    (card, *_) = request.place.cards
     seq_len = seq_lens_of("model", request.seq_lens, facts, DEFAULT_SEQ_LENS)[-1]
     cells = ModelCells("model", Built(facts), (seq_len,), request)
     return cache_key(cells.cell(seq_len, card), facts, request).digest
@@ -85,15 +85,15 @@ def test_defaults() -> None:
     """With no options and no GPU here: two BERTs, fp32 and AdamW on a Titan X."""
     request = request_for("")
     assert request.models == ("bert-base", "bert-large")
-    assert [card.name for card in request.cards] == ["Titan X Pascal"]
+    assert [card.name for card in request.place.cards] == ["Titan X Pascal"]
     assert (request.step.mode, request.step.precision, request.step.optimizer) == ("train", "fp32", "adamw")
-    assert (request.place.notes, request.conditions, request.measured) == ((), (), False)
+    assert (request.place.notes, request.conditions, request.place.device) == ((), (), "simulated")
 
 
 def test_each_thing_once() -> None:
     """A model, a length or a card that is named twice is swept once."""
     request = request_for("--model gpt2 --model gpt2 --seq-len 64 --seq-len 064 --gpu v100 --gpu tesla-v100")
-    assert [len(request.models), len(request.seq_lens), len(request.cards)] == [1, 1, 1]
+    assert [len(request.models), len(request.seq_lens), len(request.place.cards)] == [1, 1, 1]
 
 
 def test_conditions() -> None:
@@ -118,7 +118,7 @@ def test_tolerance(tolerance: str, share: float) -> None:
 def test_a_measured_headroom_is_a_share_of_the_budget() -> None:
     """Under a budget, what stays free is a share of that; the row's budget is what it is a share of."""
     request = request_for("--device cpu --budget 64MiB --headroom 25%")
-    (card,) = request.cards
+    (card,) = request.place.cards
     assert (card.device.usable_bytes, request.reserve_bytes(card)) == (64 << 20, 16 << 20)
 
 
@@ -135,7 +135,7 @@ def test_headroom(headroom: str, size: int) -> None:
     """Headroom is a share of what is usable, or a size."""
     arguments = build_parser().parse_args(["sweep", "--no-cache", "--budget", "12GiB", "--headroom", headroom])
     request = read_request(arguments)
-    assert request.reserve_bytes(request.cards[0]) == size
+    assert request.reserve_bytes(request.place.cards[0]) == size
 
 
 def test_headroom_that_leaves_nothing() -> None:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
-from batchfinder.data.loss_weights import weigh
 from batchfinder.data.padding import padded_length, trim
-from batchfinder.data.split import equal_sizes, reorder, split
+from batchfinder.data.split import equal_sizes, reorder, split, weigh
 from tests.data.nets import Reader, Seer, text
 
 RELATIVE = 1e-6  # what was promised; in fp64 it is about 1e-15

@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from batchfinder.data import longest_samples
 from batchfinder.data.longest_samples import (
-    Extremes,
     MadeBatches,
     SampleBatches,
     UnreadableData,
+    find_extremes,
     read_batches,
     read_samples,
     spread,
@@ -263,9 +263,8 @@ def test_extremes():
         (torch.ones(3, 9), [1], "abc"),
         (torch.ones(3, 2), [1, 2, 3, 4], "ab"),
     ]
-    seen = Extremes(samples)
-    assert seen.vary
-    assert [id(sample) for sample in seen.longest()] == [id(samples[1]), id(samples[2])]
+    seen = find_extremes(samples)
+    assert [id(sample) for sample in seen.longest] == [id(samples[1]), id(samples[2])]
     assert seen.shortest is samples[0]
-    assert not Extremes([torch.ones(2)] * 3).vary
+    assert not find_extremes([torch.ones(2)] * 3).longest
     assert pad_sequence([samples[0][0][0], samples[1][0][0]]).shape == (9, 2)

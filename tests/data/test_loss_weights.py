@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from batchfinder.data.loss_weights import count_in, weigh
-from batchfinder.data.split import split
+from batchfinder.data.split import count_in, split, weigh
 from batchfinder.errors import InvalidValue, NotSplittable
 
 LABELS = torch.tensor(

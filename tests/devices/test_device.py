@@ -6,7 +6,6 @@ import pytest
 
 from batchfinder.devices import (
     DEFAULT_COMPUTE_CAPABILITY,
-    Budget,
     Device,
     all_gpus,
     device_for,
@@ -62,36 +61,11 @@ def test_budget_beyond_the_card() -> None:
     assert (device.total_bytes, device.usable_bytes) == (gpu.memory_bytes, gpu.usable_bytes)
 
 
-def test_budget_must_be_positive() -> None:
+@pytest.mark.parametrize("budget_bytes", [0, -1])
+def test_budget_must_be_positive(budget_bytes: int) -> None:
     """A budget of nothing is refused."""
     with pytest.raises(InvalidValue):
-        device_with_budget(0)
-
-
-def test_parse() -> None:
-    """`12GiB` is 12 x 1024^3 bytes, and the budget prints as GiB."""
-    assert Budget.parse("12GiB") == Budget(12 * GIB)
-    assert str(Budget(12 * GIB)) == "12.00 GiB budget"
-
-
-@pytest.mark.parametrize("text", ["0", "-1GiB", "lots", ""])
-def test_parse_refuses(text: str) -> None:
-    """What is not a positive size is refused in the option's name."""
-    with pytest.raises(InvalidValue, match="--budget"):
-        Budget.parse(text)
-
-
-@pytest.mark.parametrize("limit_bytes", [0, -1])
-def test_must_be_positive(limit_bytes: int) -> None:
-    """A budget of nothing is refused."""
-    with pytest.raises(InvalidValue):
-        Budget(limit_bytes)
-
-
-def test_caps_and_never_adds() -> None:
-    """A budget takes away from a card, and gives it nothing it does not have."""
-    assert Budget(12 * GIB).of(80 * GIB) == 12 * GIB
-    assert Budget(12 * GIB).of(8 * GIB) == 8 * GIB
+        device_with_budget(budget_bytes)
 
 
 def test_fraction() -> None:

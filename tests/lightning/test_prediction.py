@@ -410,7 +410,7 @@ def test_the_recorded_step_allocates_what_the_module_does(
     traces: list[Trace] = []
 
     def keep(probe: SimulatedProbe) -> int:
-        traces.append(probe.exact_trace(13, Shape()))
+        traces.append(probe.trace(13, Shape(), exact=True))
         return 7
 
     monkeypatch.setattr(prediction, "largest_on_host", keep)

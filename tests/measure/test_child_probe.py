@@ -13,7 +13,7 @@ from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe, GpuFact
 from batchfinder.measure.oom import KILLED
 from batchfinder.results import Shape, Verdict
 from batchfinder.search import Capped, Doubling, Floored
-from batchfinder.training.spec import WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -28,7 +28,7 @@ def at_the_root(monkeypatch):
 
 def _probe(deed, once=""):
     spec = WorkloadSpec("tests.measure.workloads:misbehaving", {"deed": deed, "at": 8, "once": str(once)})
-    return CpuProbe(spec, {}, LIMIT, threads=1)
+    return CpuProbe(spec, StepConfig(), LIMIT, threads=1)
 
 
 def test_a_bug_is_the_users_and_the_child_goes_on():
@@ -102,7 +102,7 @@ def test_an_abort_for_want_of_memory_is_an_out_of_memory():
 def test_a_workload_that_cannot_be_built():
     """What its builder raises is the user's error; the child is gone."""
     spec = WorkloadSpec("tests.measure.workloads:unbuildable")
-    with CpuProbe(spec, {}, LIMIT) as probe:
+    with CpuProbe(spec, StepConfig(), LIMIT) as probe:
         with pytest.raises(UserCodeFailed, match="no such data set"):
             probe(1, Shape())
         assert probe._child is None
@@ -115,7 +115,7 @@ def test_no_card_is_said_in_words():
     if torch.cuda.is_available():
         pytest.skip("there is a card")
     spec = WorkloadSpec("tests.measure.workloads:encoder")
-    with ChildProcessProbe(spec, {}, "cuda:0") as probe, pytest.raises(InvalidValue) as caught:
+    with ChildProcessProbe(spec, StepConfig(), "cuda:0") as probe, pytest.raises(InvalidValue) as caught:
         probe(1, Shape(8))
     assert str(caught.value) == (
         f"device: invalid value 'cuda:0'; expected cpu, or a GPU that PyTorch {torch.__version__} can use here."
@@ -133,7 +133,7 @@ def on_a_card(monkeypatch, tmp_path):
     """A probe of a worker that answers as one on a card does, and in which file it is noted that its context died."""
     monkeypatch.setattr(child_probe, "WORKER", "tests.measure.dying_worker")
     with ChildProcessProbe(
-        WorkloadSpec("mine:model"), {}, "cuda:0", environment={"ONCE": str(tmp_path / "once")}
+        WorkloadSpec("mine:model"), StepConfig(), "cuda:0", environment={"ONCE": str(tmp_path / "once")}
     ) as probe:
         yield probe, tmp_path / "once"
 
@@ -153,7 +153,7 @@ def test_a_context_that_dies_twice_is_a_clear_error(monkeypatch, tmp_path):
     """The message has the user's error and the next move; the next probe gets a new process."""
     monkeypatch.setattr(child_probe, "WORKER", "tests.measure.dying_worker")
     environment = {"ONCE": str(tmp_path / "never")}
-    with ChildProcessProbe(WorkloadSpec("mine:model"), {}, "cuda:0", environment=environment) as probe:
+    with ChildProcessProbe(WorkloadSpec("mine:model"), StepConfig(), "cuda:0", environment=environment) as probe:
         with pytest.raises(ContextDied) as caught:
             probe(8, Shape())
         assert probe._child is None

@@ -15,7 +15,7 @@ from batchfinder.find import find_max_batch_size
 from batchfinder.measure.child_probe import CpuProbe
 from batchfinder.results import Shape, StopReason, Verdict
 from batchfinder.search import Secant
-from batchfinder.training.spec import WorkloadSpec
+from batchfinder.training.spec import StepConfig, WorkloadSpec
 
 MODULE = "tests.measure.workloads"
 FREE = 2**33
@@ -42,10 +42,10 @@ def test_a_limit_means_the_same_at_each_try(name, shape, size):
     time, within the limit, and one that is larger fails each time; where the batch alone is larger than the limit, or
     the first tensor made of it, with the allocator's own text.
     """
-    with CpuProbe(_spec(name), {}, FREE, threads=1) as free:
+    with CpuProbe(_spec(name), StepConfig(), FREE, threads=1) as free:
         limit = free(size, shape).peak_reserved_bytes
     lower, upper = int((1 - NEAR) * size), int((1 + NEAR) * size) + 1
-    with CpuProbe(_spec(name), {}, limit, threads=1) as probe:
+    with CpuProbe(_spec(name), StepConfig(), limit, threads=1) as probe:
         for predicted in (None, size):
             outcome = find_max_batch_size(probe, shape, search=Secant(limit, 0.02, predicted=predicted))
             assert lower <= outcome.max_batch_size <= upper
@@ -64,7 +64,7 @@ def test_a_limit_means_the_same_at_each_try(name, shape, size):
 def test_every_probe_starts_from_the_same_slate():
     """A probe's peak does not depend on what was probed before it, failures included."""
     limit = 200_000_000
-    with CpuProbe(_spec("encoder"), {}, limit, threads=1) as probe:
+    with CpuProbe(_spec("encoder"), StepConfig(), limit, threads=1) as probe:
         first = probe(40, Shape(16))
         assert not probe(4096, Shape(16)).fits
         assert probe(80, Shape(16)).fits
@@ -79,8 +79,8 @@ def test_accumulation_takes_what_it_takes():
     """With two micro-batches the gradients of the first are alive in the second."""
     peaks = {}
     for micro_batches in (1, 8):
-        settings = {"optimizer": "sgd", "micro_batches": micro_batches}
-        with CpuProbe(_spec("encoder", width=256), settings, FREE, threads=1) as probe:
+        config = StepConfig(optimizer="sgd", micro_batches=micro_batches)
+        with CpuProbe(_spec("encoder", width=256), config, FREE, threads=1) as probe:
             peaks[micro_batches] = probe(32, Shape(32)).peak_reserved_bytes
     weights = 4 * (2 * 12 + 4) * 256**2  # bytes: two layers of 12 width**2, and two tables of 500 rows
     assert peaks[8] >= peaks[1] + weights // 2
@@ -88,7 +88,7 @@ def test_accumulation_takes_what_it_takes():
 
 def test_a_model_larger_than_the_limit_fits_no_batch():
     """0 is an answer, and the message gives both sizes."""
-    with CpuProbe(_spec("encoder"), {}, 1_000_000, threads=1) as probe:
+    with CpuProbe(_spec("encoder"), StepConfig(), 1_000_000, threads=1) as probe:
         seen = probe(1, Shape(8))
         outcome = find_max_batch_size(probe, Shape(8), search=Secant(1_000_000))
     assert (seen.verdict, seen.message) == (Verdict.OUT_OF_MEMORY, "the model alone takes 2.00 MiB of 976.56 KiB")
@@ -98,7 +98,7 @@ def test_a_model_larger_than_the_limit_fits_no_batch():
 def test_a_limit_must_be_positive():
     """A limit of nothing is refused with the number."""
     with pytest.raises(InvalidValue) as caught:
-        CpuProbe(_spec("encoder"), {}, 0)
+        CpuProbe(_spec("encoder"), StepConfig(), 0)
     assert str(caught.value) == "limit_bytes: invalid value 0; expected a positive number of bytes."
 
 

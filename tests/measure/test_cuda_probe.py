@@ -170,7 +170,7 @@ def test_a_budget_is_kept_and_taken_back():
 
 def _child(monkeypatch, name, limit=1 << 30, **arguments):
     monkeypatch.chdir(Path(__file__).parents[2])
-    return ChildProcessProbe(WorkloadSpec(f"tests.measure.workloads:{name}", arguments), {}, "cuda:0", limit)
+    return ChildProcessProbe(WorkloadSpec(f"tests.measure.workloads:{name}", arguments), StepConfig(), "cuda:0", limit)
 
 
 @pytest.mark.gpu

@@ -61,7 +61,7 @@ class Device:
     def tuner(self, hint: Any = None, warn: Any = None, **limits: Any) -> Tuner:
         """A tuner with exact answers."""
         given = SearchLimits(**{"tolerance": 0.0, "reserve_bytes": self.reserve, **limits})
-        return Tuner(self, given, self.open, hint=hint, warn=warn)
+        return Tuner(self.free_bytes, given, self.open, hint=hint, warn=warn)
 
 
 def affine(size: int) -> int:
@@ -275,7 +275,7 @@ def test_nothing_is_opened_for_what_needs_no_trial() -> None:
     device.tuner().find(Shape(), entry)
     opened: list[int] = []
     limits = SearchLimits(tolerance=0.0, certify=False)
-    Tuner(device, limits, lambda: opened.append(1) or device.open()).find(Shape(), entry)
+    Tuner(device.free_bytes, limits, lambda: opened.append(1) or device.open()).find(Shape(), entry)
     assert opened == []
 
 

@@ -114,7 +114,7 @@ def test_flash_attention_is_flash_or_an_error(run: Run) -> None:
         from batchfinder.errors import InvalidValue
         from batchfinder.measure.worker import open_workload
         served = [
-            open_workload("tests.measure.workloads:attending", {"dropout": dropout}, {}, "cpu", None, 1, flash=True)
+            open_workload("tests.measure.workloads:attending", {"dropout": dropout}, {"flash": True}, "cpu", None, 1)
             for dropout in (0.0, 0.1)
         ]
         with profile() as seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from batchfinder.errors import InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models import build_workload
-from batchfinder.models.build import allow_fake_init, is_factory, workload_from_factory
+from batchfinder.models.build import allow_fake_weights, is_factory, workload_from_factory
+from batchfinder.recording.fake_device import FakeDeviceMode
 
 WriteModule = Callable[[str, str], None]
 TINY = {
@@ -301,14 +303,34 @@ def test_fake_weights_are_initialised_without_values() -> None:
     """Inside a FakeTensorMode truncated normal initialisation passes, also where it was imported by name."""
     from torch.nn.init import trunc_normal_
 
-    with FakeTensorMode(), allow_fake_init():
+    with FakeTensorMode(), allow_fake_weights():
         assert trunc_normal_(torch.empty(3, 3)).shape == (3, 3)
 
 
 def test_real_weights_are_initialised_as_ever() -> None:
     """Outside a FakeTensorMode nothing changes, and nothing is left changed afterwards."""
-    with allow_fake_init():
+    with allow_fake_weights():
         assert nn.init.trunc_normal_(torch.zeros(8, 8)).any()
-    with FakeTensorMode(), allow_fake_init():
+    with FakeTensorMode(), allow_fake_weights():
         pass
     assert nn.init.trunc_normal_(torch.zeros(8, 8)).any()
+
+
+@pytest.mark.parametrize("change", [{"memory_format": torch.channels_last}, {"dtype": torch.bfloat16}])
+def test_fake_weights_are_converted_in_place(change: dict[str, Any]) -> None:
+    """`module.to` of a memory format or a type works on parameters as large as weights, and keeps what is tied tied."""
+    with FakeDeviceMode(allow_non_fake_inputs=True) as mode, allow_fake_weights():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2048, 5))
+        model.tied = model[1].weight
+        assert mode.fake_tensor_converter.meta_converter.tensor_memo, (
+            "nothing refers to them: the memo can be left alone"
+        )
+        model.to(**change)
+        model.to(**change)
+    for convolution in (model[0], model[1]):
+        weight = convolution.weight
+        assert weight.is_contiguous(memory_format=change.get("memory_format", torch.contiguous_format))
+        assert weight.dtype == change.get("dtype", torch.float32)
+        assert isinstance(weight, nn.Parameter)
+    assert isinstance(model[1].weight, FakeTensor)
+    assert model.tied is model[1].weight

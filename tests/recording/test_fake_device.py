@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
 import torchgen
 import yaml
+from torch._subclasses.fake_tensor import FakeTensor
 
-from batchfinder.recording.fake_device import ONE_KERNEL_ON_CUDA
+from batchfinder.models.build import allow_fake_weights
+from batchfinder.recording.fake_device import ONE_KERNEL_ON_CUDA, SMALL_BYTES, FakeDeviceMode
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.workload import Workload
 
@@ -34,7 +38,6 @@ def test_no_operator_is_composed_where_cuda_has_a_kernel() -> None:
 
 
 def _workload(activation: str) -> Workload:
-    import torch
     from torch import nn
 
     kinds = {"silu": nn.SiLU(), "mish": nn.Mish(), "rms_norm": nn.RMSNorm(WIDTH, eps=1e-6)}
@@ -59,3 +62,45 @@ def test_rms_norm_is_fused(record: Callable[..., Trace]) -> None:
     trace = record(lambda: _workload("rms_norm"), BATCH)
     assert _blocks(trace, "aten._fused_rms_norm.default") == [4 * BATCH * WIDTH, 4 * BATCH] * 2
     assert _blocks(trace, "aten._fused_rms_norm_backward.default") == [4 * BATCH * WIDTH, 4 * WIDTH] * 2
+
+
+def test_small_cpu_tensors_have_values() -> None:
+    """Code that computes with small CPU tensors reads what it would read without a fake mode."""
+    with FakeDeviceMode(allow_non_fake_inputs=True):
+        rates = torch.linspace(0, 0.1, 5)
+        rates[0] = 1
+        assert rates.tolist() == pytest.approx([1, 0.025, 0.05, 0.075, 0.1])
+        table = torch.arange(6).view(2, 3).T.contiguous()
+        assert table.nonzero().tolist() == [[0, 1], [1, 0], [1, 1], [2, 0], [2, 1]]
+        assert bool((torch.tensor([3, 4]) > 3).any())
+        assert torch.equal(torch.cat([table, table]), torch.cat([table, table]))
+
+
+def test_large_cpu_tensors_are_fake() -> None:
+    """A tensor above the limit has no memory, whatever it is made of; below the limit it is real to the byte."""
+    count = SMALL_BYTES // 4
+    with FakeDeviceMode(allow_non_fake_inputs=True):
+        small, large = torch.ones(count), torch.ones(count + 1)
+        assert isinstance(large, FakeTensor)
+        assert not isinstance(small, FakeTensor)
+        assert isinstance(torch.cat([small, small]), FakeTensor)
+        assert isinstance(small.to(torch.float64), FakeTensor)
+        assert isinstance(small + large[:count], FakeTensor)
+        view = torch.ones(1).expand(SMALL_BYTES)
+        assert not isinstance(view, FakeTensor)
+        assert isinstance(view + 1, FakeTensor)
+
+
+@pytest.mark.parametrize("model_type", ["convnext", "swin", "beit"])
+def test_models_that_read_values_as_they_are_built(record: Callable[..., Trace], model_type: str) -> None:
+    """Vision models make a list of drop rates of a tensor in `__init__`."""
+
+    def build() -> Workload:
+        import transformers
+
+        config = transformers.AutoConfig.for_model(model_type, num_labels=3)
+        with FakeDeviceMode(allow_non_fake_inputs=True), allow_fake_weights():
+            model = transformers.AutoModelForImageClassification.from_config(config)
+        return Workload(model, lambda batch_size, seq_len: {"pixel_values": torch.zeros(batch_size, 3, 224, 224)})
+
+    assert max(record(build, 2).sizes) > SMALL_BYTES

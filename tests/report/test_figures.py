@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from batchfinder.cli.main import main
 from batchfinder.devices import Card, Device
 from batchfinder.estimate.breakdown import bytes_over_time
 from batchfinder.estimate.estimate import estimate
 from batchfinder.estimate.sharding import STRATEGIES, sharded_step
-from batchfinder.report import plots
 from batchfinder.report.estimate import EstimateFindings, EstimateRequest
 from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep
 from batchfinder.report.sweep import SweepRow
@@ -33,13 +33,13 @@ TITLE = "bert at batch size 8 on Titan X Pascal, simulated"
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every figure that is saved, as it is saved."""
     saved: list[Any] = []
-    save = plots._save
+    save = Figure.savefig
 
-    def note(figure: Any, option: str, path: str) -> None:
-        save(figure, option, path)
+    def note(figure: Any, *args: Any, **kwargs: Any) -> None:
+        save(figure, *args, **kwargs)
         saved.append(figure)
 
-    monkeypatch.setattr(plots, "_save", note)
+    monkeypatch.setattr(Figure, "savefig", note)
     return saved
 
 

@@ -90,8 +90,8 @@ def cells() -> Iterator[dict[tuple[str, int], Cell]]:
             found[model, seq_len] = Cell(
                 size,
                 outcome.stop,
-                pool.submit(probe.exact_steady_state, size, shape) if size else None,
-                pool.submit(probe.exact_steady_state, size + 1, shape),
+                pool.submit(probe.steady_state, size, shape, exact=True) if size else None,
+                pool.submit(probe.steady_state, size + 1, shape, exact=True),
                 (probe.steady_state(max(size, 1), shape), probe.steady_state(size + 1, shape)),
             )
         yield found

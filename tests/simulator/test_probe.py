@@ -91,7 +91,7 @@ def test_exact_steady_state_is_recorded_itself() -> None:
     asked = probe()
     scaled = asked.steady_state(50, SHAPE)
     before = asked.traces.recordings
-    assert asked.exact_steady_state(50, SHAPE) == scaled
+    assert asked.steady_state(50, SHAPE, exact=True) == scaled
     assert asked.traces.recordings == before + 1
 
 

@@ -8,8 +8,9 @@ forward, as they are for a batch in one piece. All else of the loop sees one bat
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +33,8 @@ from batchfinder.measure.cleanup import Failure, attempt, clear
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import (
-        AutomaticOptimization,
         Closure,
         ClosureResult,
-        LogMetadata,
         ResultCollection,
     )
 
@@ -47,50 +46,54 @@ class LogAggregation:
     minima and sums are the batch's own. So a value logged on each step is the batch's, one logged on each epoch weighs
     batches by their samples, and with `sync_dist` there is one all-reduce for each batch, however many micro-batches
     each rank has. A torchmetrics Metric is updated by each micro-batch; what it shows on a step is the last one's.
-
-    Args:
-        results: the training loop's.
     """
 
     def __init__(self, results: ResultCollection) -> None:
         self._results = results
         self._share = 1.0
-        self._run, self._skipped = 0, 0
+        self._run = 0
+        self.skipped = 0  # samples that are not run, since nothing in them counts; they are the batch's all the same
         self._logged: dict[str, list[tuple[Tensor, int, float]]] = {}
 
-    def __enter__(self) -> LogAggregation:
-        self._whole = self._results.batch
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect what is logged; `log` logs it afterwards."""
+        whole = self._results.batch
         vars(self._results)["update_metrics"] = self._collect
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        del vars(self._results)["update_metrics"]
-        self._results.batch, self._results.batch_size = self._whole, None
-        self._whole = None
+        try:
+            yield
+        finally:
+            del vars(self._results)["update_metrics"]
+            self._results.batch, self._results.batch_size = whole, None
 
     def start_micro_batch(self, part: MicroBatch) -> None:
-        """Count what is logged from now on as this micro-batch's."""
         self._results.batch, self._results.batch_size = part.batch, None
         self._run += part.samples
         self._share = part.share
 
-    def skip(self, samples: int) -> None:
-        """Count samples that are not run, since nothing in them counts; they are the batch's all the same."""
-        self._skipped += samples
-
     def clear(self) -> None:
         """Forget what was logged: the batch is run again."""
         self._logged.clear()
-        self._run, self._skipped = 0, 0
+        self._run = self.skipped = 0
 
     def log(self) -> None:
-        """Log the batch's values, after the `with` block."""
+        """Log the batch's values, each reduced over its micro-batches."""
         for key, entries in self._logged.items():
-            samples = sum(samples for _, samples, _ in entries)
-            value = entries[0][0] if len(entries) == 1 else _reduced(entries, self._results[key].meta)
-            self._results.update_metrics(key, value, samples + self._skipped * (samples == self._run))
+            samples = sum(count for _, count, _ in entries)
+            value, meta = entries[0][0], self._results[key].meta
+            if len(entries) > 1:
+                values = torch.stack([value for value, _, _ in entries])
+                if meta.is_mean_reduction:
+                    if not values.is_floating_point():
+                        values = values.to(torch.get_default_dtype())
+                    total = sum(share for _, _, share in entries)
+                    weights = [share / total if total else 1 / len(entries) for _, _, share in entries]
+                    value = (values * values.new_tensor(weights)).sum()
+                elif meta.is_max_reduction:
+                    value = values.amax()
+                else:
+                    value = values.amin() if meta.is_min_reduction else values.sum()
+            self._results.update_metrics(key, value, samples + self.skipped * (samples == self._run))
         self.clear()
 
     def _collect(self, key: str, value: Any, batch_size: int) -> None:
@@ -100,27 +103,12 @@ class LogAggregation:
             type(self._results).update_metrics(self._results, key, value, batch_size)
 
 
-def _reduced(entries: list[tuple[Tensor, int, float]], meta: LogMetadata) -> Tensor:
-    """A batch's value of its micro-batches' values, samples and shares."""
-    values = torch.stack([value for value, _, _ in entries])
-    if meta.is_mean_reduction:
-        if not values.is_floating_point():
-            values = values.to(torch.get_default_dtype())
-        total = sum(share for _, _, share in entries)
-        weights = [share / total if total else 1 / len(entries) for _, _, share in entries]
-        return (values * values.new_tensor(weights)).sum()
-    if meta.is_max_reduction:
-        return values.amax()
-    return values.amin() if meta.is_min_reduction else values.sum()
-
-
 class MicroBatchClosure:
     """Runs each batch of a trainer's fit in micro-batches.
 
     Args:
         trainer: set up, and not training yet.
         split_batch: makes the micro-batches of a batch.
-        sync: when the gradients of several processes are reduced.
         recovery: what to do when memory runs out; None to let it end the run.
 
     Attributes:
@@ -140,6 +128,7 @@ class MicroBatchClosure:
         self.recovery = recovery
         self.seq_len: int | None = None
         self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._at = 0  # the micro-batch that is run, or that failed
         self._make = replace_make_closure(self.loop, self._make_closure)
 
     def undo(self) -> None:
@@ -153,104 +142,95 @@ class MicroBatchClosure:
                 "BatchFinder(split_batches=True) splits the batches that training_step is given, and this one takes a "
                 "dataloader_iter. Write training_step(self, batch, batch_idx), or leave split_batches out."
             )
-        replace_closure_step(closure, _BatchStep(self, closure, kwargs, batch_idx).run)
+        zero_grad, backward = closure_functions(closure)
+        replace_closure_step(closure, lambda: self._run_batch(zero_grad, backward, kwargs, batch_idx))
         return closure
 
+    def _run_batch(
+        self,
+        zero_grad: Callable[[], None] | None,
+        backward: Callable[[Tensor], None] | None,
+        kwargs: OrderedDict[str, Any],
+        batch_idx: int,
+    ) -> ClosureResult:
+        """Run all micro-batches of a batch, with recovery as often as it takes; what Lightning expects of a step."""
+        trainer, recovery = self.trainer, self.recovery
+        logged = LogAggregation(logged_results(trainer))
+        start: BatchSnapshot | None = None
+        zeroed = False
 
-class _BatchStep:
-    """Forward and backward of one batch, in its micro-batches.
+        def zero_grad_once() -> None:
+            """Zero the gradients: once for each batch, however often it is run, since callbacks may count on it."""
+            nonlocal zeroed
+            if zero_grad is not None and not zeroed:
+                zero_grad()
+                zeroed = True
+                if start is not None:
+                    start.gradients_zeroed()
 
-    Args:
-        split: the trainer's.
-        closure: the loop's own, for the whole batch.
-        kwargs: what training_step is called with for the whole batch.
-        batch_idx: the batch's number in the epoch.
-    """
-
-    def __init__(
-        self, split: MicroBatchClosure, closure: Closure, kwargs: OrderedDict[str, Any], batch_idx: int
-    ) -> None:
-        self._split = split
-        self._zero_grad, self._backward = closure_functions(closure)
-        self._kwargs = kwargs
-        self._batch_idx = batch_idx
-        self._at = 0
-        self._zeroed = False
-        self._start: BatchSnapshot | None = None
-
-    def run(self) -> ClosureResult:
-        """Run all micro-batches; return what Lightning expects of a training_step."""
-        sync, recovery = self._split.sync, self._split.recovery
-        self._zeroed = False
-        sync.begin()
-        with LogAggregation(logged_results(self._split.trainer)) as logged:
+        run = partial(
+            self._run_micro_batches, kwargs=kwargs, zero_grad_once=zero_grad_once, backward=backward, logged=logged
+        )
+        result: ClosureResult | Failure | None = None
+        self.sync.begin()
+        with logged.collecting():
             if recovery is None:
-                result = self._run_micro_batches(self._split.split_batch(self._kwargs["batch"]), logged)
+                result = run(self.split_batch(kwargs["batch"]))
             else:
-                result = self._run_with_recovery(recovery, logged)
-        if self._backward is not None:
-            sync.finish()
+                device, tries = trainer.strategy.root_device, RecoveryAttempt(batch_idx)
+                start = BatchSnapshot(trainer.lightning_module)
+                while True:
+                    with recovery.broadcast_errors():
+                        parts = self.split_batch(kwargs["batch"])
+                        result = attempt(partial(run, parts), device.type)
+                    failed = isinstance(result, Failure)
+                    if isinstance(result, Failure):
+                        tries.record_failure(parts[self._at], result.message)
+                        self._restore(start, logged)
+                    if recovery.all_ranks_succeeded(tries, failed):
+                        break
+                    if not failed:  # it failed on another rank
+                        result = None
+                        self._restore(start, logged)
+                recovery.report(tries, max(part.samples for part in parts))
+        assert result is not None
+        assert not isinstance(result, Failure)
+        if backward is not None:
+            self.sync.finish()
         logged.log()
         return result
 
-    def _run_with_recovery(self, recovery: Recovery, logged: LogAggregation) -> ClosureResult:
-        """As often as it takes, each time from the start."""
-        split, recovered = self._split, RecoveryAttempt(self._batch_idx)
-        device = split.trainer.strategy.root_device
-        self._start = BatchSnapshot(split.trainer.lightning_module)
-        while True:
-            with recovery.broadcast_errors():
-                parts = split.split_batch(self._kwargs["batch"])
-                result = attempt(lambda parts=parts: self._run_micro_batches(parts, logged), device.type)  # type: ignore[misc]
-            failed = isinstance(result, Failure)
-            if isinstance(result, Failure):
-                recovered.record_failure(parts[self._at], result.message)
-                self._restore(logged)
-            if recovery.all_ranks_succeeded(recovered, failed):
-                break
-            if not failed:
-                del result
-                self._restore(logged)
-        assert not isinstance(result, Failure)
-        recovery.report(recovered, max(part.samples for part in parts))
-        return result
-
-    def _restore(self, logged: LogAggregation) -> None:
-        assert self._start is not None
+    def _restore(self, start: BatchSnapshot, logged: LogAggregation) -> None:
         logged.clear()
-        self._start.restore()
-        clear(self._split.trainer.strategy.root_device)
+        start.restore()
+        clear(self.trainer.strategy.root_device)
 
-    def _run_micro_batches(self, parts: list[MicroBatch], logged: LogAggregation) -> ClosureResult:
-        """Forward and backward of each micro-batch."""
-        loop: AutomaticOptimization = self._split.loop
+    def _run_micro_batches(
+        self,
+        parts: list[MicroBatch],
+        kwargs: OrderedDict[str, Any],
+        zero_grad_once: Callable[[], None],
+        backward: Callable[[Tensor], None] | None,
+        logged: LogAggregation,
+    ) -> ClosureResult:
         total: Tensor | None = None
         extra: dict[str, Any] = {}
         last = max((index for index, part in enumerate(parts) if part.factor), default=0)
         for self._at, part in enumerate(parts):
             if not part.factor:  # nothing in it counts: its loss is a mean over nothing, NaN
-                logged.skip(part.samples)
+                logged.skipped += part.samples
                 continue
-            self._split.seq_len, extra = part.seq_len, {}
+            self.seq_len, extra = part.seq_len, {}
             logged.start_micro_batch(part)
-            with self._split.sync.micro_batch(self._at == last):
-                output = run_training_step(loop, OrderedDict(self._kwargs, batch=part.batch))
+            with self.sync.micro_batch(self._at == last):
+                output = run_training_step(self.loop, OrderedDict(kwargs, batch=part.batch))
                 loss, extra = output.closure_loss, output.extra
-                self._zero_grad_once()
+                zero_grad_once()
                 if loss is not None and part.factor != 1.0:
                     loss = loss * part.factor
-                if loss is not None and self._backward is not None:
-                    self._backward(loss)
+                if loss is not None and backward is not None:
+                    backward(loss)
             if loss is not None:
                 total = loss.detach() if total is None else total + loss.detach()
             del output, loss
-        return loop.output_result_cls(closure_loss=total, extra=extra)
-
-    def _zero_grad_once(self) -> None:
-        """Zero the gradients: once for each batch, however often it is run, since callbacks may count on it."""
-        if self._zero_grad is None or self._zeroed:
-            return
-        self._zero_grad()
-        self._zeroed = True
-        if self._start is not None:
-            self._start.gradients_zeroed()
+        return self.loop.output_result_cls(closure_loss=total, extra=extra)

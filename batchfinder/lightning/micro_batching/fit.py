@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 
 from batchfinder.accumulation import plan_accumulation
 from batchfinder.data.batch import Layout, samples_in, tensors
-from batchfinder.data.loss_weights import Weight
 from batchfinder.data.padding import sample_lengths
 from batchfinder.data.separability import SAMPLES, check_separable, not_separable
+from batchfinder.data.split import Weight
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError
 from batchfinder.lightning.accumulation import warn_if_inexact_target
@@ -25,7 +26,7 @@ from batchfinder.lightning.dataloaders import batch_size_of, flattened
 from batchfinder.lightning.ddp import gradient_sync, local_only
 from batchfinder.lightning.dry_run_scope import capture_data
 from batchfinder.lightning.micro_batching.closure import MicroBatchClosure
-from batchfinder.lightning.micro_batching.micro_batch import LengthTable, MicroBatch, micro_batches
+from batchfinder.lightning.micro_batching.micro_batch import LengthTable, micro_batches
 from batchfinder.lightning.micro_batching.recovery import BatchSnapshot, Recovery
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.probe_batches import ProbeBatches
@@ -58,29 +59,22 @@ class DryRunMemory(Callback):  # type: ignore[misc, unused-ignore]
         self._in_order = in_order
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take as much, until the try's own loop is dropped."""
+        # Held until the try's own loop is dropped.
         held = vars(trainer.fit_loop).setdefault("_batchfinder_dry_run", [])
         if not held and self._recovers:
             held.append(BatchSnapshot(pl_module))
         if batch_idx == 0:
-            held.append(torch.ones(self._missing_bytes(batch), dtype=torch.uint8, device=trainer.strategy.root_device))
-
-    def _missing_bytes(self, batch: Any) -> int:
-        """Bytes of the whole batch that this part of it has not."""
-        here = samples_in(batch)
-        whole = max(here, self._samples or 0)
-        if whole > here and not self._in_order and sample_lengths(batch) is not None:
-            whole += whole
-        nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(batch))
-        return (whole - here) * nbytes // here
+            here = samples_in(batch)
+            whole = max(here, self._samples or 0)
+            if whole > here and not self._in_order and sample_lengths(batch) is not None:
+                whole += whole
+            nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(batch))
+            missing = (whole - here) * nbytes // here
+            held.append(torch.ones(missing, dtype=torch.uint8, device=trainer.strategy.root_device))
 
 
 class MicroBatchingFit:
     """Splits the batches of one fit.
-
-    Args:
-        options: what the callback was asked for.
-        num_devices: devices that train side by side.
 
     Attributes:
         recovers: whether a batch that runs out of memory is run again.
@@ -107,11 +101,7 @@ class MicroBatchingFit:
         return plan.micro_batch_size
 
     def lengths(self, longest: int | None) -> list[int | None]:
-        """Which lengths to find sizes for, longest first: those asked for, or the longest, 3/4, 1/2, 3/8 of it ...
-
-        Args:
-            longest: the longest in the data; None for data without lengths.
-        """
+        """Which lengths to find sizes for, longest first: those asked for, or the data's longest, 3/4, 1/2 of it ..."""
         seq_lens = self._options.seq_lens
         self._lengths = [longest] if seq_lens is None else list(seq_lens)
         if seq_lens is None and longest is not None:
@@ -123,7 +113,6 @@ class MicroBatchingFit:
         return self._lengths
 
     def dry_run_memory(self, samples: int | None) -> DryRunMemory:
-        """What takes as much memory in the tries as splitting does; `samples` as in `DryRunMemory`."""
         return DryRunMemory(samples, self.recovers, self._options.in_order)
 
     def begin(
@@ -134,15 +123,7 @@ class MicroBatchingFit:
         results: Sequence[TuningResult],
         ranks: Ranks,
     ) -> None:
-        """Split from now on.
-
-        Args:
-            trainer: set up, its loop not started.
-            finder: the callback that asks.
-            batches: where batches come from.
-            results: the size of each length.
-            ranks: the processes that train together.
-        """
+        """Split from now on, by the results of each length. The trainer's loop has not started."""
         self._results = {found.result.shape.seq_len: found for found in results}
         sizes, size = {}, results[0].batch_size
         for length in self._lengths:  # a batch that fits whole at one length was not tried at shorter ones
@@ -155,14 +136,13 @@ class MicroBatchingFit:
         if self.recovers:
             entries = {length: found.entry for length, found in self._results.items() if found.entry is not None}
             recovery = Recovery(table, entries, ranks)
-        layout = Layout()
-
-        def split_batch(batch: Any) -> list[MicroBatch]:
-            return micro_batches(batch, table, weight, in_order, layout)
-
+        split_batch = partial(micro_batches, table=table, weight=weight, in_order=in_order, layout=Layout())
         sync = gradient_sync(trainer.strategy, self.recovers)
         self._closure = MicroBatchClosure(trainer, split_batch, sync, recovery)
-        rank_zero_info(f"BatchFinder: batches are split into micro-batches of at most {_text(table)}.")
+        most = ", ".join(f"{size} samples up to {Shape(length)}" for length, size in reversed(table.sizes.items()))
+        if None in table.sizes:
+            most = f"{table.sizes[None]} samples"
+        rank_zero_info(f"BatchFinder: batches are split into micro-batches of at most {most}.")
 
     def in_use(self) -> TuningResult | None:
         """What the micro-batch that was run last was made by; None before the first, and beyond the longest length."""
@@ -183,67 +163,40 @@ def warn_if_inexact(
     """Warn once of all that makes the split batch's gradient another one than the whole batch's.
 
     The loss is looked at with a few samples, in eval mode and without gradients; all of that is put back.
-
-    Args:
-        trainer: set up, its loop not started.
-        finder: the callback that asks.
-        batches: where batches come from.
-        table: the largest micro-batch of each length.
-        weight: what the loss is said to be a mean over.
-
-    Raises:
-        NotSplittable: the batches cannot be split, or the weight cannot be had from them.
-        InvalidValue: the user's weight returned a negative or infinite number.
     """
+    module = trainer.lightning_module
     reasons = []
-    names = not_separable(trainer.lightning_module)
+    names = not_separable(module)
     if names:
         more = f" and {len(names) - _NAMED_LAYERS} more" if len(names) > _NAMED_LAYERS else ""
         reasons.append(
             f"{', '.join(names[:_NAMED_LAYERS])}{more} look at all samples of a micro-batch "
             "together, which are fewer than the batch's; a GroupNorm or LayerNorm would not"
         )
-    differs = _loss_differs(trainer, finder, batches, table, weight)
-    if differs is not None:
-        reasons.append(differs)
+
+    def loss_of(batch: Any) -> Tensor:
+        with trainer.precision_plugin.train_step_context():
+            output = module.training_step(*training_step_arguments(trainer, batch))
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        return torch.tensor(float("nan")) if loss is None else loss
+
+    samples = min(SAMPLES, *table.sizes.values())
+    if samples > 1:
+        untouched, start = capture_data(trainer, finder), BatchSnapshot(module)
+        try:
+            batch = transfer_batch(trainer, batches.mixed(samples))
+            module.eval()
+            vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
+            with local_only(trainer):
+                differs = check_separable(loss_of, batch, weight)
+            if differs is not None:
+                reasons.append(differs)
+        except BatchFinderError:
+            raise
+        except Exception as error:  # of a step that cannot run in eval mode, say; training will show what it is
+            log.info("BatchFinder: whether the loss may be split was not checked: %s: %s", type(error).__name__, error)
+        finally:
+            start.restore()
+            untouched.restore()
     if reasons:
         rank_zero_warn(f"BatchFinder splits batches, which changes what is trained: {'. Also: '.join(reasons)}.")
-
-
-def _loss_differs(
-    trainer: Trainer, finder: Callback, batches: ProbeBatches, table: LengthTable, weight: Weight
-) -> str | None:
-    """What is wrong with the weight or the loss, in words; None if nothing, or if it could not be checked."""
-    module = trainer.lightning_module
-    samples = min(SAMPLES, *table.sizes.values())
-    if samples < 2:
-        return None
-    untouched, start = capture_data(trainer, finder), BatchSnapshot(module)
-    try:
-        batch = transfer_batch(trainer, batches.mixed(samples))
-        module.eval()
-        vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
-
-        def loss_of(batch: Any) -> Tensor:
-            with trainer.precision_plugin.train_step_context():
-                output = module.training_step(*training_step_arguments(trainer, batch))
-            loss = output.get("loss") if isinstance(output, Mapping) else output
-            return torch.tensor(float("nan")) if loss is None else loss
-
-        with local_only(trainer):
-            return check_separable(loss_of, batch, weight)
-    except BatchFinderError:
-        raise
-    except Exception as error:  # of a step that cannot run in eval mode, say; training will show what is wrong with it
-        log.info("BatchFinder: whether the loss may be split was not checked: %s: %s", type(error).__name__, error)
-        return None
-    finally:
-        start.restore()
-        untouched.restore()
-
-
-def _text(table: LengthTable) -> str:
-    sizes = table.sizes
-    if None in sizes:
-        return f"{sizes[None]} samples"
-    return ", ".join(f"{size} samples up to {Shape(length)}" for length, size in reversed(sizes.items()))

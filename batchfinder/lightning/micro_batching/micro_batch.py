@@ -8,9 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from batchfinder.data.batch import Layout, samples_in
-from batchfinder.data.loss_weights import Weight, weigh
 from batchfinder.data.padding import padded_length, sample_lengths, trim
-from batchfinder.data.split import equal_sizes, reorder, split
+from batchfinder.data.split import Weight, equal_sizes, reorder, split, weigh
 
 FIRST_CUT = 0.8
 """Of a size that failed: what is left after the first cut of a batch. Most often a little memory is missing."""
@@ -26,88 +25,57 @@ class LengthTable:
     was not tried at this length or a longer one. Beyond the longest, sizes go down with the square of the length, as
     attention's memory goes up.
 
-    Args:
-        sizes: what a search found for each length; `{None: size}` for data without lengths.
+    Attributes:
+        sizes: of each length, the shortest first, as they are now; `{None: size}` for data without lengths.
     """
 
     def __init__(self, sizes: Mapping[int | None, int]) -> None:
-        self._fixed = sizes.get(None)
-        self._sizes = {length: sizes[length] for length in sorted(key for key in sizes if key is not None)}
-        longest = max(self._sizes, default=0)
-        self._beyond = self._sizes[longest] * longest**2 if longest else 0
-
-    @property
-    def sizes(self) -> dict[int | None, int]:
-        """The largest micro-batch of each length, as it is now."""
-        sizes: dict[int | None, int] = dict.fromkeys(self._sizes, 0)
-        return {length: self.size_for(length) for length in sizes} or {None: self._fixed or 1}
+        lengths = sorted(length for length in sizes if length is not None)
+        self.sizes: dict[int | None, int] = {length: sizes[length] for length in lengths}
+        if not lengths:
+            self.sizes = {None: sizes.get(None) or 1}
+        self._beyond = sizes[lengths[-1]] * lengths[-1] ** 2 if lengths else 0
 
     def size_for(self, seq_len: int | None) -> int:
-        """The largest micro-batch for a padded length.
-
-        Args:
-            seq_len: in tokens; None for data without lengths, which get what the longest gets.
-        """
-        if not self._sizes:
-            return self._fixed or 1
+        """The largest micro-batch for a padded length in tokens; None, without lengths, gets what the longest gets."""
         tabled = self.tabled(seq_len)
-        if tabled is not None:
-            return self._sizes[tabled]
+        if tabled in self.sizes:
+            return self.sizes[tabled]
         assert seq_len is not None
-        return max(1, min(self._beyond // seq_len**2, *self._sizes.values()))
+        return max(1, min(self._beyond // seq_len**2, *self.sizes.values()))
 
     def tabled(self, seq_len: int | None) -> int | None:
-        """The length in the table whose size counts; None without lengths, and beyond the longest.
-
-        Args:
-            seq_len: a padded length, in tokens.
-        """
+        """The length in the table whose size counts for a padded one; None without lengths, and beyond the longest."""
+        lengths = [length for length in self.sizes if length is not None]
         if seq_len is None:
-            return max(self._sizes, default=None)
-        return next((length for length in self._sizes if length >= seq_len), None)
+            return lengths[-1] if lengths else None
+        return next((length for length in lengths if length >= seq_len), None)
 
     def lower(self, seq_len: int | None, size: int) -> None:
-        """Allow no more than a size at a length, and at longer ones.
-
-        Args:
-            seq_len: a padded length, in tokens.
-            size: samples, at least 1.
-        """
-        if not self._sizes:
-            self._fixed = min(self._fixed or 1, size)
-            return
+        """Allow no more samples than `size`, at least 1, at a padded length and at longer ones."""
         tabled = self.tabled(seq_len)
-        if tabled is None:
+        if tabled not in self.sizes:
             assert seq_len is not None
             self._beyond = min(self._beyond, size * seq_len**2)
             return
-        lowered = [min(limit, size) if length >= tabled else limit for length, limit in self._sizes.items()]
-        self.agree([*lowered, self._beyond])
+        reached = list(self.sizes).index(tabled)  # the shortest comes first
+        limits = [min(limit, size) if at >= reached else limit for at, limit in enumerate(self.sizes.values())]
+        self.agree([*limits, self._beyond])
 
     def values(self) -> list[int]:
         """All of it in numbers, the same count on every rank; the smaller of two is the safer."""
-        return [*self._sizes.values(), self._beyond] if self._sizes else [self._fixed or 1]
+        return [*self.sizes.values(), self._beyond]
 
     def agree(self, values: Sequence[int]) -> None:
-        """Take over what all ranks can do.
-
-        Args:
-            values: the least of what each rank's `values` said.
-        """
-        if not self._sizes:
-            (self._fixed,) = values
-            return
-        self._sizes = dict(zip(self._sizes, values[:-1], strict=True))
-        longest = max(self._sizes)
-        self._beyond = min(values[-1], self._sizes[longest] * longest**2)
+        """Take over what all ranks can do: the least of what each rank's `values` said."""
+        self.sizes = dict(zip(self.sizes, values[:-1], strict=True))
+        longest = list(self.sizes)[-1]
+        if longest is not None:
+            self._beyond = min(values[-1], self.sizes[longest] * longest**2)
 
 
 def smaller(size: int, cuts: int) -> int:
-    """What to try where a size failed.
-
-    Args:
-        size: samples of the micro-batch that failed, more than 1.
-        cuts: how often this batch's micro-batches were made smaller before.
+    """What to try where a micro-batch of `size` samples, more than 1, failed after so many cuts of its batch.
 
     Example:
         >>> smaller(10, 0), smaller(8, 1), smaller(2, 0)
@@ -118,25 +86,16 @@ def smaller(size: int, cuts: int) -> int:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch that is trained on its own.
-
-    Attributes:
-        batch: of the same make as the whole.
-        factor: what its loss is multiplied with, so that all of them make the loss of the whole.
-        share: what its logged means count of the whole's; all of them make 1.
-        seq_len: padded length in tokens; None for data without lengths.
-        positions: where its samples are in the whole.
-    """
+    """A part of a batch that is trained on its own, of the same make as the whole."""
 
     batch: Any
-    factor: float
-    share: float
-    seq_len: int | None
-    positions: Sequence[int]
+    factor: float  # what its loss is multiplied with, so that all of them make the loss of the whole
+    share: float  # what its logged means count of the whole's; all of them make 1
+    seq_len: int | None  # padded length in tokens; None for data without lengths
+    positions: Sequence[int]  # where its samples are in the whole
 
     @property
     def samples(self) -> int:
-        """How many there are."""
         return len(self.positions)
 
 
@@ -150,9 +109,6 @@ def micro_batches(
     order, in equal micro-batches of the size that the batch's padded length allows. What fits as one stays as it is.
 
     Args:
-        batch: as the loader made it.
-        table: the largest micro-batch of each length.
-        weight: what the loss is a mean over; see `weigh`.
         in_order: keep the order of the samples although their lengths are known.
         layout: what earlier batches have told of which parts follow the samples; it learns from this one.
 
@@ -161,12 +117,30 @@ def micro_batches(
         InvalidValue: the user's weight returned a negative or infinite number.
     """
     samples = samples_in(batch, layout)
+
+    def cut(sizes: list[int], order: Sequence[int]) -> tuple[list[Any], list[Sequence[int]]]:
+        """The parts, and the places of their samples in the batch."""
+        order = range(samples) if len(sizes) == 1 else order
+        whole = batch if isinstance(order, range) else reorder(batch, order, layout)
+        stops = accumulate(sizes)
+        parts = [trim(part) for part in ([whole] if len(sizes) == 1 else split(whole, sizes, layout))]
+        return parts, [order[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+
+    parts = None
     lengths = None if in_order else sample_lengths(batch)
-    cut = None if lengths is None else _by_length(batch, lengths, table, layout)
-    if cut is None:
-        sizes = equal_sizes(samples, table.size_for(padded_length(batch)))
-        cut = _cut(batch, sizes, layout), _positions(sizes, range(samples))
-    parts, positions = cut
+    if lengths is not None:
+        longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        sizes: list[int] = []
+        while (done := sum(sizes)) < len(lengths):
+            sizes.append(min(table.size_for(lengths[longest_first[done]]), len(lengths) - done))
+        parts, positions = cut(sizes, longest_first)
+        padded = [padded_length(part) for part in parts]
+        if any(
+            length is not None and table.size_for(length) < size for length, size in zip(padded, sizes, strict=True)
+        ):
+            parts = None  # the padding that they are to do without cannot be cut off
+    if parts is None:
+        parts, positions = cut(equal_sizes(samples, table.size_for(padded_length(batch))), range(samples))
     factors = [1.0] if len(parts) == 1 else weigh(parts, weight)
     total = sum(factors)
     shares = [len(where) / samples for where in positions] if weight == "sum" else [f / total for f in factors]
@@ -174,31 +148,3 @@ def micro_batches(
         MicroBatch(part, factor, share, padded_length(part), where)
         for part, factor, share, where in zip(parts, factors, shares, positions, strict=True)
     ]
-
-
-def _by_length(
-    batch: Any, lengths: list[int], table: LengthTable, layout: Layout | None
-) -> tuple[list[Any], list[Sequence[int]]] | None:
-    """The parts, longest samples first; None where the padding that they are to do without cannot be cut off."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    sizes: list[int] = []
-    while (done := sum(sizes)) < len(order):
-        sizes.append(min(table.size_for(lengths[order[done]]), len(order) - done))
-    if len(sizes) == 1:
-        order = list(range(len(order)))
-    parts = _cut(batch if len(sizes) == 1 else reorder(batch, order, layout), sizes, layout)
-    positions = _positions(sizes, order)
-    for part, where in zip(parts, positions, strict=True):
-        padded = padded_length(part)
-        if padded is not None and table.size_for(padded) < len(where):
-            return None
-    return parts, positions
-
-
-def _cut(batch: Any, sizes: list[int], layout: Layout | None) -> list[Any]:
-    return [trim(part) for part in ([batch] if len(sizes) == 1 else split(batch, sizes, layout))]
-
-
-def _positions(sizes: list[int], order: Sequence[int]) -> list[Sequence[int]]:
-    stops = list(accumulate(sizes))
-    return [order[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]

@@ -6,9 +6,10 @@ import logging
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,6 @@ class BatchSnapshot:
     attribute; buffers, with copies where they are; the states of torchmetrics; and the attributes of each module, by
     reference, lists by their length as well. What a step changes in other containers of the user's, or in callbacks,
     stays as the step left it. Gradients are captured by `gradients_zeroed`.
-
-    Args:
-        module: the user's.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -46,11 +44,31 @@ class BatchSnapshot:
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._values: list[tuple[Tensor, Tensor]] = []
         self._lists: list[tuple[list[Any], int]] = []
-        self._generators: list[tuple[Any, Any]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []  # what sets the state, and the state
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
         with torch.no_grad():
             for part in module.modules():
-                self._capture(part)
+                attributes = dict(vars(part))
+                self._attributes.append((part, attributes))
+                buffers = attributes["_buffers"]
+                self._buffers.append((buffers, dict(buffers)))
+                copied = list(buffers.values())
+                if isinstance(part, Metric):
+                    copied += [state for state in part.metric_state.values() if isinstance(state, Tensor)]
+                self._values += [(value, value.clone()) for value in copied if value is not None]
+                for value in attributes.values():
+                    if type(value) in _PLAIN:
+                        continue
+                    if isinstance(value, list):
+                        self._lists.append((value, len(value)))
+                    elif isinstance(value, torch.Generator | np.random.RandomState):
+                        self._generators.append((value.set_state, value.get_state()))
+                    elif isinstance(value, np.random.Generator):
+                        self._generators.append(
+                            (partial(setattr, value.bit_generator, "state"), value.bit_generator.state)
+                        )
+                    elif isinstance(value, random.Random):
+                        self._generators.append((value.setstate, value.getstate()))
 
     def gradients_zeroed(self) -> None:
         """Capture the gradients as `zero_grad` has left them, which is done once for each batch."""
@@ -75,48 +93,9 @@ class BatchSnapshot:
                 parameter.grad = None if gradient is None else gradient.clone()
         for items, length in self._lists:
             del items[length:]
-        for generator, state in self._generators:
-            _set_state(generator, state)
+        for set_state, state in self._generators:
+            set_state(state)
         self._process.restore()
-
-    def _capture(self, part: nn.Module) -> None:
-        attributes = dict(vars(part))
-        self._attributes.append((part, attributes))
-        buffers = attributes["_buffers"]
-        self._buffers.append((buffers, dict(buffers)))
-        self._copy(buffers.values())
-        for value in attributes.values():
-            if type(value) in _PLAIN:
-                continue
-            if isinstance(value, list):
-                self._lists.append((value, len(value)))
-            elif (state := _state_of(value)) is not None:
-                self._generators.append((value, state))
-        if isinstance(part, Metric):
-            self._copy(state for state in part.metric_state.values() if isinstance(state, Tensor))
-
-    def _copy(self, values: Iterable[Tensor | None]) -> None:
-        self._values.extend((value, value.clone()) for value in values if value is not None)
-
-
-def _state_of(value: Any) -> Any:
-    """The state of a generator of random numbers; None for anything else."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return value.get_state()
-    return value.getstate() if isinstance(value, random.Random) else None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, torch.Generator | np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.setstate(state)
 
 
 _RAISED, _CANNOT_FIT, _OUT_OF_MEMORY, _SUCCEEDED = range(4)  # the least of all ranks' counts
@@ -126,23 +105,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RecoveryAttempt:
-    """How one batch has run on this rank so far.
-
-    Attributes:
-        batch_idx: the batch's number in the epoch.
-        tries: how often all ranks have run it.
-        cuts: how often the sizes were lowered for it.
-        failed: micro-batches that ran out of memory: samples, length, and the first sample's place in the batch.
-        message: what the device said last.
-        record: a sentence about the cache's record, which the first rank alone writes; empty if it was not lowered.
-    """
+    """How one batch of an epoch has run on this rank so far."""
 
     batch_idx: int
-    tries: int = 0
-    cuts: int = 0
+    tries: int = 0  # how often all ranks have run it
+    cuts: int = 0  # how often the sizes were lowered for it
+    # Micro-batches that ran out of memory: samples, length, and the first sample's place in the batch.
     failed: list[tuple[int, int | None, int]] = field(default_factory=list)
-    message: str = ""
-    record: str = ""
+    message: str = ""  # what the device said last
+    record: str = ""  # about the cache's record, which the first rank alone writes; empty if it was not lowered
 
     def record_failure(self, part: MicroBatch, message: str) -> None:
         """Record that a micro-batch, of which only the size is kept, ran out of memory."""
@@ -159,7 +130,6 @@ class Recovery:
     Args:
         table: the sizes, which are lowered.
         entries: where the cache keeps the answer for each length.
-        ranks: the processes that train together.
     """
 
     def __init__(self, table: LengthTable, entries: Mapping[int | None, ResultEntry], ranks: Ranks) -> None:
@@ -180,11 +150,7 @@ class Recovery:
             raise
 
     def all_ranks_succeeded(self, run: RecoveryAttempt, failed: bool) -> bool:
-        """Whether the batch has run on all ranks; if not, the table says how to run it again.
-
-        Args:
-            run: of the batch on this rank.
-            failed: whether memory ran out on this rank this time.
+        """Whether the batch has run on all ranks, and not `failed` on this one; if not, the table says how to run it.
 
         Raises:
             SampleDoesNotFit: a single sample ran out of memory on this rank, again.
@@ -215,14 +181,24 @@ class Recovery:
         self._table.agree(agreed)
         run.cuts += run.tries > 0
         run.tries += 1
-        self._lower_records(before, run)
+        for length, size in self._table.sizes.items():
+            entry = self._entries.get(length)
+            if size == before[length] or entry is None or self._ranks.rank:
+                continue
+            try:
+                lower(entry, before[length], run.message, to=size)
+                run.record = " The cache's record is lowered as well; the next start tries it before it uses it."
+            except CacheFailed as failure:
+                reason = failure.reason.rstrip(".")
+                run.record = f" The cache at {failure.url} still says more, since it cannot be written: {reason}."
         return False
 
     def report(self, run: RecoveryAttempt, samples: int) -> None:
         """Say what happened on this rank, once the batch has run; `samples` of the largest micro-batch at last."""
         if not run.failed:
             return
-        sizes = _and([size for size, _, _ in run.failed])
+        *first, at_last = [str(size) for size, _, _ in run.failed]
+        sizes = f"{', '.join(first)} and {at_last}" if first else at_last
         seq_len = run.failed[0][1]
         length = "" if seq_len is None else f" of length {seq_len}"
         made = "a micro-batch" if len(run.failed) == 1 else "micro-batches"
@@ -248,20 +224,3 @@ class Recovery:
             f"{run.record} {said}",
             stacklevel=2,
         )
-
-    def _lower_records(self, before: Mapping[int | None, int], run: RecoveryAttempt) -> None:
-        for length, size in self._table.sizes.items():
-            entry = self._entries.get(length)
-            if size == before[length] or entry is None or self._ranks.rank:
-                continue
-            try:
-                lower(entry, before[length], run.message, to=size)
-                run.record = " The cache's record is lowered as well; the next start tries it before it uses it."
-            except CacheFailed as error:
-                reason = error.reason.rstrip(".")
-                run.record = f" The cache at {error.url} still says more, since it cannot be written: {reason}."
-
-
-def _and(sizes: Sequence[Any]) -> str:
-    texts = [str(size) for size in sizes]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"

@@ -391,8 +391,9 @@ def logged(values: list[float], samples: list[int], shares: list[float], skipped
     """What Lightning has after micro-batches logged values."""
     results = _ResultCollection(training=True)
     results.batch = torch.zeros(sum(samples) + skipped)
-    with LogAggregation(results) as aggregation:
-        aggregation.skip(skipped)
+    aggregation = LogAggregation(results)
+    with aggregation.collecting():
+        aggregation.skipped += skipped
         for value, count, share in zip(values, samples, shares, strict=True):
             aggregation.start_micro_batch(MicroBatch(torch.zeros(count), 1.0, share, None, range(count)))
             results.log("training_step", "a", torch.tensor(value), on_step=True, on_epoch=True, **options)

@@ -36,7 +36,7 @@ def test_data_without_lengths_has_one_size() -> None:
     assert (table.size_for(None), table.size_for(99), table.sizes) == (5, 5, {None: 5})
     table.lower(None, 3)
     assert table.sizes == {None: 3}
-    assert table.values() == [3]
+    assert table.values() == [3, 0]  # and none for lengths beyond the longest
 
 
 def test_lowering_lowers_longer_lengths_and_no_shorter_ones() -> None:
