@@ -221,7 +221,7 @@ def add_hyperparameters(trainer: Trainer, values: dict[str, Any]) -> Callable[[]
     Returns:
         What takes the values out again, from the module's and the datamodule's `hparams_initial`.
     """
-    if not getattr(trainer, "enable_autolog_hparams", True):
+    if not trainer.loggers or not getattr(trainer, "enable_autolog_hparams", True):
         return lambda: None
     both: list[Any] = [trainer.lightning_module, datamodule_of(trainer)]
     holders = [holder for holder in both if holder is not None and holder._log_hyperparams]

@@ -17,6 +17,7 @@ from batchfinder.cache import Store
 from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.prediction import predict_batch_size
+from batchfinder.measure import trial
 from batchfinder.measure.cleanup import clear
 from batchfinder.measure.host_limits import status
 from tests.lightning import nets
@@ -156,7 +157,7 @@ def stages(rank: int) -> list[Any]:
 
 def limited(rank: int, mib: int) -> list[Any]:
     """A real limit on the address space of each rank, and some steps at the size that was found."""
-    stage_tuner.clear = clear
+    trial.clear = clear
     limit = status("VmSize") + (mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     module = nets.Transformer(rows=200 * ranks(), seq_len=64, width=64)
