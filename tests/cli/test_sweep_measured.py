@@ -207,7 +207,7 @@ def test_a_cached_answer_is_certified(measuring: Measuring) -> None:
     assert (again.result.max_batch_size, again.result.source) == (answer, "measured")
     assert again.stopped_by is first.stopped_by  # from the earlier trials
 
-    _keep(store, max_batch_size=answer + 1)
+    _keep(store, max_batch_size=answer + 1, trials=())
     lowered = row(32)
     assert (lowered.trials[0].batch_size, lowered.trials[0].fits) == (answer + 1, False)
     assert (lowered.result.max_batch_size, lowered.cached) == (answer, False)
