@@ -206,14 +206,14 @@ class SamplesTooLong(BatchFinderError, ValueError):
 
 
 class MissingExtra(BatchFinderError):
-    """A package that is needed is not installed."""
+    """A package that is needed is not installed, or cannot be imported for a reason."""
 
-    def __init__(self, package: str, extra: str, what: str) -> None:
+    def __init__(self, package: str, extra: str, what: str, reason: str = "") -> None:
         self.package = package
         self.extra = extra
         self.what = what
         super().__init__(
-            f"{what} needs {package}, which is not installed. "
+            f"{what} needs {package}, which {f'cannot be imported: {reason}' if reason else 'is not installed'}. "
             f"Install it with: pip install {package} (or batchfinder with its extra: batchfinder[{extra}])"
         )
 

@@ -26,6 +26,7 @@ MAX_FILE_BYTES = 16 << 20
 STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
 
 _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?::/?|//+)(?!/)")  # of a URL, with a colon or a slash too few
 _TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
 
 
@@ -49,8 +50,16 @@ class Storage:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        text = os.fspath(url)
-        self.url = text if "://" in text or "::" in text else os.path.abspath(os.path.expanduser(text))
+        self.url = self._asked = os.fspath(url)
+        self._problem = ""
+        if "://" not in self.url and "::" not in self.url:
+            path = os.path.expanduser(self.url)
+            if path.startswith("~"):
+                self._problem = "there is no such user on this machine"
+            try:
+                self.url = os.path.abspath(path)
+            except OSError:
+                self._problem = "it is relative to the current folder, which has been removed"
         self._removed_stale = False
 
     def read(self, name: str) -> bytes | None:
@@ -158,7 +167,13 @@ class Storage:
         try:
             from fsspec.core import url_to_fs  # 45 ms, most of it asyncio
             from fsspec.implementations.local import LocalFileSystem
+            from fsspec.registry import known_implementations
 
+            mistyped = _SCHEME.match(self._asked)
+            if mistyped and mistyped[1] in known_implementations:
+                self._problem = f"it is no URL; one begins with {mistyped[1]}://"
+            if self._problem:
+                raise CacheFailed(self._asked, self._problem)
             fs, root = url_to_fs(self.url)
             yield fs, root, isinstance(fs, LocalFileSystem)
         except (CacheFailed, NotReadable):
