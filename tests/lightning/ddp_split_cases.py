@@ -169,7 +169,8 @@ def limited(rank: int, limit_mib: int, taken_mib: int) -> list[Any]:
             error = f"{type(raised).__name__}: {raised}"
     lift_limit()
     said = [str(warning.message) for warning in caught if "ran out" in str(warning.message)]
-    found = [finder.results["fit"][length].max_batch_size for length in sorted(finder.results["fit"])]
+    results = finder.results.get("fit", {})
+    found = [results[length].max_batch_size for length in sorted(results)]
     return [error, trainer.global_step, found, list(finder.micro_batch_sizes.values()), said]
 
 
