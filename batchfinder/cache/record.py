@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any
 
 from batchfinder.cache.key import CacheKey, Json, canonical_json
-from batchfinder.errors import BatchFinderError, InvalidValue, shown
+from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
 SCHEMA = 4
@@ -30,8 +30,8 @@ class DamagedRecord(BatchFinderError):
     """A record's bytes are not what was written. `Store` turns it into a warning."""
 
     def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+        self.reason = shortened(reason)
+        super().__init__(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def decode(data: bytes) -> Record:
         created = datetime.fromisoformat(_of(body["created"], "created", str))
         label, key = _of(body["label"], "label", str), _of(body["key"], "key", dict)
         if set(key) != {item.name for item in fields(CacheKey)}:
-            raise DamagedRecord(f"its key has other fields than this version's: {shown(', '.join(sorted(key)))[1:-1]}")
+            raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(key))}")
         record = Record(CacheKey(**key), _result_from_json(body["outcome"]), created, label)
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:

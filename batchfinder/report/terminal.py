@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from batchfinder.errors import shortened
+
 
 def tell(line: str) -> None:
     """Print a line on stderr, and go on where nobody reads it any more or its disk is full."""
@@ -21,8 +23,8 @@ def printable(text: str, most: int | None = None) -> str:
     Args:
         most: characters; of a longer text the middle is left out.
     """
-    if most is not None and len(text) > most:
-        text = f"{text[: most // 2]}...{text[-(most // 2) :]}"
+    if most is not None:
+        text = shortened(text, most)
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
