@@ -23,6 +23,7 @@ from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, User
 from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
+from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.workload import Workload
 
@@ -147,8 +148,7 @@ def workload_from_factory(spec: str) -> Workload:
         UserCodeFailed: importing or calling it raised.
     """
     module_name, _, attribute = spec.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    search_working_folder()
 
     def load() -> Any:
         try:

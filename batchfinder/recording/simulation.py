@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 from batchfinder.devices import Device
@@ -23,13 +21,15 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import Trace
+from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, revive
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# And it is recorded in forks, which do not have the threads that OpenMP has started.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
 _NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
 
@@ -54,11 +54,12 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._facts: Future[WorkloadFacts] = Future()
         self._died: RecordingDied | None = None
         self._next = 0
-        folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        folder = child_process.temporary_folder()
+        silent = str(child_process.SILENT_SECONDS)
         self._child = Child(
             "batchfinder.recording.server",
-            (str(folder), str(workers or os.cpu_count() or 1)),
-            {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)), **_NO_GPU},
+            (str(folder), str(workers or os.cpu_count() or 1), silent),
+            {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)), **_ENVIRONMENT},
             folder,
         )
         self._child.send({"open": asdict(spec)})
@@ -103,7 +104,8 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         """Until the process ends: then everything that was asked of it and has no answer fails."""
         try:
             while True:
-                answer = self._child.receive()
+                # The first answer is about the workload. After that it may be quiet: there may be nothing to record.
+                answer = self._child.receive(None if self._facts.done() else child_process.SILENT_SECONDS)
                 if "facts" in answer:
                     _resolve(self._facts, WorkloadFacts(**answer["facts"]))
                     continue
