@@ -28,7 +28,7 @@ from batchfinder.cli.parser import COMMANDS
 from batchfinder.errors import BatchFinderError, InvalidValue
 from tests.cli.test_cache import _record
 
-CASES = 150
+CASES = 60
 SEEDS = [pytest.param(seed, marks=[pytest.mark.slow] if seed >= 3 else []) for seed in range(60)]
 
 VALUES = (
