@@ -24,6 +24,8 @@ SCHEMA = 4
 MAX_BATCH_SIZE = 1 << 40
 """A larger one makes no sense, nor does a longer sequence: no device has a byte for each sample."""
 MAX_BYTES = 1 << 60
+MAX_RECORD_BYTES = 16 << 20
+"""Many times the largest record: what is larger was not written by a store."""
 
 
 class DamagedRecord(BatchFinderError):
@@ -114,6 +116,8 @@ def decode(data: bytes) -> Record:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
+    if len(data) > MAX_RECORD_BYTES:
+        raise DamagedRecord(f"it is larger than {MAX_RECORD_BYTES} bytes")
     try:
         body = json.loads(data.decode("ascii"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
