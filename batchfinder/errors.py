@@ -30,13 +30,14 @@ from collections.abc import Sequence
 def shown(value: object) -> str:
     """A value as messages have it: on one line, without control characters, and not longer than a few lines."""
     try:
-        text = repr(value)
+        return shortened(repr(value))
     except ValueError:  # a number of more digits than Python writes
-        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else object.__repr__(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else object.__repr__(value)
 
 
-_MOST_SHOWN = 400
+def shortened(text: str, most: int = 400) -> str:
+    """A text without its middle where it has more letters than this."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 
 class BatchFinderError(Exception):

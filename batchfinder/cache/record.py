@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any
 
 from batchfinder.cache.key import CacheKey, Json, canonical_json
-from batchfinder.errors import BatchFinderError, InvalidValue, shown
+from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
 SCHEMA = 4
@@ -24,14 +24,16 @@ SCHEMA = 4
 MAX_BATCH_SIZE = 1 << 40
 """A larger one makes no sense, nor does a longer sequence: no device has a byte for each sample."""
 MAX_BYTES = 1 << 60
+MAX_RECORD_BYTES = 16 << 20
+"""Many times the largest record: what is larger was not written by a store."""
 
 
 class DamagedRecord(BatchFinderError):
     """A record's bytes are not what was written. `Store` turns it into a warning."""
 
     def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+        self.reason = shortened(reason)
+        super().__init__(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ def decode(data: bytes) -> Record:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
+    if len(data) > MAX_RECORD_BYTES:
+        raise DamagedRecord(f"it is larger than {MAX_RECORD_BYTES} bytes")
     try:
         body = json.loads(data.decode("ascii"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
@@ -131,7 +135,7 @@ def decode(data: bytes) -> Record:
         created = datetime.fromisoformat(_of(body["created"], "created", str))
         label, key = _of(body["label"], "label", str), _of(body["key"], "key", dict)
         if set(key) != {item.name for item in fields(CacheKey)}:
-            raise DamagedRecord(f"its key has other fields than this version's: {shown(', '.join(sorted(key)))[1:-1]}")
+            raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(key))}")
         record = Record(CacheKey(**key), _result_from_json(body["outcome"]), created, label)
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:

@@ -17,12 +17,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from batchfinder.cache.record import MAX_RECORD_BYTES
 from batchfinder.errors import CacheFailed
 from batchfinder.retry import retrying
 from batchfinder.units import format_bytes
 
-MAX_FILE_BYTES = 16 << 20
-"""Many times the largest record: what is larger was not written by a store."""
 STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
 
 _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
@@ -74,7 +73,7 @@ class Storage:
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise NotReadable(errno.EINVAL, "it is not a regular file")
-                return file.read(MAX_FILE_BYTES + 1)
+                return file.read(MAX_RECORD_BYTES + 1)
 
         with self._opened() as (fs, root, is_local):
             path = _join(root, name)
@@ -86,8 +85,8 @@ class Storage:
                 if is_local and not isinstance(error, NotReadable) and os.path.lexists(path):
                     raise NotReadable(error.errno, error.strerror) from error
                 raise
-            if len(data) > MAX_FILE_BYTES:
-                raise NotReadable(errno.EFBIG, f"it is larger than {format_bytes(MAX_FILE_BYTES)}")
+            if len(data) > MAX_RECORD_BYTES:
+                raise NotReadable(errno.EFBIG, f"it is larger than {format_bytes(MAX_RECORD_BYTES)}")
             return data
 
     def write(self, name: str, data: bytes) -> None:

@@ -115,13 +115,13 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
 def _from_name_or_path(spec: str, attention: str | None) -> Workload:
     from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
-    path = Path(spec).expanduser()
-    if (os.sep in spec or spec.endswith(".json")) and path.exists():
+    path = Path(os.path.expanduser(spec))  # leaves the name of a user that there is not
+    if (os.sep in spec or spec.endswith(".json")) and os.path.exists(path):
         return workload_from_path(path, attention)
     try:
         row = find_model(spec)
     except UnknownName:
-        if path.exists():
+        if os.path.exists(path):
             return workload_from_path(path, attention)
         if spec.endswith(".json") or spec.startswith((".", "~", os.sep)):
             raise InvalidValue("model", spec, "a config.json or a folder that exists") from None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
+from batchfinder.errors import shortened
+
 
 def tell(line: str) -> None:
     """Print a line on stderr, and go on where nobody reads it any more or its disk is full."""
     try:
-        print("\n".join(map(printable, line.replace("\t", "    ").split("\n"))), file=sys.stderr, flush=True)
+        print(readable(line), file=sys.stderr, flush=True)
     except OSError:
         # What is left in its buffer would fail again when Python closes it, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -21,8 +23,13 @@ def printable(text: str, most: int | None = None) -> str:
     Args:
         most: characters; of a longer text the middle is left out.
     """
-    if most is not None and len(text) > most:
-        text = f"{text[: most // 2]}...{text[-(most // 2) :]}"
+    if most is not None:
+        text = shortened(text, most)
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def readable(text: str) -> str:
+    """The same of a text of several lines, such as a traceback."""
+    return "\n".join(map(printable, text.replace("\t", "    ").split("\n")))
