@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,19 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
 def _from_name_or_path(spec: str, attention: str | None) -> Workload:
     from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
-    path = Path(spec).expanduser()
-    if (os.sep in spec or spec.endswith(".json")) and path.exists():
+    path = Path(spec)
+    exists = False
+    with suppress(
+        OSError, RuntimeError, ValueError
+    ):  # too long, in a loop of links, of nobody's home, with a zero byte
+        path = path.expanduser()
+        exists = path.exists()
+    if (os.sep in spec or spec.endswith(".json")) and exists:
         return workload_from_path(path, attention)
     try:
         row = find_model(spec)
     except UnknownName:
-        if path.exists():
+        if exists:
             return workload_from_path(path, attention)
         if spec.endswith(".json") or spec.startswith((".", "~", os.sep)):
             raise InvalidValue("model", spec, "a config.json or a folder that exists") from None

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -110,7 +111,10 @@ def check_model_name(model: str) -> None:
     Raises:
         UnknownName: no such model.
     """
-    if not (":" in model or os.sep in model or model.endswith(".json") or Path(model).exists()):
+    exists = False
+    with suppress(OSError, ValueError):  # a name that is too long, or has a zero byte
+        exists = Path(model).exists()
+    if not (":" in model or os.sep in model or model.endswith(".json") or exists):
         find_model(model)
 
 
