@@ -98,7 +98,13 @@ SWEEP = Command(
                 "metavar": "N",
                 "help": "add micro-batch x accumulation for this effective batch size",
             },
+            "--min-batch-size": {
+                "metavar": "N",
+                "default": "1",
+                "help": "try no smaller batch size than this, such as 2 for BatchNorm (default: 1)",
+            },
             "--max-batch-size": {"metavar": "N", "help": "try no larger batch size than this"},
+            "--multiple-of": {"metavar": "N", "default": "1", "help": "try multiples of this only (default: 1)"},
             "--tolerance": {
                 "metavar": "SHARE",
                 "default": "0.01",

@@ -7,10 +7,8 @@ import functools
 import os
 import re
 import tomllib
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from batchfinder.errors import UnknownName
@@ -111,10 +109,7 @@ def check_model_name(model: str) -> None:
     Raises:
         UnknownName: no such model.
     """
-    exists = False
-    with suppress(OSError, ValueError):  # a name that is too long, or has a zero byte
-        exists = Path(model).exists()
-    if not (":" in model or os.sep in model or model.endswith(".json") or exists):
+    if not (":" in model or os.sep in model or model.endswith(".json") or os.path.exists(model)):
         find_model(model)
 
 

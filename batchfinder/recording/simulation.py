@@ -15,7 +15,7 @@ from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.results import SearchResult, Shape
-from batchfinder.search import Capped, Search, Secant
+from batchfinder.search import Capped, Floored, Multiples, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
@@ -225,9 +225,25 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         return SimulatedProbe(self.source(device.compute_capability, seq_lens), memory, allocator, unmodelled)
 
 
-def search_simulated(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None = None) -> SearchResult:
-    """Find the largest batch size that fits, with tolerance 0; `max_batch_size` is the largest of interest, if any."""
+def search_simulated(
+    probe: SimulatedProbe,
+    shape: Shape,
+    max_batch_size: int | None = None,
+    min_batch_size: int = 1,
+    multiple_of: int = 1,
+) -> SearchResult:
+    """Find the largest batch size that fits, with tolerance 0.
+
+    Args:
+        max_batch_size: the largest of interest; None for no such bound.
+        min_batch_size: the smallest of interest.
+        multiple_of: only multiples of it are of interest.
+
+    Raises:
+        InvalidValue: there is no such size.
+    """
     search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
+    search = Floored(Multiples(search, multiple_of), min_batch_size)
     if max_batch_size is not None:
         search = Capped(search, max_batch_size)
     return find_max_batch_size(probe, shape, search=search)

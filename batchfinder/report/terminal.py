@@ -9,7 +9,7 @@ import sys
 def tell(line: str) -> None:
     """Print a line on stderr, and go on where nobody reads it any more or its disk is full."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        print("\n".join(map(printable, line.replace("\t", "    ").split("\n"))), file=sys.stderr, flush=True)
     except OSError:
         # What is left in its buffer would fail again when Python closes it, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -223,9 +223,15 @@ def test_an_epoch_too_short_for_the_target_is_explained() -> None:
 
 
 def test_two_finders_are_refused() -> None:
-    """Each would set the size."""
+    """Each would set the size. Lightning itself refuses two of one class, since both have a state."""
+
+    class Mine(BatchFinder):
+        pass
+
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `BatchFinder`"):
+        nets.trainer(callbacks=[BatchFinder(), BatchFinder()])
     with pytest.raises(MisconfigurationException) as caught:
-        nets.trainer(callbacks=[BatchFinder(cache=False), BatchFinder(cache=False)]).fit(Net())
+        nets.trainer(callbacks=[BatchFinder(cache=False), Mine(cache=False)]).fit(Net())
     assert str(caught.value) == (
         "This trainer has more than one BatchFinder, and each would set the batch size. Keep one of them."
     )
