@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,9 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
 def _from_name_or_path(spec: str, attention: str | None) -> Workload:
     from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
-    path = Path(spec)
-    exists = False
-    with suppress(
-        OSError, RuntimeError, ValueError
-    ):  # too long, in a loop of links, of nobody's home, with a zero byte
-        path = path.expanduser()
-        exists = path.exists()
+    # Unlike Path's, these take a name that is too long, a loop of links, a zero byte and the home of nobody.
+    path = Path(os.path.expanduser(spec))
+    exists = os.path.exists(path)
     if (os.sep in spec or spec.endswith(".json")) and exists:
         return workload_from_path(path, attention)
     try:
