@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -15,6 +16,7 @@ from batchfinder.cache.record import DamagedRecord, Record, decode, encode, is_r
 from batchfinder.cache.storage import NotReadable, Storage
 from batchfinder.results import SearchResult
 
+log = logging.getLogger(__name__)
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
@@ -62,10 +64,23 @@ class Store:
     def get(self, key: CacheKey) -> SearchResult | None:
         """The result as it was put; None when there is none, or with a `DamagedRecordWarning` a damaged one.
 
+        Where there is none, the log says at DEBUG in which fields the nearest record differs.
+
         Raises:
             CacheFailed: the place cannot be read.
         """
         record = self._load(_name(key))
+        if record is None and log.isEnabledFor(logging.DEBUG):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DamagedRecordWarning)
+                others = [(key.differences(other.key), other) for other in self.records()]
+            if not others:
+                log.debug("nothing is cached at %s", self.url)
+                return None
+            differing, near = min(others, key=lambda other: len(other[0]))
+            values = [f"{name} (now {now!r:.80}, then {then!r:.80})" for name, (now, then) in differing.items()]
+            which = f"{near.label or 'a model'} of {near.created:%Y-%m-%d %H:%M} ({near.key.digest[:12]})"
+            log.debug("nothing is cached for this; the nearest, %s, differs in %s", which, ", ".join(values))
         return None if record is None else record.result
 
     def put(self, key: CacheKey, result: SearchResult, label: str = "") -> None:

@@ -115,13 +115,15 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
 def _from_name_or_path(spec: str, attention: str | None) -> Workload:
     from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
-    path = Path(os.path.expanduser(spec))  # leaves the name of a user that there is not
-    if (os.sep in spec or spec.endswith(".json")) and os.path.exists(path):
+    # Unlike Path's, these take a name that is too long, a loop of links, a zero byte and the home of nobody.
+    path = Path(os.path.expanduser(spec))
+    exists = os.path.exists(path)
+    if (os.sep in spec or spec.endswith(".json")) and exists:
         return workload_from_path(path, attention)
     try:
         row = find_model(spec)
     except UnknownName:
-        if os.path.exists(path):
+        if exists:
             return workload_from_path(path, attention)
         if spec.endswith(".json") or spec.startswith((".", "~", os.sep)):
             raise InvalidValue("model", spec, "a config.json or a folder that exists") from None

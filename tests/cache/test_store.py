@@ -324,3 +324,25 @@ def test_clearing_leaves_what_others_wrote(two):
         assert store.clear() == 2
     assert sorted(f"{store.url}/{name}" for name in os.listdir(store.url)) == foreign
     assert [str(warning.message).split(" ")[0] for warning in caught] == foreign
+
+
+def test_at_debug_it_is_said_what_differs_from_the_nearest_record(store, make_key, caplog):
+    """Of all records the one with the fewest other fields; nothing is read for it at other levels."""
+    store.put(make_key(seq_len=64, precision="fp32", mode="forward"), _outcome(3, 64), "far")
+    near = make_key(versions={**make_key().versions, "torch": "1.0"})
+    store.put(near, _outcome(3), "near")
+    with caplog.at_level("INFO", "batchfinder"):
+        assert store.get(make_key()) is None
+    assert not caplog.records
+    with caplog.at_level("DEBUG", "batchfinder"):
+        assert store.get(make_key()) is None
+    (said,) = caplog.messages
+    assert "the nearest, near of " in said
+    assert near.digest[:12] in said
+    torch = make_key().versions["torch"]
+    assert said.endswith(f"differs in versions.torch (now {torch!r}, then '1.0')")
+    caplog.clear()
+    store.clear()
+    with caplog.at_level("DEBUG", "batchfinder"):
+        assert store.get(make_key()) is None
+    assert caplog.messages == [f"nothing is cached at {store.url}"]

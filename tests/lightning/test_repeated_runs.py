@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import pytorch_lightning as pl
@@ -264,3 +265,30 @@ def test_validation_that_runs_out_of_memory_does_not_lower_the_record_of_trainin
             warnings.filterwarnings("error", "BatchFinder")
             with pytest.raises(torch.OutOfMemoryError):
                 trainer.fit(NeverValidates())
+
+
+class Experience(NamedTuple):
+    """One of the many small objects that a replay buffer holds."""
+
+    state: torch.Tensor
+    action: int
+    reward: float
+
+
+class Replays(Net):
+    """Keeps what it has seen, as Lightning's DQN example does."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.buffer = deque((Experience(torch.zeros(2), step, step / 7) for step in range(seen)), maxlen=20_000)
+        self.rewards = [0.5] * seen
+
+
+def test_a_key_is_made_whatever_a_module_and_a_trainer_hold() -> None:
+    """10,000 small objects, then more, and gradients that are clipped at infinity, which JSON does not have."""
+    sources = []
+    for seen in (10_000, 10_001):
+        finder = BatchFinder(max_batch_size=8)
+        nets.trainer(callbacks=[finder], gradient_clip_val=float("inf")).fit(Replays(seen))
+        sources += [found.source for found in finder.results["fit"].values()]
+    assert sources == ["measured", "cache"]
