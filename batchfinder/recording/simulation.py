@@ -180,6 +180,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         self.how = how
         self._owns_recorder = recorder is None
         self._recorder = recorder or RecordingClient(spec)
+        self.facts = self._recorder.facts  # of the workload that the process was opened with
         self._sources: dict[tuple[int, int], TraceSource] = {}
 
     def __exit__(self, *_: object) -> None:
@@ -189,10 +190,6 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         """End the recording process, unless it is shared."""
         if self._owns_recorder:
             self._recorder.close()
-
-    def facts(self) -> WorkloadFacts:
-        """What there is to know about the workload that the process was opened with; waits until it is built."""
-        return self._recorder.facts()
 
     def with_spec(self, spec: WorkloadSpec, how: StepConfig) -> Simulation:
         """Another workload, or another way to take its steps, in this simulation's recording process.

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from batchfinder.report.sweep import SweepRow, sweep_table
-from batchfinder.report.terminal import printable, readable, tell
+from batchfinder.report.terminal import printable, tell
 
 # The lines of a live table that are not rows: title, details, heading, rule, bar and the empty ones between them.
 _OTHER_LINES = 11
@@ -79,7 +79,7 @@ class SweepProgress(StatusLine):
         if self._live is None:
             tell(f"batchfinder: {error}")
         else:
-            self._console.print(readable(f"batchfinder: {error}"), markup=False, soft_wrap=True)
+            self._console.print(printable(f"batchfinder: {error}", lines=True), markup=False, soft_wrap=True)
 
     def found(self, row: SweepRow) -> None:
         """Show a finished row."""
