@@ -61,30 +61,39 @@ def encode(record: Record) -> bytes:
     if result.source == "cache":
         raise InvalidValue("source of a result to be cached", "cache", "simulated or measured, where it came from")
     try:
-        trials: list[Json] = [
-            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_measurement_as_json(trial.measurement)]
-            for trial in result.trials
-        ]
         body: dict[str, Json] = {
             "schema": SCHEMA,
             "created": record.created.isoformat(),
             "label": record.label,
             "key": record.key.as_dict(),
-            "outcome": {
-                "seq_len": _index(result.shape.seq_len),
-                "max_batch_size": operator.index(result.max_batch_size),
-                "stop": result.stop.name,
-                "measurement": None if result.measurement is None else _measurement_as_json(result.measurement),
-                "trials": trials,
-                "source": result.source,
-                "unmodelled": list(result.unmodelled),
-                "free_bytes": _index(result.free_bytes),
-            },
+            "outcome": result_to_json(result),
         }
         body["checksum"] = hashlib.sha256(canonical_json(body).encode()).hexdigest()
         return write_members(body)
     except (TypeError, ValueError) as error:
         raise InvalidValue("result to be cached", result, "text, whole numbers of bytes and finite seconds") from error
+
+
+def result_to_json(result: SearchResult) -> dict[str, Json]:
+    """A result as JSON has it; `result_from_json` makes it again.
+
+    Raises:
+        TypeError: a size is no whole number.
+    """
+    trials: list[Json] = [
+        [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_measurement_as_json(trial.measurement)]
+        for trial in result.trials
+    ]
+    return {
+        "seq_len": _index(result.shape.seq_len),
+        "max_batch_size": operator.index(result.max_batch_size),
+        "stop": result.stop.name,
+        "measurement": None if result.measurement is None else _measurement_as_json(result.measurement),
+        "trials": trials,
+        "source": result.source,
+        "unmodelled": list(result.unmodelled),
+        "free_bytes": _index(result.free_bytes),
+    }
 
 
 def _measurement_as_json(seen: Measurement) -> list[Json]:
@@ -136,7 +145,7 @@ def decode(data: bytes) -> Record:
         label, key = _of(body["label"], "label", str), _of(body["key"], "key", dict)
         if set(key) != {item.name for item in fields(CacheKey)}:
             raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(key))}")
-        record = Record(CacheKey(**key), _result_from_json(body["outcome"]), created, label)
+        record = Record(CacheKey(**key), result_from_json(body["outcome"]), created, label)
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:
             raise DamagedRecord("it is not written the way batchfinder writes it")
@@ -202,7 +211,12 @@ def is_record(data: bytes) -> bool:
     return beginning.startswith(found) or found.startswith(beginning)
 
 
-def _result_from_json(value: object) -> SearchResult:
+def result_from_json(value: object) -> SearchResult:
+    """Make a result again of what `result_to_json` made of it.
+
+    Raises:
+        DamagedRecord: it is something else.
+    """
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(value, "outcome", dict)
     if set(body) != names:

@@ -7,20 +7,22 @@ a collective that fails leaves the training's group as it was.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from batchfinder.cache.record import result_from_json, result_to_json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.errors import CacheFailed, RankFailed, RankLost
 from batchfinder.measure.device_memory import Memory
 from batchfinder.probe import Probe
-from batchfinder.results import Measurement, SearchResult, Shape
+from batchfinder.results import Measurement, SearchResult, Shape, Verdict
 
 T = TypeVar("T")
 
@@ -87,16 +89,22 @@ class Ranks:
         return tuple(agreed.tolist())
 
     def all_gather(self, thing: T) -> list[T]:
-        """The objects of all ranks, by rank.
+        """The values of all ranks, by rank. They cross as JSON: what a rank receives is never run, as a pickle is.
 
         Args:
-            thing: this rank's; anything that can be pickled.
+            thing: this rank's; a value of JSON's (of a tuple the others get a list).
+
+        Raises:
+            TypeError: it is none.
         """
         if self.size == 1:
             return [thing]
-        things: list[T] = [thing] * self.size
-        self._collective(lambda group: dist.all_gather_object(things, thing, group=group))
-        return things
+        text = json.dumps(thing).encode()
+        longest = -self.all_reduce_min(-len(text))[0]
+        sent = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+        received = list(torch.empty(self.size, longest, dtype=torch.uint8, device="cpu"))
+        self._collective(lambda group: dist.all_gather(received, sent, group=group))
+        return [json.loads(one.numpy().tobytes()) for one in received]
 
     def barrier_call(self, doing: Callable[[], T], what: str) -> T:
         """Call a function on every rank, wait until all ranks have, and return this rank's result.
@@ -132,7 +140,7 @@ class Ranks:
         """Like `barrier_call`, and returns the results of all ranks, by rank.
 
         Args:
-            doing: returns something that can be pickled; calls no collectives.
+            doing: returns a value of JSON's; calls no collectives.
             what: as for `barrier_call`.
         """
         return self.all_gather(self.barrier_call(doing, what))
@@ -180,9 +188,12 @@ class AgreedProbe:
         self.unmodelled = probe.unmodelled
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        return agree(
-            self._ranks.all_gather_call(lambda: self._probe(batch_size, shape), f"tried batch size {batch_size}")
-        )
+        def measure() -> dict[str, Any]:
+            measured = self._probe(batch_size, shape)
+            return {**asdict(measured), "verdict": measured.verdict.name}
+
+        seen = self._ranks.all_gather_call(measure, f"tried batch size {batch_size}")
+        return agree([Measurement(**{**one, "verdict": Verdict[one["verdict"]]}) for one in seen])
 
 
 @dataclass
@@ -219,16 +230,17 @@ class AgreedEntry:
             CacheFailed: rank 0 cannot read it; on every rank.
         """
 
-        def read() -> tuple[SearchResult | None, tuple[str, str] | None]:
+        def read() -> tuple[Any, tuple[str, str] | None]:
             try:
-                return (self._entry.get() if self._ranks.rank == 0 else None), None
+                found = self._entry.get() if self._ranks.rank == 0 else None
+                return None if found is None else result_to_json(found), None
             except CacheFailed as error:
                 return None, (error.url, error.reason)
 
         found, failed = self._ranks.all_gather_call(read, "read the cache")[0]
         if failed is not None:
             raise CacheFailed(*failed)
-        return found
+        return None if found is None else result_from_json(found)
 
     def put(self, result: SearchResult) -> None:
         if self._ranks.rank == 0:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks, agree
+from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
 from batchfinder.errors import CacheFailed, RankLost
 from batchfinder.measure.device_memory import HostMemory
 from batchfinder.probe import FunctionProbe
-from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from tests.forked import at_once
 
 
@@ -61,6 +61,20 @@ def calls(rank: int) -> list[Any]:
         return [well, every, *failed, ranks.all_gather("still here")]
 
 
+class Runs:
+    """An object whose pickle runs code where it is read."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+def things(rank: int) -> list[Any]:
+    """Send what only a pickle could hold, and then a long text and a short one."""
+    with closing(Ranks.open()) as ranks:
+        refused = _ended(lambda: ranks.all_gather(Runs()))
+        return [refused, ranks.all_gather("é" * (1 + 1000 * rank)), ranks.all_gather([None, 1.5, {"a": [rank]}])]
+
+
 def leaves(rank: int) -> list[Any]:
     """One rank leaves the group, and stays in the training's own."""
     ranks = Ranks.open()
@@ -99,6 +113,10 @@ def absent(rank: int) -> list[Any]:
     return [ended.partition(":")[0], ended.partition(" (")[2].partition(")")[0]]
 
 
+RAN = Measurement(Verdict.FITS, None, 12, 0.25, "é", resting_bytes=3)
+FOUND = SearchResult(Shape(8), 5, StopReason.CAP, RAN, (Trial(5, Shape(8), RAN),), "measured", ("NCCL",), 99)
+
+
 class Place:
     """A cache entry that counts its calls and may fail."""
 
@@ -111,7 +129,7 @@ class Place:
         self.calls += 1
         if self.fails:
             raise CacheFailed("s3://bucket", "no credentials")
-        return SearchResult(Shape(8), 5, StopReason.CAP, None)
+        return FOUND
 
     def put(self, outcome: SearchResult) -> None:
         """Keep."""
@@ -125,7 +143,7 @@ def places(rank: int) -> list[Any]:
         works, fails = Place(False), Place(rank == 0)
         entry = AgreedEntry(works, ranks)
         found = entry.get()
-        assert found is not None
+        assert found == FOUND
         entry.put(found)
         return [found.max_batch_size, works.calls, _ended(AgreedEntry(fails, ranks).get)]
 
@@ -147,14 +165,28 @@ def probes(rank: int) -> list[Any]:
         ]
 
 
+class Reads:
+    """A probe with a given answer."""
+
+    source = "measured"
+    unmodelled = ()
+
+    def __init__(self, answer: Measurement) -> None:
+        self.answer = answer
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """Any size takes the same."""
+        return self.answer
+
+
 def readings(rank: int) -> list[Any]:
     """The largest of what is known."""
     with closing(Ranks.open()) as ranks:
         mine = Measurement(Verdict.FITS, None, 10 + rank, 1.0 + rank, resting_bytes=None if rank else 5)
-        seen = asdict(agree(ranks.all_gather(mine)))
+        seen = asdict(AgreedProbe(Reads(mine), ranks)(1, Shape()))
         return [seen["peak_allocated_bytes"], seen["peak_reserved_bytes"], seen["seconds"], seen["resting_bytes"]]
 
 
 CASES: dict[str, Callable[[int], list[Any]]] = {
-    case.__name__: case for case in (numbers, calls, leaves, late, absent, places, probes, readings)
+    case.__name__: case for case in (numbers, calls, things, leaves, late, absent, places, probes, readings)
 }
