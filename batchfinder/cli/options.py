@@ -19,7 +19,7 @@ from batchfinder.training.spec import (
     StepOptions,
     WorkloadFacts,
 )
-from batchfinder.units import parse_bytes
+from batchfinder.units import parse_budget
 
 
 def read_file(option: str, path: str) -> str:
@@ -87,7 +87,7 @@ def card(gpu: str | None, budget: str | None, count: int = 1) -> Card:
     """
     found = find_gpu(gpu) if gpu is not None else None
     if budget is not None:
-        device = device_with_budget(parse_bytes(budget, "--budget"), found)
+        device = device_with_budget(parse_budget(budget, "--budget"), found)
     elif found is not None:
         device = device_for(found)
     else:
