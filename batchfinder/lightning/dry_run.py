@@ -208,6 +208,7 @@ class LightningProbe:
                 session.open().restore,
                 session.reserve_bytes,
                 session.held_bytes,
+                stepping=session.stepping,
             )
         except Exception as error:
             if dry_run.callbacks.inactive:
