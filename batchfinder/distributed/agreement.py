@@ -28,8 +28,8 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of a run, or a single process, for which each collective returns at once.
 
-    `all_reduce_min`, `all_gather`, `all_gather_call` and `barrier_call` are collectives: all ranks call them, in the
-    same order. Each raises `RankLost` where another rank has ended, or does not answer within the time limit.
+    `all_reduce_min`, `all_reduce_sum`, `all_gather`, `all_gather_call` and `barrier_call` are collectives: all ranks
+    call them, in the same order. Each raises `RankLost` where another rank has ended, or does not answer in time.
 
     Attributes:
         rank: this process's rank, from 0.
@@ -73,10 +73,17 @@ class Ranks:
 
     def all_reduce_min(self, *numbers: int) -> tuple[int, ...]:
         """The least of each number over all ranks; as many on every rank, each within 64 bits."""
+        return self._all_reduce(numbers, dist.ReduceOp.MIN)
+
+    def all_reduce_sum(self, *numbers: int) -> tuple[int, ...]:
+        """The sum of each number over all ranks; as many on every rank, each sum within 64 bits."""
+        return self._all_reduce(numbers, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, numbers: tuple[int, ...], operation: dist.ReduceOp.RedOpType) -> tuple[int, ...]:
         if self.size == 1:
             return numbers
         agreed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._collective(lambda group: dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group))
+        self._collective(lambda group: dist.all_reduce(agreed, operation, group=group))
         return tuple(agreed.tolist())
 
     def all_gather(self, thing: T) -> list[T]:

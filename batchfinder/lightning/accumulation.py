@@ -9,6 +9,10 @@ end in a smaller micro-batch.
 So micro-batch i's loss is weighted by ni / n1 as it enters the backward, and the accumulated gradients by
 k n1 / (n1 + ... + nr) before they are clipped. Both are exactly 1 wherever Lightning is right, and are then left
 out, so that nothing changes by so much as a bit.
+
+Under DDP the gradients are averaged over the ranks before that, and ranks whose streams differ in length end an epoch
+with windows of other samples. So on all of d ranks n1 is the least of the first micro-batches of the run, and the
+accumulated gradients are weighted by k n1 d / (the samples of all ranks' windows): the same factor on each.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 
 from batchfinder.accumulation import AccumulationPlan
 from batchfinder.data.batch import tensors
+from batchfinder.distributed.agreement import Ranks
 from batchfinder.lightning.batch_size import Applied
 from batchfinder.lightning.compat import combined_loader
 from batchfinder.lightning.dataloaders import samples_in_batch
@@ -55,8 +61,8 @@ def apply_accumulation(trainer: Trainer, plan: AccumulationPlan) -> Applied:
 
 
 def warn_if_inexact_target(plan: AccumulationPlan) -> None:
-    """Warn if the devices cannot make up the target exactly."""
-    if not plan.exact:
+    """Warn if the target is no multiple of the devices. What else it is missed by, the summary says."""
+    if plan.target_batch_size % plan.num_devices:
         rank_zero_warn(
             f"The target batch size of {plan.target_batch_size} is not a multiple of the {plan.num_devices} devices, so"
             f" that each optimizer step sees {plan}. Choose a multiple of {plan.num_devices} to have it exactly."
@@ -72,9 +78,9 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
     other, as it does for Lightning. The mean is over samples: a loss that is a mean over tokens is weighed by samples
     as well.
 
-    The hooks must run before a callback that looks at the gradients. GradScaler and DDP need nothing: a factor that is
-    the same on every device, applied to the accumulated gradients, goes through both unchanged. Without a plan nothing
-    is weighed.
+    The hooks must run before a callback that looks at the gradients. GradScaler needs nothing: a factor applied to the
+    accumulated gradients goes through it unchanged. Ranks count their samples together in each step, except where a
+    DistributedSampler gives all of them as many. Without a plan nothing is weighed.
 
     Attributes:
         plan: how a target is made up; None without one.
@@ -84,11 +90,13 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self.plan: AccumulationPlan | None = None
         self._accumulated = Applied()
+        self._ranks = Ranks()
         self._sizes: list[int] = []  # of the window's micro-batches so far
-        self._known = False
+        self._unit: int | None = None  # what they are weighed against; 0 where samples cannot be counted
+        self._alike = True  # whether all ranks have as many samples in each micro-batch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._sizes = []
+        self._sizes, self._unit = [], None
         plan, batches = self.plan, trainer.num_training_batches
         if plan is None or plan.accumulation <= batches:
             return
@@ -107,28 +115,36 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         combined = combined_loader(trainer.fit_loop)
         loaders = [] if combined is None else combined.flattened
         samples = samples_in_batch(loaders[0], batch_idx) if len(loaders) == 1 else None
+        counted = samples is not None
         if samples is None:
             lengths = {len(tensor) for _, tensor in tensors(batch) if tensor.ndim}
             samples = lengths.pop() if len(lengths) == 1 else None
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._sizes = []
-        if not self._sizes:
-            self._known = samples is not None
-        self._sizes.append(samples if self._known and samples else (self._sizes or [1])[0])
+        if self._ranks.size == 1:
+            self._unit = self._unit if self._sizes else samples or 0
+        elif self._unit is None:
+            sampler = getattr(loaders[0].batch_sampler, "sampler", None) if counted else None
+            self._unit, alike = self._ranks.all_reduce_min(samples or 0, isinstance(sampler, DistributedSampler))
+            self._alike = bool(alike)
+        self._sizes.append((samples or self._unit) if self._unit else 1)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Weigh the micro-batch against the first one of its window."""
         if self.plan is None or trainer.accumulate_grad_batches == 1 or not self._sizes:
             return
-        if self._sizes[-1] != self._sizes[0] and loss.requires_grad:
-            weight = self._sizes[-1] / self._sizes[0]
+        weight = self._sizes[-1] / (self._unit or 1)
+        if weight != 1 and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * weight)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Weigh the window. This runs before the gradients are clipped."""
         if self.plan is None or trainer.accumulate_grad_batches == 1 or not self._sizes:
             return
-        divided_by, samples = trainer.accumulate_grad_batches * self._sizes[0], sum(self._sizes)
+        divided_by, samples = trainer.accumulate_grad_batches * (self._unit or 1), sum(self._sizes)
+        if not self._alike:
+            divided_by *= self._ranks.size
+            (samples,) = self._ranks.all_reduce_sum(samples)
         if divided_by == samples:
             return
         with torch.no_grad():

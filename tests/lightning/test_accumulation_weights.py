@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from batchfinder.accumulation import plan_accumulation
 from batchfinder.lightning.accumulation import Accumulating
+from batchfinder.lightning.ddp import ranks_of
 from tests.forks import forks
 from tests.lightning.tiny import Rows, Stream, trainer
 
@@ -24,6 +25,12 @@ class Weighing(Accumulating):
     def __init__(self) -> None:
         super().__init__()
         self.plan = plan_accumulation(1, 1)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._ranks = ranks_of(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._ranks.close()
 
 
 class Net(pl.LightningModule):
@@ -213,7 +220,7 @@ def test_grad_scaler(fused):
 def test_two_processes():
     """With DDP each gradient is that of the mean over both processes' samples of the window, and both have it."""
     with forks("tests.lightning.ddp_accumulation") as started:
-        ranks = started.run()
+        ranks = started.run(rows=44)
     # the sampler deals rows out in the order of a permutation; both halves together are what the mean is over
     order = torch.randperm(44, generator=torch.Generator().manual_seed(0)).tolist()
     rows = torch.stack([Rows(44)[index] for index in order])
@@ -227,6 +234,22 @@ def test_two_processes():
             again.loss(torch.cat([half[start:stop] for half in halves])).backward()
             for have, parameter in zip(gradients, again.parameters(), strict=True):
                 assert float((_exact(have) - parameter.grad).norm() / parameter.grad.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("rows", [[123, 122], [253, 230], [123, 122, 97, 128]], ids=str)
+def test_streams_of_other_lengths_on_each_rank(rows: list[int]) -> None:
+    """Each step's gradient is that of the mean over all ranks' samples, so that the ranks' weights stay the same."""
+    with forks("tests.lightning.ddp_accumulation") as started:
+        ranks = started.run(rows=rows)
+    assert [len(steps) for steps in ranks] == [2 * -(-rows[0] // 128)] * len(rows)
+    for step in zip(*ranks, strict=True):
+        gradients, weights = step[0][0], step[0][2]
+        assert all((other[0], other[2]) == (gradients, weights) for other in step)
+        again = Net()
+        again.net.load_state_dict({name: _exact(weight) for name, weight in weights.items()})
+        again.loss(torch.cat([_exact(window) for _, window, _ in step])).backward()
+        for have, parameter in zip(gradients, again.parameters(), strict=True):
+            assert float((_exact(have) - parameter.grad).norm() / parameter.grad.norm()) < 1e-12
 
 
 def _exact(values: list[Any]) -> torch.Tensor:

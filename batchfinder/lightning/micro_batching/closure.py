@@ -128,7 +128,6 @@ class MicroBatchClosure:
         self.recovery = recovery
         self.seq_len: int | None = None
         self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._at = 0  # the micro-batch that is run, or that failed
         self._make = replace_make_closure(self.loop, self._make_closure)
 
     def undo(self) -> None:
@@ -158,19 +157,44 @@ class MicroBatchClosure:
         logged = LogAggregation(logged_results(trainer))
         start: BatchSnapshot | None = None
         zeroed = False
+        at = 0  # the micro-batch that is run, or that failed
 
-        def zero_grad_once() -> None:
-            """Zero the gradients: once for each batch, however often it is run, since callbacks may count on it."""
-            nonlocal zeroed
-            if zero_grad is not None and not zeroed:
-                zero_grad()
-                zeroed = True
-                if start is not None:
-                    start.gradients_zeroed()
+        def run(parts: list[MicroBatch]) -> ClosureResult:
+            """Forward and backward of each micro-batch."""
+            nonlocal zeroed, at
+            total: Tensor | None = None
+            extra: dict[str, Any] = {}
+            last = max((index for index, part in enumerate(parts) if part.factor), default=0)
+            for at, part in enumerate(parts):
+                if not part.factor:  # nothing in it counts: its loss is a mean over nothing, NaN
+                    logged.skipped += part.samples
+                    continue
+                self.seq_len, extra = part.seq_len, {}
+                logged.start_micro_batch(part)
+                with self.sync.micro_batch(at == last):
+                    output = run_training_step(self.loop, OrderedDict(kwargs, batch=part.batch))
+                    loss, extra = output.closure_loss, output.extra
+                    if zero_grad is not None and not zeroed:
+                        # Once for each batch, however often it is run, since callbacks may count on it.
+                        zero_grad()
+                        zeroed = True
+                        if start is not None:
+                            start.gradients_zeroed()
+                    if loss is not None and part.factor != 1.0:
+                        loss = loss * part.factor
+                    if loss is not None and backward is not None:
+                        backward(loss)
+                if loss is not None:
+                    total = loss.detach() if total is None else total + loss.detach()
+                del output, loss
+            return self.loop.output_result_cls(closure_loss=total, extra=extra)
 
-        run = partial(
-            self._run_micro_batches, kwargs=kwargs, zero_grad_once=zero_grad_once, backward=backward, logged=logged
-        )
+        def restore() -> None:
+            logged.clear()
+            if start is not None:
+                start.restore()
+            clear(trainer.strategy.root_device)
+
         result: ClosureResult | Failure | None = None
         self.sync.begin()
         with logged.collecting():
@@ -185,13 +209,13 @@ class MicroBatchClosure:
                         result = attempt(partial(run, parts), device.type)
                     failed = isinstance(result, Failure)
                     if isinstance(result, Failure):
-                        tries.record_failure(parts[self._at], result.message)
-                        self._restore(start, logged)
+                        tries.record_failure(parts[at], result.message)
+                        restore()
                     if recovery.all_ranks_succeeded(tries, failed):
                         break
                     if not failed:  # it failed on another rank
                         result = None
-                        self._restore(start, logged)
+                        restore()
                 recovery.report(tries, max(part.samples for part in parts))
         assert result is not None
         assert not isinstance(result, Failure)
@@ -199,38 +223,3 @@ class MicroBatchClosure:
             self.sync.finish()
         logged.log()
         return result
-
-    def _restore(self, start: BatchSnapshot, logged: LogAggregation) -> None:
-        logged.clear()
-        start.restore()
-        clear(self.trainer.strategy.root_device)
-
-    def _run_micro_batches(
-        self,
-        parts: list[MicroBatch],
-        kwargs: OrderedDict[str, Any],
-        zero_grad_once: Callable[[], None],
-        backward: Callable[[Tensor], None] | None,
-        logged: LogAggregation,
-    ) -> ClosureResult:
-        total: Tensor | None = None
-        extra: dict[str, Any] = {}
-        last = max((index for index, part in enumerate(parts) if part.factor), default=0)
-        for self._at, part in enumerate(parts):
-            if not part.factor:  # nothing in it counts: its loss is a mean over nothing, NaN
-                logged.skipped += part.samples
-                continue
-            self.seq_len, extra = part.seq_len, {}
-            logged.start_micro_batch(part)
-            with self.sync.micro_batch(self._at == last):
-                output = run_training_step(self.loop, OrderedDict(kwargs, batch=part.batch))
-                loss, extra = output.closure_loss, output.extra
-                zero_grad_once()
-                if loss is not None and part.factor != 1.0:
-                    loss = loss * part.factor
-                if loss is not None and backward is not None:
-                    backward(loss)
-            if loss is not None:
-                total = loss.detach() if total is None else total + loss.detach()
-            del output, loss
-        return self.loop.output_result_cls(closure_loss=total, extra=extra)
