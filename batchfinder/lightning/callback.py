@@ -17,7 +17,6 @@ from pytorch_lightning.callbacks import Callback
 from batchfinder.cache import Store
 from batchfinder.cache.validity import lower
 from batchfinder.data.split import Weight
-from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError, CacheFailed
 from batchfinder.lightning.accumulation import Accumulating
 from batchfinder.lightning.batch_size import Applied, apply_batch_size, check_loaders
@@ -54,6 +53,8 @@ class BatchFinder(Accumulating):
     Args:
         target_batch_size: samples per optimizer step, made up of micro-batches that fit by accumulation. None to set
             the largest size and leave accumulation as the trainer has it.
+        exact: meet the target exactly, however small the micro-batch that divides it. Else 254 with 64 fitting is made
+            up as 64 x 4 = 256, which the summary says; see `plan_accumulation`.
         seq_lens: lengths to find sizes for; the loader gets the size of the longest. None for the longest in the data,
             or for data of one fixed shape.
         make_batch: `make_batch(batch_size, seq_len)` returns a batch as a loader would; None to stretch the user's own.
@@ -101,6 +102,7 @@ class BatchFinder(Accumulating):
         self,
         target_batch_size: int | None = None,
         *,
+        exact: bool = False,
         seq_lens: Sequence[int] | None = None,
         make_batch: Callable[[int, int | None], Any] | None = None,
         also: str | Iterable[str] = (),
@@ -122,6 +124,7 @@ class BatchFinder(Accumulating):
         super().__init__()
         self.options = FinderOptions(
             target_batch_size=target_batch_size,
+            exact=exact,
             seq_lens=None if seq_lens is None else tuple(sorted(seq_lens, reverse=True)),
             make_batch=make_batch,
             also=(also,) if isinstance(also, str) else tuple(also),
@@ -147,7 +150,6 @@ class BatchFinder(Accumulating):
         self._scheduler_setup = SchedulerSetup()
         self._evaluation_restart = EvaluationRestart()
         self._train: TrainBatches | None = None
-        self._ranks = Ranks()
         self._micro_batching: MicroBatchingFit | None = None
 
     def __setattr__(self, name: str, value: object) -> None:

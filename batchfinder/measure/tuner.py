@@ -44,6 +44,7 @@ class SearchLimits:
         multiple_of: every size tried is a multiple of this; the target must be one as well.
         target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
         num_devices: devices that train side by side and make up the target together.
+        exact: whether the target is met exactly, however slow; see `plan_accumulation`.
         certify: whether a cached result is tried once before it is used, however much memory is free.
 
     Raises:
@@ -58,6 +59,7 @@ class SearchLimits:
     multiple_of: int = 1
     target_batch_size: int | None = None
     num_devices: int = 1
+    exact: bool = False
     certify: bool = True
 
     def __post_init__(self) -> None:
@@ -300,7 +302,8 @@ class Tuner:
         if target is None or limit == 0:
             return None
         while True:
-            plan = plan_accumulation(target // step, limit // step, self._limits.num_devices)
+            limits = self._limits
+            plan = plan_accumulation(target // step, limit // step, limits.num_devices, exact=limits.exact)
             plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
             if plan.micro_batch_size < self._bounds.first:
                 expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"

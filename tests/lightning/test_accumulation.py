@@ -71,7 +71,7 @@ def test_deviation_is_stated(monkeypatch):
     """A target that the devices do not divide is warned about with the numbers."""
     runner = attached(world_size=3, monkeypatch=monkeypatch)
     with pytest.warns(UserWarning, match="not a multiple") as caught:
-        apply_accumulation(runner, plan_accumulation(100, 30, 3))
+        apply_accumulation(runner, plan_accumulation(100, 11, 3))
     assert str(caught[0].message) == (
         "The target batch size of 100 is not a multiple of the 3 devices, so that each optimizer step sees 11 x 3 x 3"
         " devices = 99 (1 fewer than the target of 100). Choose a multiple of 3 to have it exactly."

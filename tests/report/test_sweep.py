@@ -117,7 +117,7 @@ def test_plans() -> None:
     """A plan is the product it is; a third factor is explained."""
     one, eight = row(target_batch_size=256), row(10, target_batch_size=256, card=replace(T4, count=8))
     table = sweep_table([one, eight])
-    assert table.columns["micro-batch x accumulation"] == ["64 x 4 = 256", "8 x 4 x 8 = 256"]
+    assert table.columns["micro-batch x accumulation"] == ["85 x 3 = 255", "8 x 4 x 8 = 256"]
     assert table.notes[0] == "where a plan has three factors, the last is the number of GPUs"
     assert len(sweep_table([one]).notes) == 1
 
