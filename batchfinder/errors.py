@@ -27,6 +27,19 @@ import signal
 from collections.abc import Sequence
 
 
+def shown(value: object) -> str:
+    """A value as messages have it: on one line, without control characters, and not longer than a few lines."""
+    try:
+        return shortened(repr(value))
+    except ValueError:  # a number of more digits than Python writes
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else object.__repr__(value)
+
+
+def shortened(text: str, most: int = 400) -> str:
+    """A text without its middle where it has more letters than this."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
+
+
 class BatchFinderError(Exception):
     """Base of the tree; its text is the message for the user."""
 
@@ -42,7 +55,7 @@ class InvalidValue(BatchFinderError, ValueError):
         self.option = option
         self.value = value
         self.expected = expected
-        super().__init__(f"{option}: invalid value {value!r}; expected {expected}.")
+        super().__init__(f"{option}: invalid value {shown(value)}; expected {expected}.")
 
 
 class UnknownName(BatchFinderError, LookupError):
@@ -58,7 +71,7 @@ class UnknownName(BatchFinderError, LookupError):
         self.name = name
         self.matches = tuple(matches)
         nearest = f" Did you mean {', '.join(self.matches)}?" if self.matches else ""
-        super().__init__(f"unknown {kind} {name!r}.{nearest}{' ' + hint if hint else ''}")
+        super().__init__(f"unknown {kind} {shown(name)}.{nearest}{' ' + hint if hint else ''}")
 
 
 class OutOfMemory(BatchFinderError, MemoryError, RuntimeError):
@@ -194,14 +207,14 @@ class SamplesTooLong(BatchFinderError, ValueError):
 
 
 class MissingExtra(BatchFinderError):
-    """A package that is needed is not installed."""
+    """A package that is needed is not installed, or cannot be imported for a reason."""
 
-    def __init__(self, package: str, extra: str, what: str) -> None:
+    def __init__(self, package: str, extra: str, what: str, reason: str = "") -> None:
         self.package = package
         self.extra = extra
         self.what = what
         super().__init__(
-            f"{what} needs {package}, which is not installed. "
+            f"{what} needs {package}, which {f'cannot be imported: {reason}' if reason else 'is not installed'}. "
             f"Install it with: pip install {package} (or batchfinder with its extra: batchfinder[{extra}])"
         )
 

@@ -116,7 +116,7 @@ class SearchResult:
         stop: why the search ended.
         measurement: the probe of `max_batch_size`; of the smallest size that failed when that is 0.
         trials: every probe, in order; empty when the answer came from the cache.
-        source: `simulated`, `measured` or `cache`.
+        source: `simulated`, `measured`, `cache`, or `checkpoint` where a Lightning run went on from one.
         unmodelled: what a simulated figure leaves out, in words.
         free_bytes: what was free on a real device when the search began; None on a simulated one.
     """

@@ -28,6 +28,7 @@ _FACTORS = {
     "tb": 1000**4,
     "tib": 1 << 40,
 }
+_MOST_BYTES, _MOST_DIGITS = 1 << 80, 50
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -48,10 +49,13 @@ def parse_bytes(value: int | str, option: str = "size") -> int:
     Raises:
         InvalidValue: the value is not a size, or not a positive one.
     """
-    match = _SIZE.fullmatch(str(value))
-    factor = _FACTORS.get(match.group(2).lower()) if match else None
-    size = int(Fraction(match.group(1)) * factor) if match and factor else 0
-    if size <= 0:
+    size = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif match := _SIZE.fullmatch(str(value)):
+        factor = _FACTORS.get(match[2].lower(), 0)
+        size = int(Fraction(match[1]) * factor) if len(match[1]) < _MOST_DIGITS else 0
+    if not 0 < size <= _MOST_BYTES:
         raise InvalidValue(option, value, "a positive size such as 12GiB, 900MiB or 24GB")
     return size
 

@@ -1,6 +1,6 @@
 """Recording processes that are forks of one process, which has imported torch and transformers once for them all.
 
-A fork runs the module that `python -m` would run, with the same pipes, folder, log, variables and session. What it is
+A fork runs the module that a new process would run, with the same pipes, folder, log, variables and session. What it is
 spared is 2 s of imports, which are most of what a recording of a small model takes.
 
 This file is the far end as well, as a script: `python prefork.py SOCKET IMPORTED...`. Over the socket come a child's
@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -49,6 +50,12 @@ class Fork:
         self.returncode: int | None = None
         self._status = status
         self._waiting = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.returncode is None and not select.select([self._status], [], [], 0)[0]:
+            return None
+        return self.wait()
 
     def wait(self) -> int:
         """Its exit code, negative for a signal, once it has ended; any thread may wait."""
@@ -161,7 +168,7 @@ def serve(near_end: socket.socket, imported: Sequence[str]) -> None:
 
 
 def run(command: dict[str, Any], requests: int, answers: int, log: int) -> NoReturn:
-    """In the fork: become what `python -m` would have made of a new process, and end."""
+    """In the fork: become what a new process would have been, and end."""
     code: Any = 1
     try:
         os.setsid()
@@ -172,7 +179,7 @@ def run(command: dict[str, Any], requests: int, answers: int, log: int) -> NoRet
         os.environ.clear()
         os.environ.update(command["environment"])
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:1] = [command["cwd"], *(entry for entry in path if entry and entry not in sys.path)]
+        sys.path[:1] = [entry for entry in path if entry and entry not in sys.path]
         sys.argv = [command["module"], str(requests), str(answers), *command["arguments"]]
         importlib.invalidate_caches()
         sys.modules.pop("__mp_main__", None)  # this file, which would pass for code of the user's

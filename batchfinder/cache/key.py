@@ -91,6 +91,20 @@ class CacheKey:
         """Every field by name, as JSON has it; `CacheKey(**key.as_dict()) == key`."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
+    def differences(self, other: CacheKey) -> dict[str, tuple[Json, Json]]:
+        """What stands in this key and in another one, by the names of the fields (`versions.torch`) that differ."""
+        pairs: list[tuple[str, Json, Json]] = [
+            (item.name, getattr(self, item.name), getattr(other, item.name)) for item in fields(self)
+        ]
+        differing: dict[str, tuple[Json, Json]] = {}
+        while pairs:
+            name, mine, theirs = pairs.pop()
+            if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+                pairs += [(f"{name}.{key}", mine.get(key), theirs.get(key)) for key in {*mine, *theirs}]
+            elif canonical_json(mine) != canonical_json(theirs):
+                differing[name] = (mine, theirs)
+        return dict(sorted(differing.items()))
+
     @property
     def digest(self) -> str:
         """64 hexadecimal digits that change with any field and are the same on every machine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -13,19 +14,26 @@ from types import NoneType
 from typing import Any
 
 from batchfinder.cache.key import CacheKey, Json, canonical_json
-from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
 SCHEMA = 4
 """Raised, too, when what counts as fitting or the meaning of a key changes: 4 has the shorter fingerprint."""
 
 
+MAX_BATCH_SIZE = 1 << 40
+"""A larger one makes no sense, nor does a longer sequence: no device has a byte for each sample."""
+MAX_BYTES = 1 << 60
+MAX_RECORD_BYTES = 16 << 20
+"""Many times the largest record: what is larger was not written by a store."""
+
+
 class DamagedRecord(BatchFinderError):
     """A record's bytes are not what was written. `Store` turns it into a warning."""
 
     def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+        self.reason = shortened(reason)
+        super().__init__(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,8 @@ def decode(data: bytes) -> Record:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")
 
+    if len(data) > MAX_RECORD_BYTES:
+        raise DamagedRecord(f"it is larger than {MAX_RECORD_BYTES} bytes")
     try:
         body = json.loads(data.decode("ascii"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
@@ -115,7 +125,7 @@ def decode(data: bytes) -> Record:
     if type(body) is not dict or "schema" not in body:
         raise DamagedRecord("it is JSON, but not a cache record")
     if type(body["schema"]) is not int or body["schema"] != SCHEMA:
-        raise DamagedRecord(f"its schema is {body['schema']!r}; this version reads {SCHEMA}")
+        raise DamagedRecord(f"its schema is {shown(body['schema'])}; this version reads {SCHEMA}")
     if set(body) != {"schema", "created", "label", "key", "outcome", "checksum"}:
         raise DamagedRecord("it is JSON, but not a cache record")
     checksum = body.pop("checksum")
@@ -130,21 +140,78 @@ def decode(data: bytes) -> Record:
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:
             raise DamagedRecord("it is not written the way batchfinder writes it")
+        _check_sense(record)
     except (TypeError, ValueError, RecursionError) as error:
         raise DamagedRecord(f"it cannot be read back: {error}") from error
     return record
+
+
+def _check_sense(record: Record) -> None:
+    """Refuse what no search finds, whoever wrote it with a right checksum.
+
+    Raises:
+        DamagedRecord: a figure is out of bounds, or the result contradicts its key or its own trials.
+    """
+    key, result = record.key, record.result
+    most_samples = MAX_BATCH_SIZE if key.max_batch_size is None else key.max_batch_size
+    numbers = {
+        "max_batch_size": (result.max_batch_size, 0, most_samples),
+        "seq_len": (result.shape.seq_len, 1, MAX_BATCH_SIZE),
+        "free_bytes": (result.free_bytes, 0, MAX_BYTES),
+        **{name: (getattr(key, name), 0, MAX_BYTES) for name in ("total_bytes", "usable_bytes", "headroom_bytes")},
+        **{name: (getattr(key, name), 1, MAX_BATCH_SIZE) for name in ("accumulation", "floor", "multiple_of")},
+    }
+    for number, trial in enumerate(result.trials, 1):
+        numbers[f"batch_size in trial {number}"] = (trial.batch_size, 1, MAX_BATCH_SIZE)
+    for name, (value, least, most) in numbers.items():
+        if value is not None and not least <= value <= most:
+            raise DamagedRecord(f"its {name} is {shown(value)}, where {least} to {most} make sense")
+    for seen in (result.measurement, *(trial.measurement for trial in result.trials)):
+        if seen is None:
+            continue
+        sizes = (seen.peak_allocated_bytes, seen.peak_reserved_bytes, seen.needed_bytes, seen.resting_bytes)
+        if any(size is not None and not 0 <= size <= MAX_BYTES for size in (*sizes, seen.forward_bytes)):
+            raise DamagedRecord("it has a number of bytes that no device has")
+        if seen.fits and key.total_bytes and (seen.peak_reserved_bytes or 0) > key.total_bytes:
+            raise DamagedRecord("a size that fits took more than the device has")
+        if seen.seconds < 0:
+            raise DamagedRecord("a trial took less than no time")
+    if {result.shape, *(trial.shape for trial in result.trials)} != {Shape(key.seq_len)}:
+        raise DamagedRecord("its sequence length is not that of its key")
+    if record.created.tzinfo is None:
+        raise DamagedRecord("its time has no time zone")
+    size, seen = result.max_batch_size, result.measurement
+    if seen is not None and seen.fits != (size > 0):
+        raise DamagedRecord(f"its measurement {'fits' if seen.fits else 'does not fit'}, and its result is {size}")
+    last = {trial.batch_size: trial.fits for trial in result.trials}
+    ran, failed = ([tried for tried, fits in last.items() if fits is wanted] for wanted in (True, False))
+    contradicted = False
+    if size and seen is None:  # it was lowered when training ran out of memory
+        contradicted = max(failed, default=0) <= size
+    elif size in last:
+        contradicted = not last[size]
+    elif size:
+        contradicted = min(failed, default=size + 1) <= size or max(ran, default=size) < size
+    if contradicted:
+        raise DamagedRecord(f"its own trials contradict its result of {size}")
+
+
+def is_record(data: bytes) -> bool:
+    """Whether bytes were written as a record, by this or another version, though they may be damaged since."""
+    beginning, found = b'{\n"schema": 0,\n"created": "', re.sub(rb"\d+", b"0", data[:40])
+    return beginning.startswith(found) or found.startswith(beginning)
 
 
 def _result_from_json(value: object) -> SearchResult:
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(value, "outcome", dict)
     if set(body) != names:
-        raise DamagedRecord(f"its outcome is {value!r}")
+        raise DamagedRecord(f"its outcome is {shown(value)}")
 
     def measurement(value: object) -> Measurement:
         row = _of(value, "measurement", list)
         if len(row) != 8:
-            raise DamagedRecord(f"its measurement is {value!r}")
+            raise DamagedRecord(f"its measurement is {shown(value)}")
         return Measurement(
             verdict=_of(row[0], "verdict", Verdict),
             peak_allocated_bytes=_of(row[1], "peak_allocated_bytes", int, NoneType),
@@ -160,7 +227,7 @@ def _result_from_json(value: object) -> SearchResult:
     for trial in _of(body["trials"], "trials", list):
         row = _of(trial, "trial", list)
         if len(row) != 10:
-            raise DamagedRecord(f"its trial is {trial!r}")
+            raise DamagedRecord(f"its trial is {shown(trial)}")
         shape = Shape(_of(row[1], "seq_len", int, NoneType))
         trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement(row[2:])))
     return SearchResult(
@@ -182,7 +249,7 @@ def _of(value: Any, what: str, *kinds: type) -> Any:
             return kinds[0][value]
     elif type(value) in kinds:
         return value
-    raise DamagedRecord(f"its {what} is {value!r}")
+    raise DamagedRecord(f"its {what} is {shown(value)}")
 
 
 EXPORT_FORMAT = 1
@@ -207,11 +274,11 @@ def read_export(text: str) -> Iterator[Record]:
     if not isinstance(body, dict) or not isinstance(body.get("records"), list):
         raise DamagedRecord("it is JSON, but not an exported cache")
     if body.get("batchfinder_cache") != EXPORT_FORMAT:
-        raise DamagedRecord(f"its format is {body.get('batchfinder_cache')!r}; this version reads {EXPORT_FORMAT}")
+        raise DamagedRecord(f"its format is {shown(body.get('batchfinder_cache'))}; this version reads {EXPORT_FORMAT}")
     for number, members in enumerate(body["records"], 1):
         try:
             if not isinstance(members, dict):
                 raise DamagedRecord("it is JSON, but not a cache record")
             yield decode(write_members(members))
-        except (DamagedRecord, TypeError, ValueError) as damage:
+        except (DamagedRecord, TypeError, ValueError, RecursionError) as damage:
             raise DamagedRecord(f"record {number} of {len(body['records'])}: {damage}") from damage

@@ -12,16 +12,20 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from batchfinder.cache.record import MAX_RECORD_BYTES
 from batchfinder.errors import CacheFailed
 from batchfinder.retry import retrying
+from batchfinder.units import format_bytes
 
 STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
 
 _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?::/?|//+)(?!/)")  # of a URL, with a colon or a slash too few
 _TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
 
 
@@ -29,6 +33,10 @@ def _is_transient(error: Exception) -> bool:
     return isinstance(error, ConnectionError | TimeoutError) or (
         isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
     )
+
+
+class NotReadable(OSError):
+    """One name's bytes cannot be read, though the others' may."""
 
 
 class Storage:
@@ -41,17 +49,44 @@ class Storage:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        text = os.fspath(url)
-        self.url = text if "://" in text or "::" in text else os.path.abspath(os.path.expanduser(text))
+        self.url = self._asked = os.fspath(url)
+        self._problem = ""
+        if "://" not in self.url and "::" not in self.url:
+            path = os.path.expanduser(self.url)
+            if path.startswith("~"):
+                self._problem = "there is no such user on this machine"
+            try:
+                self.url = os.path.abspath(path)
+            except OSError:
+                self._problem = "it is relative to the current folder, which has been removed"
         self._removed_stale = False
 
     def read(self, name: str) -> bytes | None:
-        """Return a name's bytes, None when there are none."""
-        with self._opened() as (fs, root, _):
+        """Return a name's bytes, None when there are none.
+
+        Raises:
+            NotReadable: there are some, and they are no regular file, too many, or not for this user to read.
+        """
+
+        def read_file(path: str) -> bytes:
+            # A pipe would be waited for, and a device has no end.
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise NotReadable(errno.EINVAL, "it is not a regular file")
+                return file.read(MAX_RECORD_BYTES + 1)
+
+        with self._opened() as (fs, root, is_local):
+            path = _join(root, name)
             try:
-                data: bytes = retrying(_is_transient)(fs.cat_file)(_join(root, name))
+                data: bytes = retrying(_is_transient)(read_file if is_local else fs.cat_file)(path)
             except FileNotFoundError:
                 return None
+            except OSError as error:
+                if is_local and not isinstance(error, NotReadable) and os.path.lexists(path):
+                    raise NotReadable(error.errno, error.strerror) from error
+                raise
+            if len(data) > MAX_RECORD_BYTES:
+                raise NotReadable(errno.EFBIG, f"it is larger than {format_bytes(MAX_RECORD_BYTES)}")
             return data
 
     def write(self, name: str, data: bytes) -> None:
@@ -131,10 +166,16 @@ class Storage:
         try:
             from fsspec.core import url_to_fs  # 45 ms, most of it asyncio
             from fsspec.implementations.local import LocalFileSystem
+            from fsspec.registry import known_implementations
 
+            mistyped = _SCHEME.match(self._asked)
+            if mistyped and mistyped[1] in known_implementations:
+                self._problem = f"it is no URL; one begins with {mistyped[1]}://"
+            if self._problem:
+                raise CacheFailed(self._asked, self._problem)
             fs, root = url_to_fs(self.url)
             yield fs, root, isinstance(fs, LocalFileSystem)
-        except CacheFailed:
+        except (CacheFailed, NotReadable):
             raise
         except Exception as error:
             words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

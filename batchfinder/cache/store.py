@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -11,15 +12,16 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from batchfinder.cache.key import CacheKey
-from batchfinder.cache.record import DamagedRecord, Record, decode, encode
-from batchfinder.cache.storage import Storage
+from batchfinder.cache.record import DamagedRecord, Record, decode, encode, is_record
+from batchfinder.cache.storage import NotReadable, Storage
 from batchfinder.results import SearchResult
 
+log = logging.getLogger(__name__)
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
 class DamagedRecordWarning(UserWarning):
-    """A record was ignored because its bytes are not what was written."""
+    """A record was ignored: it cannot be read, its bytes are not what was written, or it makes no sense."""
 
     def __init__(self, path: str, reason: str) -> None:
         self.path = path
@@ -62,10 +64,23 @@ class Store:
     def get(self, key: CacheKey) -> SearchResult | None:
         """The result as it was put; None when there is none, or with a `DamagedRecordWarning` a damaged one.
 
+        Where there is none, the log says at DEBUG in which fields the nearest record differs.
+
         Raises:
             CacheFailed: the place cannot be read.
         """
         record = self._load(_name(key))
+        if record is None and log.isEnabledFor(logging.DEBUG):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DamagedRecordWarning)
+                others = [(key.differences(other.key), other) for other in self.records()]
+            if not others:
+                log.debug("nothing is cached at %s", self.url)
+                return None
+            differing, near = min(others, key=lambda other: len(other[0]))
+            values = [f"{name} (now {now!r:.80}, then {then!r:.80})" for name, (now, then) in differing.items()]
+            which = f"{near.label or 'a model'} of {near.created:%Y-%m-%d %H:%M} ({near.key.digest[:12]})"
+            log.debug("nothing is cached for this; the nearest, %s, differs in %s", which, ", ".join(values))
         return None if record is None else record.result
 
     def put(self, key: CacheKey, result: SearchResult, label: str = "") -> None:
@@ -111,13 +126,31 @@ class Store:
         return self._storage.remove(_name(key))
 
     def clear(self) -> int:
-        """Remove everything, damaged records and temporary files included; returns how many records there were.
+        """Remove everything that a store wrote, damaged records and temporary files included.
+
+        What has a record's name and was not written as one is left alone, with a warning.
+
+        Returns:
+            How many records there were.
 
         Raises:
             CacheFailed: the place cannot be written.
         """
         self._storage.remove_temporary()
-        return sum(self._storage.remove(name) for name in self._storage.names() if _NAME.fullmatch(name))
+        removed = 0
+        for name in self._storage.names():
+            if not _NAME.fullmatch(name):
+                continue
+            try:
+                data = self._storage.read(name)
+            except NotReadable:
+                data = b"not known"
+            if data is not None and not is_record(data):
+                path = f"{self.url.rstrip('/')}/{name}"
+                warnings.warn(f"{path} was left alone: no record was read from it, so it may be yours", stacklevel=2)
+            elif data is not None:
+                removed += self._storage.remove(name)
+        return removed
 
     def check_writable(self) -> None:
         """Check, before any work is done, that results can be kept.
@@ -128,15 +161,16 @@ class Store:
         self._storage.check_writable()
 
     def _load(self, name: str) -> Record | None:
-        data = self._storage.read(name)
-        if data is None:
-            return None
         try:
+            data = self._storage.read(name)
+            if data is None:
+                return None
             record = decode(data)
             if _name(record.key) != name:
                 raise DamagedRecord("it holds another key's result")
-        except DamagedRecord as damage:
-            warnings.warn(DamagedRecordWarning(f"{self.url.rstrip('/')}/{name}", damage.reason), stacklevel=3)
+        except (DamagedRecord, NotReadable) as damage:
+            reason = damage.reason if isinstance(damage, DamagedRecord) else f"it cannot be read: {damage.strerror}"
+            warnings.warn(DamagedRecordWarning(f"{self.url.rstrip('/')}/{name}", reason), stacklevel=3)
             return None
         return record
 

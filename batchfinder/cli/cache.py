@@ -12,6 +12,7 @@ from batchfinder.cache.record import encode
 from batchfinder.cli.options import read_file, write_file
 from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.terminal import printable
 from batchfinder.units import format_bytes
 
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -28,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
         elif records:
             list_table(records, store.url).show()
         else:
-            print(f"the cache at {store.url} is empty")
+            print(f"the cache at {printable(store.url)} is empty")
     elif command == "show":
         record = _one(store, arguments.record)
         if arguments.json:
@@ -92,6 +93,9 @@ NAME_DIGITS = 12
 """Digits of a digest that stand in lists: enough for 16 million records."""
 
 
+_MOST_LETTERS = 200
+
+
 def list_table(records: Sequence[Record], url: str) -> Table:
     """One line for each record of the cache at `url`."""
     columns: Columns = {
@@ -105,22 +109,24 @@ def list_table(records: Sequence[Record], url: str) -> Table:
         "source": [record.result.source for record in records],
         "found": [f"{record.created:%Y-%m-%d}" for record in records],
     }
-    return Table(f"Cached results at {url}", (), columns)
+    short = {heading: [printable(cell, _MOST_LETTERS) for cell in cells] for heading, cells in columns.items()}
+    return Table(f"Cached results at {url}", (), short)
 
 
 def record_tables(record: Record) -> Iterator[Table]:
     """What one result depends on, and the sizes that were tried for it."""
     key = {name: value for name, value in record.key.as_dict().items() if value not in ({}, "")}
     names = [name.removesuffix("_bytes").replace("_", " ") for name in key]
-    values = [_text(value, is_bytes=name.endswith("_bytes")) for name, value in key.items()]
+    values = [printable(_text(value, is_bytes=name.endswith("_bytes")), 2000) for name, value in key.items()]
     result = record.result
-    title = f"{record.label or record.key.model[:NAME_DIGITS]}: max batch {result.max_batch_size}"
-    found = f"{result.source}, found {record.created:%Y-%m-%d %H:%M} ({result.stop.value})"
+    name = printable(record.label or record.key.model[:NAME_DIGITS], _MOST_LETTERS)
+    title = f"{name}: max batch {result.max_batch_size}"
+    found = f"{printable(result.source, _MOST_LETTERS)}, found {record.created:%Y-%m-%d %H:%M} ({result.stop.value})"
     yield Table(
         title,
         (found, f"record {record.key.digest}"),
         {"depends on": names, "value": values},
-        assumptions(result.unmodelled, explain=True),
+        assumptions((printable(text, 400) for text in result.unmodelled), explain=True),
     )
     if result.trials:
         seen = [trial.measurement for trial in result.trials]

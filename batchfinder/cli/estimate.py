@@ -50,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Estimate one size; that it does not fit is a result, not an error."""
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
+        check_file("--plot", arguments.plot)
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
     if arguments.by is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import select
@@ -30,54 +29,6 @@ class _Ended(SystemExit):
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
         super().__init__(_SIGNALLED + number)
-
-
-def run_command(module: str, arguments: argparse.Namespace) -> int:
-    """Import and run a command, and turn what escapes it into a message and an exit code.
-
-    Args:
-        module: has a `main` that takes the parsed arguments and returns an exit code.
-        arguments: of the command line.
-    """
-    if sys.platform == "win32":
-        tell("batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.")
-        return USER_ERROR
-    try:
-        with _first_signal_raises(), warnings.catch_warnings():
-            warnings.showwarning = lambda message, *more, **others: tell(f"batchfinder: warning: {message}")
-            lost = stdout_error()
-            if lost is not None:  # before the work, where that can be seen
-                raise lost
-            code: int = import_module(module).main(arguments)
-            sys.stdout.flush()
-            return code
-    except BatchFinderError as error:
-        tell(f"batchfinder: {error}")
-        return USER_ERROR
-    except KeyboardInterrupt:
-        tell("batchfinder: interrupted")
-        return INTERRUPTED
-    except _Ended as ended:
-        tell(f"batchfinder: ended by {ended.signal.name}")
-        return _SIGNALLED + ended.signal
-    except Exception as error:
-        lost = stdout_error() if isinstance(error, OSError) else None
-        if lost is not None:
-            # What is left in its buffer would fail again when Python closes it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if sys.stdout is None else sys.stdout.fileno())
-            if isinstance(lost, BrokenPipeError):  # its reader has what it wanted, as `head` has
-                return _SIGNALLED + signal.SIGPIPE
-            tell(f"batchfinder: the output could not be printed: {lost.strerror}.")
-            return USER_ERROR
-        import tempfile
-
-        kept, words = "", traceback.format_exc()
-        settings: dict[str, Any] = {"prefix": "batchfinder-", "suffix": ".log", "encoding": "utf-8", "delete": False}
-        with suppress(OSError), tempfile.NamedTemporaryFile("w", errors="backslashreplace", **settings) as log:
-            log.write(words)
-            kept = f"The traceback is in {log.name}; please report it with that file."
-        tell(f"batchfinder: internal error: {type(error).__name__}: {error}\n{kept or words}")
-        return INTERNAL_ERROR
 
 
 def stdout_error() -> OSError | None:
@@ -140,4 +91,42 @@ def main(argv: Sequence[str]) -> int:
         if option.startswith("--") and value == "--":  # argparse takes the value for the end of the options
             parser.error(f"argument {printable(option, 100)}: expected one argument")
     arguments = parser.parse_args(argv)
-    return run_command(f"batchfinder.cli.{arguments.command}", arguments)
+    if sys.platform == "win32":
+        tell("batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.")
+        return USER_ERROR
+    try:
+        with _first_signal_raises(), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *more, **others: tell(f"batchfinder: warning: {message}")
+            lost = stdout_error()
+            if lost is not None:  # before the work, where that can be seen
+                raise lost
+            code: int = import_module(f"batchfinder.cli.{arguments.command}").main(arguments)
+            sys.stdout.flush()
+            return code
+    except BatchFinderError as error:
+        tell(f"batchfinder: {error}")
+        return USER_ERROR
+    except KeyboardInterrupt:
+        tell("batchfinder: interrupted")
+        return INTERRUPTED
+    except _Ended as ended:
+        tell(f"batchfinder: ended by {ended.signal.name}")
+        return _SIGNALLED + ended.signal
+    except Exception as error:
+        lost = stdout_error() if isinstance(error, OSError) else None
+        if lost is not None:
+            # What is left in its buffer would fail again when Python closes it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if sys.stdout is None else sys.stdout.fileno())
+            if isinstance(lost, BrokenPipeError):  # its reader has what it wanted, as `head` has
+                return _SIGNALLED + signal.SIGPIPE
+            tell(f"batchfinder: the output could not be printed: {lost.strerror}.")
+            return USER_ERROR
+        import tempfile
+
+        kept, words = "", traceback.format_exc()
+        settings: dict[str, Any] = {"prefix": "batchfinder-", "suffix": ".log", "encoding": "utf-8", "delete": False}
+        with suppress(OSError), tempfile.NamedTemporaryFile("w", errors="backslashreplace", **settings) as log:
+            log.write(words)
+            kept = f"The traceback is in {log.name}; please report it with that file."
+        tell(f"batchfinder: internal error: {type(error).__name__}: {error}\n{kept or words}")
+        return INTERNAL_ERROR

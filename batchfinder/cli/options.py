@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
+import select
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from batchfinder.devices import Card, device_for, device_with_budget, find_gpu, find_instance
@@ -19,40 +22,74 @@ from batchfinder.training.spec import (
     StepOptions,
     WorkloadFacts,
 )
-from batchfinder.units import parse_bytes
+from batchfinder.units import format_bytes, parse_bytes
+
+MAX_READ_BYTES = 64 << 20
+"""What is read of a file at most: an exported cache of tens of thousands of results."""
+_PIPE_SECONDS = 10.0
+MAX_NUMBER = 1 << 40
 
 
 def read_file(option: str, path: str) -> str:
-    """Read a text file; `-` is stdin.
+    """Read a text file, or a pipe in which something is to be read soon; `-` is stdin.
 
     Raises:
-        InvalidValue: it cannot be read, or is not text.
+        InvalidValue: it cannot be read, is too large, or is not text.
     """
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if path == "-":
+            text = sys.stdin.read(MAX_READ_BYTES + 1)
+        else:
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                    poll = select.poll()
+                    poll.register(file.fileno(), select.POLLIN)
+                    if not poll.poll(1000 * _PIPE_SECONDS):
+                        raise OSError(errno.ETIMEDOUT, f"nothing came through this pipe in {_PIPE_SECONDS:g} s")
+                os.set_blocking(file.fileno(), True)
+                text = file.read(MAX_READ_BYTES + 1).decode()
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise InvalidValue(option, path, f"a file that can be read ({reason})") from error
+    if len(text) > MAX_READ_BYTES:
+        raise InvalidValue(option, path, f"a file of at most {format_bytes(MAX_READ_BYTES)}")
+    return text
 
 
 def check_file(option: str, path: str) -> None:
-    """Check before the work that a file can be written.
+    """Check before the work that a file can be written, as far as that can be seen without writing to it.
 
     Raises:
-        InvalidValue: there is no such folder, or the path is one.
+        InvalidValue: there is no such folder, the path is one, or the system does not let it be written.
     """
-    if Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
-        raise InvalidValue(option, path, "a file in a folder that exists")
+    try:
+        real = os.path.realpath(path)
+        folder = os.path.dirname(real)
+        if os.path.isdir(real) or not os.path.isdir(folder):
+            raise InvalidValue(option, path, "a file in a folder that exists")
+        try:
+            # Not waiting for a pipe's reader; and a full device refuses even nothing.
+            number = os.open(real, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from None
+        else:
+            with open(number, "wb", buffering=0) as file:
+                file.write(b"")
+    except OSError as error:
+        raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
 
 
 def write_file(option: str, path: str, content: str | bytes) -> None:
-    """Write a file; text as UTF-8.
+    """Write a file; text as UTF-8, with what is no text (names of files) escaped.
 
     Raises:
         InvalidValue: it cannot be written.
     """
     try:
-        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+        with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666)) as file:
+            os.set_blocking(file.fileno(), True)
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     except OSError as error:
         raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
 
@@ -124,11 +161,16 @@ def whole_number(option: str, value: str | None) -> Any:
     """The value as an int of at least 1; None for an option that was not given.
 
     Raises:
-        InvalidValue: it is not one.
+        InvalidValue: it is not one, or larger than what any machine could train.
     """
-    if value is not None and (not value.isdecimal() or int(value) < 1):
+    if value is None:
+        return None
+    digits = value.lstrip("0") if value.isdecimal() else ""
+    if not digits:
         raise InvalidValue(option, value, "a whole number of at least 1")
-    return None if value is None else int(value)
+    if len(digits) > len(str(MAX_NUMBER)) or not 0 < int(digits) <= MAX_NUMBER:
+        raise InvalidValue(option, value, f"a whole number from 1 to {MAX_NUMBER}")
+    return int(digits)
 
 
 def seq_lens_of(

@@ -98,7 +98,13 @@ SWEEP = Command(
                 "metavar": "N",
                 "help": "add micro-batch x accumulation for this effective batch size",
             },
+            "--min-batch-size": {
+                "metavar": "N",
+                "default": "1",
+                "help": "try no smaller batch size than this, such as 2 for BatchNorm (default: 1)",
+            },
             "--max-batch-size": {"metavar": "N", "help": "try no larger batch size than this"},
+            "--multiple-of": {"metavar": "N", "default": "1", "help": "try multiples of this only (default: 1)"},
             "--tolerance": {
                 "metavar": "SHARE",
                 "default": "0.01",
@@ -226,18 +232,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
     )
-    _add_commands(parser, COMMANDS, "command")
+
+    def add(parser: argparse.ArgumentParser, commands: Mapping[str, Command], dest: str) -> None:
+        added = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
+        for name, command in commands.items():
+            summary = command.summary
+            one = added.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+            for title, options in command.groups.items():
+                group = one.add_argument_group(title) if title else one
+                for option, settings in options.items():
+                    group.add_argument(option, **settings)
+            if command.commands is not None:
+                add(one, command.commands, f"{name}_{dest}")
+
+    add(parser, COMMANDS, "command")
     return parser
-
-
-def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command], dest: str) -> None:
-    added = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
-    for name, command in commands.items():
-        summary = command.summary
-        one = added.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
-        for title, options in command.groups.items():
-            group = one.add_argument_group(title) if title else one
-            for option, settings in options.items():
-                group.add_argument(option, **settings)
-        if command.commands is not None:
-            _add_commands(one, command.commands, f"{name}_{dest}")

@@ -35,6 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
     check_model_name(model)
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
+        check_file("--plot", arguments.plot)
     if arguments.snapshot is not None:
         check_file("--snapshot", arguments.snapshot)
     spec, step = options.workload(model), options.step(micro_batches)

@@ -12,7 +12,7 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Table
 from batchfinder.reproductions import REPRODUCTIONS
-from batchfinder.reproductions.base import Context, Reproducer, Reproduction, require_card
+from batchfinder.reproductions.base import Context, Reproduction, require_card
 from batchfinder.training.spec import StepConfig
 
 ALL = "all"
@@ -23,12 +23,10 @@ def main(arguments: argparse.Namespace) -> int:
     asked = one_of("table", arguments.table, (*REPRODUCTIONS, ALL))
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
-    reproducers: dict[str, Reproducer] = {
-        name: import_module(module) for name, module in REPRODUCTIONS.items() if asked in (name, ALL)
-    }
+    reproducers = {name: import_module(module) for name, module in REPRODUCTIONS.items() if asked in (name, ALL)}
     device = None
     if arguments.measured:
-        device = require_card({name: reproducer.needed_bytes() for name, reproducer in reproducers.items()})
+        device = require_card({name: reproducer.NEEDED_BYTES for name, reproducer in reproducers.items()})
     found: list[Reproduction] = []
     tables: list[Table] = []
     first, *_ = reproducers.values()

@@ -27,6 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
             check_file(f"--{option.replace('_', '-')}", getattr(arguments, option))
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
+        check_file("--plot", arguments.plot)
     with StatusLine() as line:
         line.update("looking for GPUs", terminal_only=True)
         request = read_request(arguments)

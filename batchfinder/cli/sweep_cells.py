@@ -45,6 +45,8 @@ class ModelCells:
             options=options,
             headroom_bytes=request.reserve_bytes(card),
             target_batch_size=request.target_batch_size,
+            min_batch_size=request.min_batch_size,
+            multiple_of=request.multiple_of,
             published=published if like_published and options.attention != "flash" else None,
         )
 
@@ -67,8 +69,8 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         accumulation=request.step.micro_batches,
         allocator=asdict(request.allocator),
         max_batch_size=request.max_batch_size,
-        floor=1,
-        multiple_of=1,
+        floor=request.min_batch_size,
+        multiple_of=request.multiple_of,
         tolerance=0.0,
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
@@ -97,7 +99,11 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
             key = cache_key(cell, facts, request)
             entry = None if request.cache is None else request.cache.entry(key, cells.model)
             known = entry.get() if entry is not None else None
-            result = known or search_simulated(probe, Shape(seq_len), request.max_batch_size)
+            limits = request.max_batch_size, request.min_batch_size, request.multiple_of
+            result = known or search_simulated(probe, Shape(seq_len), *limits)
+            if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
+                needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
+                result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))
             if entry is not None and known is None:
                 entry.put(result)
             trials = () if known else result.trials

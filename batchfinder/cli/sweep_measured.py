@@ -61,6 +61,8 @@ class MeasuredCells:
             request.max_batch_size,
             request.tolerance,
             reserve_bytes=request.reserve_bytes(self._card),
+            min_batch_size=request.min_batch_size,
+            multiple_of=request.multiple_of,
             certify=request.certify,
         )
         self._tuner = Tuner(
@@ -92,13 +94,13 @@ class MeasuredCells:
         cached, trials = found.result.source == "cache", found.result.trials
         result = replace(found.result, source=ChildProcessProbe.source, trials=(*found.earlier_trials, *trials))
         if result.max_batch_size == 0 and result.measurement is not None:
-            # What a single sample would take: tried where there is more memory than may be used, else simulated.
+            # What the smallest size would take: tried where there is more memory than may be used, else simulated.
             unmodelled: tuple[str, ...] = ()
             if self._place.device == CPU:
                 with CpuProbe(*self._step, max(1, available_bytes() or 0)) as probe:
-                    needed = probe(1, result.shape).peak_reserved_bytes
+                    needed = probe(cell.smallest, result.shape).peak_reserved_bytes
             else:
-                needed = self._simulated(lambda probe: probe.needed_bytes(1, result.shape))
+                needed = self._simulated(lambda probe: probe.needed_bytes(cell.smallest, result.shape))
                 unmodelled = (_NEED_IS_SIMULATED,)
             if needed is not None:
                 seen = replace(result.measurement, needed_bytes=needed)
@@ -113,8 +115,9 @@ class MeasuredCells:
         on the low side, which costs no failure.
         """
         if self._place.device != CPU:
-            cap = self._request.max_batch_size
-            simulated = self._simulated(lambda probe: search_simulated(probe, shape, cap).max_batch_size)
+            request = self._request
+            sizes = request.max_batch_size, request.min_batch_size, request.multiple_of
+            simulated = self._simulated(lambda probe: search_simulated(probe, shape, *sizes).max_batch_size)
             if simulated is not None:
                 return simulated
         if self._longer is None or not self._longer.max_batch_size:

@@ -15,6 +15,7 @@ from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
 from batchfinder.measure.host_limits import available_bytes
 from batchfinder.models.catalog import check_model_name
+from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepConfig, StepOptions
 from batchfinder.units import GIB, MIB, format_bytes, parse_bytes, parse_headroom, parse_share
@@ -146,6 +147,8 @@ class SweepRequest:
         seq_lens: as they were asked for; empty for the defaults that suit the model.
         target_batch_size: the effective batch size to plan for; None without one.
         max_batch_size: the largest size to try; None without one.
+        min_batch_size: the smallest size to try.
+        multiple_of: only multiples of it are tried.
         headroom: what stays free: a float for a share, an int for bytes.
         tolerance: how far below the largest a measured result may be, as a share.
         cache: where results are kept; None for nowhere.
@@ -164,6 +167,8 @@ class SweepRequest:
     cache: Store | None
     draw: bool = False
     certify: bool = True
+    min_batch_size: int = 1
+    multiple_of: int = 1
 
     @property
     def step(self) -> StepConfig:
@@ -193,8 +198,12 @@ class SweepRequest:
         if self.headroom:
             share = isinstance(self.headroom, float)
             words.append(f"headroom {f'{100 * self.headroom:g}%' if share else format_bytes(int(self.headroom))}")
+        if self.min_batch_size > 1:
+            words.append(f"at least {self.min_batch_size}")
         if self.max_batch_size is not None:
             words.append(f"at most {self.max_batch_size}")
+        if self.multiple_of > 1:
+            words.append(f"multiples of {self.multiple_of}")
         if self.target_batch_size is not None:
             words.append(f"for an effective batch of {self.target_batch_size}, so with two micro-batches to a step")
         if self.place.device == CPU:
@@ -229,7 +238,20 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         cache=None if arguments.no_cache else Store(arguments.cache),
         draw=arguments.plot is not None,
         certify=not arguments.no_certify,
+        min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
+        multiple_of=whole_number("--multiple-of", arguments.multiple_of),
     )
+    target, step = request.target_batch_size, request.multiple_of
+    smallest = -(-request.min_batch_size // step) * step
+    allowed = f"at least {request.min_batch_size}{f' and a multiple of {step}' if step > 1 else ''}"
+    most = request.max_batch_size
+    if most is not None and most < smallest:
+        raise InvalidValue("--max-batch-size", most, f"at least {smallest}, the smallest size that is {allowed}")
+    if most is None and smallest > DEFAULT_MAX_BATCH_SIZE:
+        expected = f"sizes of at most {DEFAULT_MAX_BATCH_SIZE} to try, or a --max-batch-size"
+        raise InvalidValue("--min-batch-size" if step == 1 else "--multiple-of", smallest, expected)
+    if target is not None and (target < smallest or target % step):
+        raise InvalidValue("--target-batch-size", target, f"{allowed}, as each micro-batch has to be")
     for one in request.place.cards:
         request.reserve_bytes(one)
     for option in ("batch_sizes", "lhotse"):

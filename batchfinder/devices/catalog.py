@@ -25,7 +25,7 @@ def read_tables(file: str, kind: str) -> list[dict[str, Any]]:
     return tables
 
 
-_SIZE = re.compile(r"(?<![a-z0-9.])(\d+)\s*(?:gib|gb|g)(?![a-z0-9.])")
+_SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,6})\s*(?:gib|gb|g)(?![a-z0-9.])")
 _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|corporation|memory|vram|ram|gpu")
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|oam|dgxs")
 _PROVIDER = re.compile(r"(?:(?:ml|aws|amazon|ec2|sagemaker|azure|microsoft|gcp|google|cloud|standard)[^a-z0-9]+)+")

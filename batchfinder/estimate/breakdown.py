@@ -15,7 +15,7 @@ OUTSIDE = ("input", "workspace", "communication")
 
 @dataclass
 class ModuleBytes:
-    """A module's own bytes, and the modules in it.
+    """A module's own bytes, and the modules in it; sums are with those.
 
     Attributes:
         name: the last part of its path, or `*` for all modules of a list; empty for the model itself.
@@ -30,7 +30,6 @@ class ModuleBytes:
     children: list[ModuleBytes] = field(default_factory=list)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes by kind, with those of the modules in it."""
         totals = dict(self.own)
         for child in self.children:
             for kind, size in child.by_kind().items():
@@ -39,7 +38,6 @@ class ModuleBytes:
 
     @property
     def total(self) -> int:
-        """All its bytes, with those of the modules in it."""
         return sum(self.by_kind().values())
 
     def to_json(self, above: str = "") -> dict[str, Any]:

@@ -46,8 +46,6 @@ class Kinds:
 
     Attributes:
         parameters: the model's parameters and buffers.
-        gradients: what `.grad` of the parameters holds.
-        optimizer: the tensors in the optimizer's state.
         activations: made in a forward or its loss and alive when the backward begins, so kept for it (without a
             backward: alive when the forward ends).
         temporary: every other tensor: results on their way through a layer, gradients of activations, what
@@ -105,7 +103,6 @@ class Tensor:
     """A tensor, or a kernel's own memory, at the moment of the peak.
 
     Attributes:
-        bytes: what it holds.
         shape: its type and dimensions (`float32[8, 128]`); empty where they are not known.
         kind: a field of `Kinds`.
         module: as in `TraceStructure.modules`; empty outside the model.
@@ -118,7 +115,6 @@ class Tensor:
     operator: str
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         return {
             "bytes": self.bytes,
             "shape": self.shape or None,
@@ -136,7 +132,6 @@ class Peak:
     tensor: Tensor
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
         moment = self.moment
         return {
             "step": moment.step,
@@ -163,13 +158,11 @@ class Estimate:
         kinds: bytes by kind at the peak; they sum to `peak_bytes`.
         peak_bytes: everything the process takes from the card: reserved and context.
         allocated_bytes: in live blocks at the peak, as `torch.cuda.memory_allocated` counts.
-        reserved_bytes: the most the allocator reserved.
         capacity_bytes: what the card has for this process, the context included.
         required_bytes: the least a card must have for this size to run, the context included.
         fits: whether the card has room, step after step. If not, the other figures are those of an unlimited card.
         peak: the allocation at which it was reached; None when nothing was allocated.
         last_segment: when the allocator last had to take memory from the card; None likewise.
-        num_alloc_retries: how often the cache had to be released to go on.
         oom: the allocation that the card had no room for; None where there was none.
     """
 
@@ -193,7 +186,6 @@ class Estimate:
         return tuple(_tensor(self.trace, block) for block in blocks)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON values."""
         return {
             **{f"{kind}_bytes": size for kind, size in self.kinds.shown().items()},
             "peak_bytes": self.peak_bytes,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_debug
@@ -14,6 +16,8 @@ from batchfinder.lightning.dataloaders import batch_size_of, check_resizable, fl
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import LoaderSource, StageLoop
+
+_MISSING = object()
 
 STAGES = ("fit", "validate", "test", "predict")
 
@@ -62,21 +66,7 @@ def apply_batch_size(
     applied = Applied()
     try:
         if stage == "fit":
-            for holder, before in _sizes(pl_module, attribute):
-                keyed = isinstance(holder, dict)
-                put = holder.__setitem__ if keyed else holder.__setattr__
-                try:
-                    put(attribute, batch_size)
-                except AttributeError:  # a property without a setter; the loaders are given the size all the same
-                    continue
-
-                def undo(holder: Any = holder, put: Any = put, before: Any = before) -> None:
-                    now = holder.get(attribute) if isinstance(holder, dict) else getattr(holder, attribute, None)
-                    if now == batch_size:  # no other size has been set since
-                        put(attribute, before)
-
-                applied.undoing.append(undo)
-                applied.append(f"{'hparams' if keyed else type(holder).__name__}.{attribute}: {before} -> {batch_size}")
+            applied = set_attribute(pl_module, attribute, batch_size)
         trusted = bool(applied)
         for loop in loops[stage]:
             _resize_loaders(loader_source(loop), batch_size, stage, trusted, applied)
@@ -84,6 +74,27 @@ def apply_batch_size(
     except BaseException:
         applied.undo()
         raise
+    return applied
+
+
+def set_attribute(pl_module: LightningModule, attribute: str, batch_size: int) -> Applied:
+    """Set a size wherever the module, its hparams, the datamodule or its hparams have the attribute as a size."""
+    applied = Applied()
+    for holder, name, before in _sizes(pl_module, attribute):
+        keyed = isinstance(holder, Mapping)
+        put = partial(operator.setitem if keyed else setattr, holder, name)
+        try:
+            put(batch_size)
+        except AttributeError:  # a property without a setter; the loaders are given the size all the same
+            continue
+
+        def undo(holder: Any = holder, name: str = name, put: Any = put, before: Any = before) -> None:
+            if _value(holder, name) == batch_size:  # no other size has been set since
+                put(before)
+
+        applied.undoing.append(undo)
+        where = attribute.rpartition(".")[0] or ("hparams" if keyed else type(holder).__name__)
+        applied.append(f"{where}.{name}: {before} -> {batch_size}")
     return applied
 
 
@@ -140,12 +151,25 @@ def check_loaders(source: LoaderSource, loaders: Any, stage: str, pl_module: Lig
         check_resizable(loader, _named(loader, source, stage), source.name)
 
 
-def _sizes(pl_module: LightningModule, attribute: str) -> Iterator[tuple[Any, int | None]]:
-    """Each holder of the attribute where it is a size, and the size."""
-    for holder in attribute_holders(pl_module, attribute):
-        size = holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
+def _sizes(pl_module: LightningModule, attribute: str) -> Iterator[tuple[Any, str, int | None]]:
+    """Each holder of the attribute where it is a size, the attribute's own name, and the size.
+
+    A name with dots is followed from the module, its hparams, the datamodule or its hparams, through attributes and
+    keys: `cfg.data.batch_size`.
+    """
+    first, *path = attribute.split(".")
+    for found in attribute_holders(pl_module, first):
+        holder, name = found, first
+        for following in path:
+            holder, name = _value(holder, name), following
+        size = _value(holder, name, _MISSING)
         if size is None or (isinstance(size, int) and not isinstance(size, bool)):
-            yield holder, size
+            yield holder, name, size
+
+
+def _value(holder: Any, name: str, default: Any = None) -> Any:
+    """The value of a key or attribute; the default where there is none."""
+    return holder.get(name, default) if isinstance(holder, Mapping) else getattr(holder, name, default)
 
 
 def _named(loader: object, source: LoaderSource, stage: str) -> str:

@@ -46,7 +46,7 @@ def make_key(
         "headroom": limits.headroom,
         "strategy": type(trainer.strategy).__name__,
         "automatic_optimization": module.automatic_optimization,
-        "clip": [trainer.gradient_clip_val, str(trainer.gradient_clip_algorithm)],
+        "clip": bool(trainer.gradient_clip_val) and str(trainer.gradient_clip_algorithm),
         "detect_anomaly": detects_anomaly(trainer),
         "callbacks": sorted(type(callback).__qualname__ for callback in callbacks),
         "threads": torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,

@@ -8,19 +8,33 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback
 
 from batchfinder.cache import Store
+from batchfinder.cache.record import DamagedRecord, Record, decode, encode
 from batchfinder.cache.validity import lower
 from batchfinder.data.split import Weight
-from batchfinder.errors import BatchFinderError, CacheFailed
+from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
 from batchfinder.lightning.accumulation import Accumulating
-from batchfinder.lightning.batch_size import Applied, apply_batch_size, check_loaders
-from batchfinder.lightning.compat import is_fast_dev_run, loader_source, running_stage
+from batchfinder.lightning.batch_size import STAGES, Applied, apply_batch_size, check_loaders
+from batchfinder.lightning.compat import (
+    add_hyperparameters,
+    callbacks_of,
+    class_for,
+    has_other_processes,
+    is_fast_dev_run,
+    loader_source,
+    return_to_caller,
+    running_stage,
+)
 from batchfinder.lightning.ddp import ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig
 from batchfinder.lightning.dry_run_scope import capture_data, move_ahead_of_tuners
@@ -32,10 +46,32 @@ from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
+from batchfinder.snapshot.training_state import restore_on_exit
 from batchfinder.units import parse_bytes, parse_headroom
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import StageLoop
+
+
+_FINDERS: WeakValueDictionary[str, BatchFinder] = WeakValueDictionary()
+"""This process's finders by their tokens, which finders in processes that a trainer starts have as well."""
+
+
+class FoundElsewhere:
+    """What a finder found, which is set on the caller's finder where it is unpickled: in the caller's process."""
+
+    def __init__(self, finder: BatchFinder, token: str) -> None:
+        self._finder = finder
+        self._token = token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = {name: getattr(self._finder, name) for name in ("batch_size", "plan", "results")}
+        return _set_found, (self._token, found)
+
+
+def _set_found(token: str, found: dict[str, Any]) -> None:
+    if token in _FINDERS:
+        vars(_FINDERS[token]).update(found)
 
 
 class BatchFinder(Accumulating):
@@ -151,6 +187,88 @@ class BatchFinder(Accumulating):
         self._evaluation_restart = EvaluationRestart()
         self._train: TrainBatches | None = None
         self._micro_batching: MicroBatchingFit | None = None
+        self._records: dict[str, list[Record]] = {}
+        self._resumed: dict[str, SearchResult] = {}
+        self._finding = False
+        self._token = uuid4().hex
+        _FINDERS[self._token] = self
+
+    def find(
+        self,
+        trainer: Trainer,
+        model: LightningModule,
+        dataloaders: Any = None,
+        *,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        stage: str = "fit",
+    ) -> int | None:
+        """Find the sizes without training, and leave trainer, model and data as they are.
+
+        `results` and `plan` say more. With a cache, a fit that has this callback looks the answer up.
+
+        Args:
+            trainer: which need not have this callback; it stops where training or the evaluation would begin.
+            model: the module.
+            dataloaders: the stage's own; None for what the module or the datamodule makes.
+            val_dataloaders: those of a fit with `also="validate"`.
+            datamodule: as for `trainer.fit`.
+            stage: `fit`, `validate`, `test` or `predict`.
+
+        Returns:
+            The batch size that training, or the evaluation, would be given.
+
+        Raises:
+            InvalidValue: no such stage.
+            MisconfigurationException: the trainer runs in processes of its own, or with `fast_dev_run`.
+            OutOfMemory: not even the smallest size fits.
+            Exception: whatever the user's code raised that is not about the size, unchanged.
+        """
+        if stage not in STAGES:
+            raise InvalidValue("stage", stage, f"one of {', '.join(STAGES)}")
+        if is_fast_dev_run(trainer) or has_other_processes(trainer):
+            what = "fast_dev_run" if is_fast_dev_run(trainer) else f"strategy={trainer.strategy.launcher}"
+            raise MisconfigurationException(
+                f"BatchFinder.find cannot search with this trainer's {what}. Make one without it, or "
+                "let trainer.fit search: Trainer(callbacks=[finder])."
+            )
+        if stage != "fit" and val_dataloaders is not None:
+            raise InvalidValue(
+                "val_dataloaders", val_dataloaders, f"dataloaders= for {stage}; these are of a fit's validation"
+            )
+        loaders = {"train_dataloaders": dataloaders, "val_dataloaders": val_dataloaders}
+        options: dict[str, Any] = loaders if stage == "fit" else {"dataloaders": dataloaders}
+        callbacks, loggers = callbacks_of(trainer), trainer.loggers
+        self._finding = True
+        try:
+            if loggers:  # they would begin a run
+                trainer.loggers = [class_for(trainer, "loggers.logger", "DummyLogger")()]
+            with restore_on_exit():
+                if not any(callback is self for callback in callbacks):
+                    vars(trainer)["callbacks"] = [self, *callbacks]
+                getattr(trainer, stage)(model, datamodule=datamodule, **options)
+        finally:
+            self._finding = False
+            vars(trainer)["callbacks"], trainer.loggers = callbacks, loggers
+        for applied in self._applied.values():
+            applied.undo()
+        return self.batch_size if stage == "fit" else self._in_use[stage].batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found, as JSON texts, so that a run that goes on from the checkpoint keeps its sizes."""
+        records = [encode(record).decode() for found in self._records.values() for record in found]
+        return {"batch_size": self.batch_size, "records": records} if records else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what a checkpoint's run had found; the next fit tries it once, and searches only if that fails."""
+        for text in state_dict["records"]:
+            try:
+                record = decode(text.encode())
+            except DamagedRecord as damage:
+                rank_zero_warn(f"BatchFinder cannot read the checkpoint's batch size: {damage.reason}. It is searched.")
+                continue
+            # More free memory than then is no reason to search: the size would change in the middle of a run.
+            self._resumed[record.key.digest] = replace(record.result, free_bytes=None)
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute.
@@ -175,17 +293,20 @@ class BatchFinder(Accumulating):
         """Undo an earlier run's sizes, and watch for what asks for the loaders before this run's are known."""
         self._in_use = {}
         running = running_stage(trainer)
-        for earlier in ("fit", "validate") if stage == "fit" else (running,):
+        for earlier in ("fit", "validate", "hyperparameters") if stage == "fit" else (running,):
             self._applied.pop(earlier, Applied()).undo()
         if stage == "fit":
             self.batch_size, self._micro_batching = None, None
+            self._records, self._resumed = {}, {}
             self._accumulate(trainer, None)
         if is_fast_dev_run(trainer):
             return
+        if has_other_processes(trainer):
+            return_to_caller(trainer, FoundElsewhere(self, self._token))
         if stage == "fit":
             move_ahead_of_tuners(trainer, self)
             self._scheduler_setup.watch(trainer)
-        elif stage in self.options.also:
+        elif stage in self.options.also or self._finding:
             self._evaluation_restart.watch(getattr(trainer, f"{running}_loop"))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,17 +333,27 @@ class BatchFinder(Accumulating):
         self._scheduler_setup.repeat_if_asked(trainer)
         if self._micro_batching is not None:
             self._micro_batching.begin(trainer, self, training, results, self._ranks)
+        if self._finding:
+            raise class_for(trainer, "utilities.exceptions", "_TunerExitException")
+        found_sizes = {} if self.batch_size is None else {options.batch_size_attribute: self.batch_size}
+        if self.plan is not None:
+            found_sizes["accumulate_grad_batches"] = self.plan.accumulation
+        elif self._micro_batching is not None:
+            found_sizes["micro_batch_size"] = results[0].batch_size  # at the longest length
+        self._applied["hyperparameters"] = Applied(undoing=[add_hyperparameters(trainer, found_sizes)])
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the size of `trainer.validate`, `test` or `predict`; its loaders have been asked for already."""
         stage = running_stage(trainer)
-        if stage == "fit" or stage not in self.options.also or is_fast_dev_run(trainer):
+        if stage == "fit" or is_fast_dev_run(trainer) or not (stage in self.options.also or self._finding):
             return
         check_trainer(trainer, self.options)
         self._ranks = ranks_of(trainer)
         loop = getattr(trainer, f"{stage}_loop")
         self._tune(trainer, stage, self._probe_batches(trainer, stage, loop))
         self._evaluation_restart.restart(loop)
+        if self._finding:
+            raise class_for(trainer, "utilities.exceptions", "_TunerExitException")
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -291,15 +422,22 @@ class BatchFinder(Accumulating):
         elif stage != "fit":
             config = TrialConfig(stage, accumulation=accumulation, train=self._train)
         elif micro_batching is None:
-            config = TrialConfig(stage, options.target_batch_size, accumulation, num_devices=trainer.world_size)
+            config = TrialConfig(
+                stage,
+                options.target_batch_size,
+                accumulation,
+                num_devices=trainer.world_size,
+                attribute=options.batch_size_attribute,
+            )
         else:
             self.batch_size = micro_batching.samples(batches)
             config = TrialConfig(stage, accumulation=accumulation, split_batch_size=self.batch_size)
         extra = [] if micro_batching is None else [micro_batching.dry_run_memory(self.batch_size)]
-        tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra)
+        tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra, self._resumed)
         splits, longest = micro_batching is not None and stage == "fit", tuner.longest_seq_len
         lengths = micro_batching.lengths(longest) if micro_batching is not None and splits else None
         results = tuner.tune(lengths or options.seq_lens or (longest,))
+        self._records[stage] = tuner.records
         self.results[stage] = {found.result.shape.seq_len: found.result for found in results}
         self._in_use[stage] = smallest = min(results, key=lambda found: found.batch_size)
         if stage == "fit":

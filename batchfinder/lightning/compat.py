@@ -8,8 +8,9 @@ for those of either package.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
@@ -211,6 +212,44 @@ def training_step_arguments(trainer: Trainer, batch: Any) -> list[Any]:
     return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
 
 
+def add_hyperparameters(trainer: Trainer, values: dict[str, Any]) -> Callable[[], None]:
+    """Let the loggers have values among the hyperparameters of a run, which Lightning logs after `on_fit_start`.
+
+    Where the module or the datamodule has its own logged, the values join them, since loggers such as MLflow's refuse a
+    second value for a name. A name with dots is looked for in nested mappings and attributes first.
+
+    Returns:
+        What takes the values out again, from the module's and the datamodule's `hparams_initial`.
+    """
+    if not trainer.loggers or not getattr(trainer, "enable_autolog_hparams", True):
+        return lambda: None
+    both: list[Any] = [trainer.lightning_module, datamodule_of(trainer)]
+    holders = [holder for holder in both if holder is not None and holder._log_hyperparams]
+    before = [(holder, holder._hparams_initial) for holder in holders]
+    for holder, initial in before:
+        holder._hparams_initial = logged = copy.deepcopy(initial)
+        for name, value in values.items():
+            *path, last = name.split(".")
+            inside: Any = logged
+            for part in path:
+                inside = inside.get(part) if isinstance(inside, Mapping) else getattr(inside, part, None)
+            if isinstance(inside, MutableMapping):
+                inside[last] = value
+            elif hasattr(inside, last):
+                setattr(inside, last, value)
+            else:
+                logged[name] = value
+    if not holders:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(values)
+
+    def undo() -> None:
+        for holder, initial in before:
+            holder._hparams_initial = initial
+
+    return undo
+
+
 # Automatic optimization and logging
 
 MakeClosure = Callable[["OrderedDict[str, Any]", torch.optim.Optimizer, int], "Closure"]
@@ -239,6 +278,18 @@ def run_training_step(loop: AutomaticOptimization, kwargs: OrderedDict[str, Any]
 
 
 # Strategies and DDP
+
+
+def has_other_processes(trainer: Trainer) -> bool:
+    """Whether a fit runs in processes that the caller's does not take part in: ddp_spawn, ddp_fork, ddp_notebook."""
+    return is_a(trainer.strategy.launcher, "_MultiProcessingLauncher")
+
+
+def return_to_caller(trainer: Trainer, thing: object) -> None:
+    """Let an object be pickled with what such a fit returns to the caller's process, when it has ended."""
+    launcher: Any = trainer.strategy.launcher
+    collect = launcher.get_extra_results
+    vars(launcher)["get_extra_results"] = lambda trainer: {**collect(trainer), "batchfinder": thing}
 
 
 def forget_used_parameters(trainer: Trainer) -> None:

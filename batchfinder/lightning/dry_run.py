@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from pytorch_lightning import Trainer
 
+from batchfinder.lightning.batch_size import Applied, set_attribute
 from batchfinder.lightning.compat import (
     detects_anomaly,
     new_evaluation_loop,
@@ -149,6 +150,8 @@ class TrialConfig:
         train: what a fit trains with while it validates.
         alone: whether the stage runs without a fit.
         num_devices: devices that train side by side.
+        attribute: what the module or the datamodule calls its batch size, which is the size tried, as it will be in
+            training; None for a stage or a split batch, whose size it is not.
         split_batch_size: samples of a batch on one device, where batches are split; a size that is less is tried with
             accumulation. None where batches are not split, or their size is unknown.
     """
@@ -160,6 +163,7 @@ class TrialConfig:
     alone: bool = False
     num_devices: int = 1
     split_batch_size: int | None = None
+    attribute: str | None = None
 
     def micro_batches(self, batch_size: int) -> int:
         """How many micro-batches of this size to try in one optimizer step: two stand for any number."""
@@ -184,13 +188,18 @@ class LightningProbe:
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size. What the user's code raises that is not about the size comes unchanged, with all put back."""
         config, dry_run, session = self.config, self.dry_run, self.session
+        module = dry_run.trainer.lightning_module
 
         def loaded(batches: ProbeBatches, size: int, shape: Shape) -> tuple[MakeBatch, int]:
             return partial(batches.batch, size, shape.seq_len), -(-(batches.dataset_size() or 0) // size)
 
         tried = loaded(self.batches, batch_size, shape)
 
+        applied = Applied()
+
         def steps(check: SteadyStateCheck) -> None:
+            if config.attribute is not None:
+                applied.undoing.extend(set_attribute(module, config.attribute, batch_size).undoing)
             if config.alone:
                 dry_run.evaluate(*tried, check)
             elif config.train is None:
@@ -217,3 +226,5 @@ class LightningProbe:
                     "probe_callbacks=."
                 )
             raise
+        finally:
+            applied.undo()  # a size in an object that is not among what is put back

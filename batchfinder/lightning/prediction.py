@@ -25,6 +25,7 @@ from batchfinder.devices import Device
 from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.distributed.local_group import leave_groups
 from batchfinder.find import find_max_batch_size
+from batchfinder.lightning.batch_size import set_attribute
 from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own
 from batchfinder.lightning.dry_run import TrialConfig
 from batchfinder.lightning.dry_run_scope import capture_data
@@ -132,6 +133,8 @@ def predict_batch_size(
         def record(batch_size: int) -> Trace:
             torch.set_default_dtype(dtype)
             leave_groups()
+            if config.attribute is not None:
+                set_attribute(module, config.attribute, batch_size)
             step = RecordedStep(trainer, config.stage, batches[batch_size])
             workload = Workload(
                 model=step,

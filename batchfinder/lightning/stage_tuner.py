@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 
-from batchfinder.cache import Store
+from batchfinder.cache import CacheKey, Store
 from batchfinder.cache.key import Json
+from batchfinder.cache.record import Record
 from batchfinder.cache.store import ResultEntry
 from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.lightning.cache_key import make_key
 from batchfinder.lightning.compat import forget_used_parameters, is_a, progress_bar_console
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig
@@ -28,10 +30,36 @@ from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import Tuner, TuningResult
 from batchfinder.probe import Probe
-from batchfinder.results import Shape, Trial
+from batchfinder.results import SearchResult, Shape, Trial
 
 _SMALL_CAP = 8
 """Up to this cap no search takes as long as a prediction."""
+
+
+@dataclass(frozen=True)
+class ResumedEntry:
+    """The place of a result that a checkpoint has too: a run that goes on from it keeps the size that it had.
+
+    Attributes:
+        entry: where the result is cached; None without a cache.
+        resumed: the checkpoint's.
+    """
+
+    entry: ResultEntry | None
+    resumed: SearchResult
+
+    def get(self) -> SearchResult | None:
+        """The checkpoint's result; the cached one where training has run out of memory since."""
+        cached = None
+        with suppress(CacheFailed):
+            cached = None if self.entry is None else self.entry.get()
+        lowered = cached is not None and cached.measurement is None
+        return cached if lowered and cached.max_batch_size < self.resumed.max_batch_size else self.resumed  # type: ignore[union-attr]
+
+    def put(self, outcome: SearchResult) -> None:
+        """Cache a result."""
+        if self.entry is not None:
+            self.entry.put(outcome)
 
 
 class StageTuner:
@@ -45,8 +73,10 @@ class StageTuner:
         batches: where batches come from.
         ranks: the trainer's processes, all of which search.
         extra_callbacks: callbacks that take part in the tries besides the user's.
+        resumed: results of the checkpoint that a fit goes on from, by their keys' digests.
 
     Attributes:
+        records: what was found and for which question, as a checkpoint keeps it.
         longest_seq_len: the longest length in the data of any rank; None for data without lengths.
     """
 
@@ -59,6 +89,7 @@ class StageTuner:
         batches: ProbeBatches,
         ranks: Ranks,
         extra_callbacks: Sequence[Callback] = (),
+        resumed: Mapping[str, SearchResult] | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._trainer = trainer
@@ -67,6 +98,8 @@ class StageTuner:
         self._config = config
         self._batches = batches
         self._ranks = ranks
+        self._resumed = resumed or {}
+        self.records: list[Record] = []
         self._device = trainer.strategy.root_device
         memory = memory_of(self._device, options.budget)
         self._memory = memory if ranks.size == 1 else cast(Memory, AgreedMemory(memory, ranks))
@@ -112,7 +145,15 @@ class StageTuner:
             RankLost: another rank has ended, or does not answer within the time limit.
         """
         shapes = [Shape(seq_len) for seq_len in seq_lens]
-        entries = self._entries(shapes)
+        keys = self._keys(shapes)
+        cache, stage = self._options.cache, self._config.stage
+        store = cache if isinstance(cache, Store) else Store(None if cache is True else cache or None)
+        name = type(self._trainer.lightning_module).__name__
+        if self._resumed and not any(key.digest in self._resumed for key in keys):
+            rank_zero_info(
+                f"BatchFinder: the checkpoint's batch size to {stage} with was found for another device, model, data, "
+                "option or version, and is not used."
+            )
         results: list[TuningResult] = []
         whole = self._config.split_batch_size
         with shown_trials(self._trainer) as on_trial, self._session:
@@ -128,7 +169,10 @@ class StageTuner:
                 ),
             )
             try:
-                for shape, entry in zip(shapes, entries, strict=True):
+                for shape, key in zip(shapes, keys, strict=True):
+                    entry = None if cache is False else store.entry(key, name)
+                    resumed = self._resumed.get(key.digest)
+                    kept = entry if resumed is None else ResumedEntry(entry, resumed)
                     longer = results[-1].result if results and whole else None
                     if longer is not None and longer.shape.seq_len is not None and shape.seq_len is not None:
                         # As many tokens; more may fit, where attention took its part of the memory.
@@ -136,9 +180,13 @@ class StageTuner:
                     else:
                         self._predicted = None
                     # While ranks agree the first one alone reads and writes; on its own any of them may lower a record.
-                    agreed = entry if entry is None or self._ranks.size == 1 else AgreedEntry(entry, self._ranks)
+                    agreed = kept if kept is None or self._ranks.size == 1 else AgreedEntry(kept, self._ranks)
                     found = replace(tuner.find(shape, agreed), entry=entry)
                     found.raise_if_nothing_fits()
+                    whole_result = replace(
+                        found.result, source="measured", trials=(*found.earlier_trials, *found.result.trials)
+                    )
+                    self.records.append(Record(key, whole_result, datetime.now(UTC).replace(microsecond=0), name))
                     results.append(found)
                     if whole is not None and found.batch_size >= whole:
                         break
@@ -148,18 +196,17 @@ class StageTuner:
                     forget_used_parameters(self._trainer)
         overhead = (time.perf_counter() - self._started - sum(found.seconds for found in results)) / len(results)
         results = [replace(found, seconds=found.seconds + overhead) for found in results]
-        for found in results:
-            rank_zero_info(f"BatchFinder: {self._config.stage} {found}.")
+        for index, (found, record) in enumerate(zip(results, self.records, strict=True)):
+            said = str(found)
+            if found.result.source == "cache" and record.key.digest in self._resumed:
+                said = said.replace("from the cache", "from the checkpoint")
+                results[index] = replace(found, result=replace(found.result, source="checkpoint"))
+            rank_zero_info(f"BatchFinder: {stage} {said}.")
         return results
 
-    def _entries(self, shapes: Sequence[Shape]) -> list[ResultEntry | None]:
-        """Where the answer for each shape is kept; None without a cache."""
-        cache = self._options.cache
-        if cache is False:
-            return [None for _ in shapes]
-        store = cache if isinstance(cache, Store) else Store(None if cache is True else cache)
-        name = type(self._trainer.lightning_module).__name__
-        entries: list[ResultEntry | None] = []
+    def _keys(self, shapes: Sequence[Shape]) -> list[CacheKey]:
+        """The name of each shape's question, for all ranks."""
+        keys = []
         before = capture_data(self._trainer, self._finder)
         try:
             for shape in shapes:
@@ -178,10 +225,10 @@ class StageTuner:
                 if others:  # the other ranks' keys count where they differ
                     differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
                     first = replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
-                entries.append(store.entry(first, name))
+                keys.append(first)
         finally:
             before.restore()
-        return entries
+        return keys
 
     def _open_probe(self) -> tuple[Probe, int]:
         """The probe, made when it is first needed: it copies the training state."""

@@ -155,7 +155,7 @@ def run_trial(
         with read_stages(memory) if readings is None else nullcontext(readings) as readings:
             failure = attempt(limited, device.type)
         seconds = time.perf_counter() - started
-        allocated, reserved = memory.peaks()
+        allocated, reserved = (None if peak is None else peak - held_bytes for peak in memory.peaks())
         thrashing = check.message()
     finally:
         restore()
@@ -165,6 +165,7 @@ def run_trial(
     if thrashing:
         return Measurement(Verdict.THRASHING, allocated, reserved, seconds, thrashing)
     resting, forward = readings.resting_bytes, readings.forward_bytes
+    resting = None if resting is None else resting - held_bytes
     return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
 
 
@@ -213,4 +214,5 @@ class TrialSession(AbstractContextManager["TrialSession"]):
         """What a peak may come to now: the limit, less the headroom and what earlier trials have left behind."""
         self.open()
         left_bytes = max(0, self.memory.held_bytes() - self._start_bytes)
-        return max(1, self.memory.max_peak_bytes(self.held_bytes - left_bytes) - self.reserve_bytes)
+        max_peak_bytes = self.memory.max_peak_bytes(self.held_bytes - left_bytes)
+        return max(1, max_peak_bytes - self.held_bytes - self.reserve_bytes)

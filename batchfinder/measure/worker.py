@@ -14,7 +14,6 @@ takes the steps, and ends after an error that may have killed its context.
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import signal
@@ -37,7 +36,15 @@ from batchfinder.measure.cleanup import Failure, attempt, clear
 from batchfinder.measure.device_memory import CudaMemory, numbered
 from batchfinder.measure.trial import StageReadings, run_trial
 from batchfinder.results import Measurement, Shape, Verdict
-from batchfinder.training.child_process import answer, describe, end_with_parent, requests_from
+from batchfinder.training.child_process import (
+    answer,
+    build_with,
+    describe,
+    end_with_parent,
+    pipe,
+    read_until_end,
+    requests_from,
+)
 from batchfinder.training.spec import PEAK_MICRO_BATCHES, PEAK_STEPS, StepConfig
 from batchfinder.training.step import OnStage, Step
 from batchfinder.training.workload import Workload
@@ -129,21 +136,23 @@ def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     Returns:
         What it returned, `{"error": ...}` for what it raised, or `{"exit": code}` where it died.
     """
-    reading, writing = os.pipe()
+    reading, writing = pipe()
     process = os.fork()
     if process == 0:
+        own = os.getpid()
         try:
             result = work()
         except BaseException as error:
             result = {"error": describe(error)}
+        if os.getpid() != own:  # the user's code has forked and lets both sides go on
+            os._exit(0)
         answer(writing, result)
         os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as stream:
-        data = stream.read()
-    _, status = os.waitpid(process, 0)
+    data, code = read_until_end(reading, process)
+    os.close(reading)
     if not data.endswith(b"\n"):
-        return {"exit": os.waitstatus_to_exitcode(status)}
+        return {"exit": code}
     answered: dict[str, Any] = json.loads(data)
     return answered
 
@@ -294,8 +303,7 @@ def open_workload(
         _warm_up()
     else:
         _check_gpu(device)
-    module, _, attribute = builder.partition(":")
-    workload: Workload = getattr(importlib.import_module(module), attribute)(**arguments)
+    workload: Workload = build_with(builder, arguments)
     return WorkerState(workload, StepConfig(**config), torch.device(device), limit_bytes, threads)
 
 
@@ -321,6 +329,7 @@ def _check_gpu(device: str) -> None:
 def main(argv: list[str]) -> int:
     """Serve: request pipe, answer pipe."""
     requests, answers = int(argv[0]), int(argv[1])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may have been started by a process that ignores its children
     end_with_parent(requests)
     served: WorkerState | None = None
     for request in requests_from(requests):

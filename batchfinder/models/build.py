@@ -23,6 +23,7 @@ from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, User
 from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
+from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.workload import Workload
 
@@ -114,13 +115,15 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
 def _from_name_or_path(spec: str, attention: str | None) -> Workload:
     from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
-    path = Path(spec).expanduser()
-    if (os.sep in spec or spec.endswith(".json")) and path.exists():
+    # Unlike Path's, these take a name that is too long, a loop of links, a zero byte and the home of nobody.
+    path = Path(os.path.expanduser(spec))
+    exists = os.path.exists(path)
+    if (os.sep in spec or spec.endswith(".json")) and exists:
         return workload_from_path(path, attention)
     try:
         row = find_model(spec)
     except UnknownName:
-        if path.exists():
+        if exists:
             return workload_from_path(path, attention)
         if spec.endswith(".json") or spec.startswith((".", "~", os.sep)):
             raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
@@ -147,8 +150,7 @@ def workload_from_factory(spec: str) -> Workload:
         UserCodeFailed: importing or calling it raised.
     """
     module_name, _, attribute = spec.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    search_working_folder()
 
     def load() -> Any:
         try:

@@ -9,7 +9,6 @@ import re
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from batchfinder.errors import UnknownName
@@ -110,7 +109,7 @@ def check_model_name(model: str) -> None:
     Raises:
         UnknownName: no such model.
     """
-    if not (":" in model or os.sep in model or model.endswith(".json") or Path(model).exists()):
+    if not (":" in model or os.sep in model or model.endswith(".json") or os.path.exists(model)):
         find_model(model)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
+import stat
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,6 +32,14 @@ ATTENTION = {
     "flash": ("sdpa", "_supports_flash_attn"),
 }
 
+# A config.json may come from anywhere. The largest that were published have some 100 KiB and 200 layers.
+_FILE_BYTES = 16 << 20
+_DEPTH = 100
+_MOST_ITEMS = 100_000
+_MOST = ((re.compile("layers|depth|blocks|experts|stages"), 10_000), (re.compile("num_labels"), 1_000_000))
+_IMPLEMENTATION = re.compile("_?implementation(_internal)?$")
+_NAMES_OF_CODE = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
+
 
 def workload_from_row(row: ModelRow, attention: str | None) -> Workload:
     """Build a named model.
@@ -48,18 +58,16 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
         InvalidValue: no config can be read there, or the model does not have this attention.
     """
     file = path / "config.json" if path.is_dir() else path
-    try:
-        figures = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidValue("model", str(path), f"a readable config.json ({error.strerror})") from error
-    except ValueError as error:
-        raise InvalidValue("model", str(file), f"a config.json that is valid JSON ({error})") from error
+    figures = _read_figures(file)
     model_type = figures.get("model_type") if isinstance(figures, dict) else None
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         version = f"transformers {transformers.__version__}"
         raise InvalidValue("model", str(file), f"a config.json whose model_type {version} supports, not {model_type!r}")
     try:
-        config = transformers.CONFIG_MAPPING[model_type].from_dict(figures)
+        # Published configs of models that transformers has by now still name the code that they came with.
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(
+            {name: value for name, value in figures.items() if name not in _NAMES_OF_CODE}
+        )
         model_class = _head(config, figures.get("architectures") or [])
         return _build(model_class, config, attention, str(path))
     except BatchFinderError:
@@ -67,6 +75,55 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
     except Exception as error:  # the library validates figures with exceptions of every kind
         said = " ".join(str(error).split()) or type(error).__name__
         raise InvalidValue("model", str(file), f"figures that transformers accepts ({said})") from error
+
+
+def _read_figures(file: Path) -> Any:
+    """Read a config.json, which may come from anywhere, within bounds.
+
+    Raises:
+        InvalidValue: it is no such file, or holds what would load code or what nothing could build.
+    """
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):  # else a pipe would be waited for, and a device read for ever
+            raise InvalidValue("model", str(file), "a config.json that is a file")
+        with file.open("rb") as stream:
+            text = stream.read(_FILE_BYTES + 1)
+        if len(text) > _FILE_BYTES:
+            raise InvalidValue("model", str(file), f"a config.json of at most {_FILE_BYTES >> 20} MiB")
+        figures = json.loads(text.decode())
+    except OSError as error:
+        raise InvalidValue("model", str(file), f"a readable config.json ({error.strerror})") from error
+    except RecursionError as error:
+        raise InvalidValue("model", str(file), f"a config.json nested at most {_DEPTH} deep") from error
+    except ValueError as error:
+        raise InvalidValue("model", str(file), f"a config.json that is valid JSON ({error})") from error
+
+    pending = [("", figures, 0)]
+    while pending:
+        name, value, depth = pending.pop()
+        if depth > _DEPTH:
+            raise InvalidValue("model", str(file), f"a config.json nested at most {_DEPTH} deep")
+        if isinstance(value, dict):
+            # What `{"_attn_implementation": {"text_config": ...}}` holds belongs to the outer name.
+            inner = name if _IMPLEMENTATION.search(name) else ""
+            pending += [(inner or key, each, depth + 1) for key, each in value.items()]
+        elif isinstance(value, list):
+            if len(value) > _MOST_ITEMS:
+                expected = f"a config.json whose lists have at most {_MOST_ITEMS:,} items; {name} has {len(value):,}"
+                raise InvalidValue("model", str(file), expected)
+            pending += [(name, each, depth + 1) for each in value]
+        elif isinstance(value, str) and "/" in value and _IMPLEMENTATION.search(name):
+            expected = (
+                f"a config.json that loads no code; its {name} is {value!r}, a kernel on the hub. Leave that out, and "
+                "choose with --attention"
+            )
+            raise InvalidValue("model", str(file), expected)
+        elif isinstance(value, int):
+            most = next((most for pattern, most in _MOST if pattern.search(name)), None)
+            if most is not None and value > most:
+                expected = f"figures that can be built; {name} is {value}, and may be at most {most}"
+                raise InvalidValue("model", str(file), expected)
+    return figures
 
 
 def workload_from_model(model: nn.Module, what: str) -> Workload:
@@ -136,12 +193,21 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
         config._attn_implementation = _attention(model_class, attention, what)
     if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
-    # Without log lines, and without moving the random generators.
+    # Without log lines, without moving the random generators, and without code or files of the hub, which transformers
+    # falls back to where a package is missing.
+    from huggingface_hub import constants
     from transformers.initialization import no_init_weights
+    from transformers.integrations import hub_kernels
+
+    def refuse(kernel: str, *_: Any, **__: Any) -> Any:
+        raise ImportError(f"the kernel {kernel} is on the hub, which is not asked for code")
 
     with ExitStack() as stack:
         stack.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
         transformers.logging.set_verbosity(logging.ERROR)
+        for module, name, value in ((constants, "HF_HUB_OFFLINE", True), (hub_kernels, "get_kernel", refuse)):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
         if active_fake_mode() is not None:
             # Fake tensors have no values to initialise; ViT's initialisation even reads one back, which they cannot.
             stack.enter_context(no_init_weights())

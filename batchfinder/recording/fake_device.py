@@ -63,6 +63,8 @@ class FakeDeviceMode(FakeTensorMode):
     came out. Weights of any size that matters take no memory.
     """
 
+    _composing = False
+
     @property
     def avoid_device_init(self) -> bool:
         """Never ask a real accelerator to wake up."""
@@ -73,12 +75,19 @@ class FakeDeviceMode(FakeTensorMode):
         kwargs = kwargs or {}
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        on_cpu = all(not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" for tensor in tensors)
-        if not on_cpu or any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+        on_cpu = all(
+            not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" for tensor in tensors
+        ) and not any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves)
+        # An operator that PyTorch composes of others for fake tensors, as a copy to the CPU, comes back here for each.
+        if (
+            self._composing
+            or not on_cpu
+            or any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves)
+        ):
+            return self._fake(func, types, args, kwargs)
         if not tensors or not (func.is_view or func._schema.is_mutable):
             try:
-                fake = super().__torch_dispatch__(func, types, args, kwargs)
+                fake = self._fake(func, types, args, kwargs)
             except (DynamicOutputShapeException, DataDependentOutputException):
                 pass  # it reads values, which are there
             else:
@@ -86,6 +95,13 @@ class FakeDeviceMode(FakeTensorMode):
                 if any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in made):
                     return fake
         return func(*args, **kwargs)
+
+    def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        composing, self._composing = self._composing, True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._composing = composing
 
 
 @functools.cache

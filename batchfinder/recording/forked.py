@@ -22,6 +22,7 @@ import torch
 
 from batchfinder.recording import fake_device
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.child_process import ended, pipe
 
 
 class NotRecordable(Exception):
@@ -49,8 +50,8 @@ def record_in_forks(record: Callable[[int], Trace], batch_sizes: Sequence[int], 
             children[batch_size] = _fork(record, batch_size, deadline)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with selectors.DefaultSelector() as selector:
-            for batch_size, (_, pipe) in children.items():
-                selector.register(pipe, selectors.EVENT_READ, batch_size)
+            for batch_size, (_, reading) in children.items():
+                selector.register(reading, selectors.EVENT_READ, batch_size)
             while selector.get_map():
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
@@ -63,7 +64,7 @@ def record_in_forks(record: Callable[[int], Trace], batch_sizes: Sequence[int], 
         traces = {}
         for batch_size, (process, _) in children.items():
             if not written[batch_size]:
-                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                code = ended(process, wait=True)
                 raise NotRecordable(f"the process that recorded it ended with {code}")
             answer = json.loads(written[batch_size])
             if "error" in answer:
@@ -71,8 +72,8 @@ def record_in_forks(record: Callable[[int], Trace], batch_sizes: Sequence[int], 
             traces[batch_size] = Trace.from_json(answer["trace"])
         return traces
     finally:
-        for process, pipe in children.values():
-            os.close(pipe)
+        for process, reading in children.values():
+            os.close(reading)
             with suppress(ChildProcessError):  # it has been waited for
                 if os.waitpid(process, os.WNOHANG) == (0, 0):
                     os.kill(process, signal.SIGKILL)
@@ -82,24 +83,27 @@ def record_in_forks(record: Callable[[int], Trace], batch_sizes: Sequence[int], 
 
 def _fork(record: Callable[[int], Trace], batch_size: int, deadline: float) -> tuple[int, int]:
     """Start a process that records; returns its id and the pipe that it answers on. All signals are blocked."""
-    pipe, answers = os.pipe()
+    reading, answers = pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks: hence the deadline
         try:
             process = os.fork()
         except OSError:
-            os.close(pipe)
+            os.close(reading)
             os.close(answers)
             raise
     if process:
         os.close(answers)
-        return process, pipe
+        return process, reading
     try:
         _leave_parent_alone(answers, deadline)
+        own = os.getpid()
         try:
             answer: dict[str, Any] = {"trace": record(batch_size).to_json()}
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
+        if os.getpid() != own:  # the step has forked and lets both sides go on
+            os._exit(0)
         with os.fdopen(answers, "wb") as stream:
             stream.write(json.dumps(answer).encode())
     finally:

@@ -45,9 +45,40 @@ MATRIX_PRODUCTS = frozenset(
 # outputs and releases them, last first, at the kernel's end; so what counts is what is alive at one time.
 Scratch = Callable[..., list[int]]
 
-# Operators that have no fake kernel, or one that leaves out memory, with what makes their outputs instead. Filled by
-# `rnn.register`.
-REPLACED: dict[Any, Callable[..., Any]] = {}
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The products of a mixture of experts; PyTorch's fake kernel refuses the types other than bf16, which CUDA takes.
+
+    Rows are padded to 16 bytes. How the tokens are spread over the experts changes nothing about the memory.
+
+    Args:
+        left: (groups, rows, inner), or (all rows, inner), or (rows, all inner).
+        right: (groups, inner, columns), or (inner, all columns), or (all inner, columns).
+        offsets: (groups,), where each group ends, if one of both is a matrix.
+
+    Source: `_grouped_mm_cuda` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/GroupedBlas.cpp and
+    `create_grouped_gemm_output_tensor` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/GroupedMMUtils.h.
+    """
+    dtype = out_dtype or left.dtype
+    rows, columns = left.size(-2), right.size(-1)
+    padded = _round_up(columns, 16 // dtype.itemsize)
+    if left.dim() != right.dim():
+        return left.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+    groups = left.size(0) if offsets is None else offsets.size(0)
+    return left.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
+
+
+# Operators that have no fake kernel, or one that leaves out memory or types, with what makes their outputs instead.
+# `rnn.register` adds cuDNN's.
+REPLACED: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
 
 
 def only_writes(func: Any, args: tuple[Any, ...]) -> bool:

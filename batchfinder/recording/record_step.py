@@ -91,7 +91,13 @@ def record_step(
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
-    unmodelled = (*cudnn, "kernels' small scratch tensors", *recording.unmodelled)
+    # Dynamo passes over every frame while a dispatch mode is active, without a word.
+    compiled = any(
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in workload.model.modules()
+    )
+    eager = ("torch.compile: the step is recorded as it runs eagerly, and a compiled one takes less or more",)
+    unmodelled = (*(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.unmodelled)
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
 
 

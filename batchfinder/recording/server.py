@@ -11,36 +11,59 @@ workload. Requests and answers are JSON lines (`training.child_process`); what t
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import mmap
 import os
 import selectors
 import signal
 import sys
+import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from batchfinder.errors import UserCodeFailed
-from batchfinder.training.child_process import answer, describe, end_with_parent
+from batchfinder.training.child_process import (
+    answer,
+    build_with,
+    busy_ticks,
+    describe,
+    end_with_parent,
+    ended,
+    pipe,
+    silence,
+)
 
+_LOOK_SECONDS = 0.5  # how often recordings are looked at
 _OPERATOR_BYTES = 256
 _NO_KERNEL = ("prim.", "profiler.")
 _SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
 
 
+@dataclass
+class _Running:
+    """A recording under way: its process and number, and the processor time it had used when it was last seen busy."""
+
+    process: int
+    number: int
+    busy_at: float
+    ticks: int | None = None
+
+
 class RecordingServer:
     """Serves requests until its pipe of requests closes; up to `workers` recordings run at once.
 
-    Traces, operators' names and the log lie in the folder.
+    Traces, operators' names and the log lie in the folder. A recording that uses no processor time for `silent_seconds`
+    is ended.
     """
 
-    def __init__(self, requests: int, answers: int, folder: Path, workers: int) -> None:
+    def __init__(self, requests: int, answers: int, folder: Path, workers: int, silent_seconds: float) -> None:
         self.requests = requests
         self.answers = answers
         self.folder = folder
         self.workers = workers
+        self.silent_seconds = silent_seconds
         self.workload: Any = None
         self.not_built: BaseException | None = None
         self.mode: Any = None
@@ -48,19 +71,31 @@ class RecordingServer:
     def serve(self) -> None:
         """Answer until the parent hangs up."""
         waiting: list[dict[str, Any]] = []
-        running: dict[int, tuple[int, int]] = {}  # by the pipe that closes as a recording ends: its process and number
+        running: dict[int, _Running] = {}  # by the pipe that closes as a recording ends
         selector = selectors.DefaultSelector()
         selector.register(self.requests, selectors.EVENT_READ)
         buffer = b""
         while True:
-            for key, _ in selector.select():
-                if key.fd != self.requests:
-                    process, number = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    _, status = os.waitpid(process, 0)
-                    answer(self.answers, {"id": number, "exit": os.waitstatus_to_exitcode(status)})
-                    continue
+            ready = selector.select(_LOOK_SECONDS if running else None)
+            now = time.monotonic()
+            for done, each in list(running.items()):
+                closed = any(key.fd == done for key, _ in ready)
+                # A process that it leaves behind may hold its pipe open, so it is looked at as well.
+                code = ended(each.process, wait=closed) if closed or not ready else None
+                ticks = busy_ticks(each.process) if code is None else None
+                if ticks is None or ticks != each.ticks:
+                    each.ticks, each.busy_at = ticks, now
+                elif now - each.busy_at > self.silent_seconds:
+                    os.kill(each.process, signal.SIGKILL)
+                    with (self.folder / f"{each.number}.log").open("a") as log:
+                        log.write(f"\n{silence(self.silent_seconds)}\n")
+                    code = ended(each.process, wait=True)
+                if code is not None:
+                    del running[done]
+                    selector.unregister(done)
+                    os.close(done)
+                    answer(self.answers, {"id": each.number, "exit": code})
+            if any(key.fd == self.requests for key, _ in ready):
                 chunk = os.read(self.requests, 1 << 16)
                 if not chunk:
                     return
@@ -72,7 +107,7 @@ class RecordingServer:
                         waiting.append(request)
             while waiting and len(running) < self.workers:
                 request = waiting.pop(0)
-                done, child_end = os.pipe()
+                done, child_end = pipe()
                 process = os.fork()
                 if process == 0:
                     os.close(done)
@@ -80,16 +115,20 @@ class RecordingServer:
                     end_with_parent(self.requests, self.folder)
                     self._record(request["record"], request["id"])
                 os.close(child_end)
-                running[done] = (process, request["id"])
+                running[done] = _Running(process, request["id"], time.monotonic())
                 selector.register(done, selectors.EVENT_READ)
 
     def _open(self, builder: str, arguments: dict[str, Any]) -> None:
         """Build the workload and answer with the facts about it, or with why it could not be built."""
-        from batchfinder.models.fingerprint import fingerprint_workload
-        from batchfinder.recording.fake_device import FakeDeviceMode
-
-        self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
         try:
+            import torch
+
+            from batchfinder.models.fingerprint import fingerprint_workload
+            from batchfinder.recording.fake_device import FakeDeviceMode
+
+            # A fork does not have the threads that OpenMP starts for real tensors, and would wait for them.
+            torch.set_num_threads(1)
+            self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
             self.workload = self._build(builder, arguments)
             versions = {}
             for name in _SHOWN_VERSIONS:
@@ -111,22 +150,24 @@ class RecordingServer:
             answer(self.answers, {"facts": facts})
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
-        module, _, attribute = builder.partition(":")
-        build = getattr(importlib.import_module(module), attribute)
         with self.mode, contextlib.suppress(UserCodeFailed):
-            return build(**arguments)
+            return build_with(builder, arguments)
         # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
-        return build(**arguments)
+        return build_with(builder, arguments)
 
     def _record(self, job: dict[str, Any], number: int) -> None:
         """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
+        process = os.getpid()
         log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
+            import torch
+
             from batchfinder.recording.record_step import record_step
             from batchfinder.training.spec import StepConfig
 
+            torch.set_num_threads(1)  # whatever the user's code has set
             workload, other = self.workload, job["workload"]
             if other is not None:
                 workload = self._build(other["builder"], other["arguments"])
@@ -147,6 +188,8 @@ class RecordingServer:
             result = {"trace": trace.to_json()}
         except BaseException as error:
             result = {"error": describe(error)}
+        if os.getpid() != process:  # the user's code has forked and lets both sides go on
+            os._exit(0)
         partial = self.folder / f"{number}.partial"
         partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
@@ -154,11 +197,12 @@ class RecordingServer:
 
 
 def main(argv: list[str]) -> int:
-    """Run a server: request pipe, answer pipe, folder, number of workers."""
+    """Run a server: request pipe, answer pipe, folder, number of workers, seconds of silence."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may have been started by a process that ignores its children
     requests, folder = int(argv[0]), Path(argv[2])
     end = end_with_parent(requests, folder)
-    RecordingServer(requests, int(argv[1]), folder, int(argv[3])).serve()
+    RecordingServer(requests, int(argv[1]), folder, int(argv[3]), float(argv[4])).serve()
     end.join()
     return 0
 

@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.results import SearchResult, Shape
-from batchfinder.search import Capped, Search, Secant
+from batchfinder.search import Capped, Floored, Multiples, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import Trace
+from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, revive
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# And it is recorded in forks, which do not have the threads that OpenMP has started.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
 _NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
 
@@ -54,11 +54,12 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._facts: Future[WorkloadFacts] = Future()
         self._died: RecordingDied | None = None
         self._next = 0
-        folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        folder = child_process.temporary_folder()
+        silent = str(child_process.SILENT_SECONDS)
         self._child = Child(
             "batchfinder.recording.server",
-            (str(folder), str(workers or os.cpu_count() or 1)),
-            {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)), **_NO_GPU},
+            (str(folder), str(workers or os.cpu_count() or 1), silent),
+            {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)), **_ENVIRONMENT},
             folder,
         )
         self._child.send({"open": asdict(spec)})
@@ -103,7 +104,8 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         """Until the process ends: then everything that was asked of it and has no answer fails."""
         try:
             while True:
-                answer = self._child.receive()
+                # The first answer is about the workload. After that it may be quiet: there may be nothing to record.
+                answer = self._child.receive(None if self._facts.done() else child_process.SILENT_SECONDS)
                 if "facts" in answer:
                     _resolve(self._facts, WorkloadFacts(**answer["facts"]))
                     continue
@@ -178,6 +180,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         self.how = how
         self._owns_recorder = recorder is None
         self._recorder = recorder or RecordingClient(spec)
+        self.facts = self._recorder.facts  # of the workload that the process was opened with
         self._sources: dict[tuple[int, int], TraceSource] = {}
 
     def __exit__(self, *_: object) -> None:
@@ -187,10 +190,6 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         """End the recording process, unless it is shared."""
         if self._owns_recorder:
             self._recorder.close()
-
-    def facts(self) -> WorkloadFacts:
-        """What there is to know about the workload that the process was opened with; waits until it is built."""
-        return self._recorder.facts()
 
     def with_spec(self, spec: WorkloadSpec, how: StepConfig) -> Simulation:
         """Another workload, or another way to take its steps, in this simulation's recording process.
@@ -223,9 +222,25 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         return SimulatedProbe(self.source(device.compute_capability, seq_lens), memory, allocator, unmodelled)
 
 
-def search_simulated(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None = None) -> SearchResult:
-    """Find the largest batch size that fits, with tolerance 0; `max_batch_size` is the largest of interest, if any."""
+def search_simulated(
+    probe: SimulatedProbe,
+    shape: Shape,
+    max_batch_size: int | None = None,
+    min_batch_size: int = 1,
+    multiple_of: int = 1,
+) -> SearchResult:
+    """Find the largest batch size that fits, with tolerance 0.
+
+    Args:
+        max_batch_size: the largest of interest; None for no such bound.
+        min_batch_size: the smallest of interest.
+        multiple_of: only multiples of it are of interest.
+
+    Raises:
+        InvalidValue: there is no such size.
+    """
     search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
+    search = Floored(Multiples(search, multiple_of), min_batch_size)
     if max_batch_size is not None:
         search = Capped(search, max_batch_size)
     return find_max_batch_size(probe, shape, search=search)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,16 +44,19 @@ _STYLE: dict[Any, Any] = {
 
 
 def check_picture(option: str, path: str) -> None:
-    """Check before the work that a picture can be drawn and written.
+    """Check before the work that a picture can be drawn.
 
     Raises:
-        InvalidValue: it is not a file that ends in .png or .svg, in a folder that exists.
-        MissingExtra: matplotlib is not installed.
+        InvalidValue: it is not a file that ends in .png or .svg.
+        MissingExtra: matplotlib is not installed, or cannot be imported.
     """
-    if Path(path).suffix.lower() not in _ENDINGS or Path(path).is_dir() or not Path(path).resolve().parent.is_dir():
+    if Path(path).suffix.lower() not in _ENDINGS:
         raise InvalidValue(option, path, "a file that ends in .png or .svg, in a folder that exists")
-    if find_spec("matplotlib") is None:
-        raise MissingExtra("matplotlib", "plot", "drawing")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except Exception as error:  # a package that is half there, or built for another NumPy, fails in many ways
+        reason = "" if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib" else str(error)
+        raise MissingExtra("matplotlib", "plot", "drawing", reason) from error
 
 
 @contextmanager

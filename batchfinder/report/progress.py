@@ -33,7 +33,7 @@ class StatusLine(ExitStack):
     def __init__(self, *columns: ProgressColumn) -> None:
         super().__init__()
         self._console = Console(stderr=True, highlight=False)
-        columns = columns or (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = columns or (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console)
         self._task = self._bar.add_task("", total=None)
         self._live: Live | None = None
@@ -44,9 +44,9 @@ class StatusLine(ExitStack):
 
     def update(self, status: str, terminal_only: bool = False) -> None:
         """Say what is being done now; on a terminal only, where it is too short for a line in a log."""
-        self._bar.update(self._task, description=status)
+        self._bar.update(self._task, description=printable(status))
         if self._live is None and not terminal_only:
-            tell(printable(status))
+            tell(status)
 
 
 class SweepProgress(StatusLine):
@@ -57,7 +57,8 @@ class SweepProgress(StatusLine):
     """
 
     def __init__(self, conditions: Sequence[str]) -> None:
-        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        status = TextColumn("{task.description}", markup=False)
+        super().__init__(status, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.cells: list[tuple[str, str, int | None]] = []
         self._found: list[SweepRow] = []
         self._conditions = conditions
@@ -78,7 +79,7 @@ class SweepProgress(StatusLine):
         if self._live is None:
             tell(f"batchfinder: {error}")
         else:
-            self._console.print(f"batchfinder: {error}", markup=False, soft_wrap=True)
+            self._console.print(printable(f"batchfinder: {error}", lines=True), markup=False, soft_wrap=True)
 
     def found(self, row: SweepRow) -> None:
         """Show a finished row."""
@@ -87,8 +88,7 @@ class SweepProgress(StatusLine):
         if self._live is None:
             tried = f"{len(row.trials)} trial{'' if len(row.trials) == 1 else 's'}"
             how = f"{row.result.source}, {'from the cache' if row.cached else tried}, {row.seconds:.1f} s"
-            cell = printable(str(row.cell))
-            tell(f"[{len(self._found)}/{len(self.cells)}] {cell}: {row.result.max_batch_size} ({how})")
+            tell(f"[{len(self._found)}/{len(self.cells)}] {row.cell}: {row.result.max_batch_size} ({how})")
             return
         last = {id(row) for row in self._found[-max(self._console.height - _OTHER_LINES, 1) :]}
         shown = [row for row in self.rows if id(row) in last]

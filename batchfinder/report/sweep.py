@@ -35,6 +35,13 @@ class Cell:
     headroom_bytes: int = 0
     target_batch_size: int | None = None
     published: int | None = None
+    min_batch_size: int = 1
+    multiple_of: int = 1
+
+    @property
+    def smallest(self) -> int:
+        """The smallest size that is tried."""
+        return -(-self.min_batch_size // self.multiple_of) * self.multiple_of
 
     def __str__(self) -> str:
         return f"{self.where} on {self.card.name}"
@@ -72,15 +79,19 @@ class SweepRow:
 
     @property
     def needed_bytes(self) -> int | None:
-        """What one sample would take, when the largest batch size is 0."""
+        """What the smallest size, one sample if none was asked for, would take when the largest batch size is 0."""
         seen = self.result.measurement
         return seen.needed_bytes if seen and not self.result.max_batch_size else None
 
     @property
     def plan(self) -> AccumulationPlan | None:
-        """How the effective batch is made up, where one was asked for and something fits."""
-        target, size = self.cell.target_batch_size, self.result.max_batch_size
-        return plan_accumulation(target, size, self.cell.card.count) if target is not None and size else None
+        """How the effective batch is made up, where one was asked for and sizes that may be tried make it up."""
+        target, size, step = self.cell.target_batch_size, self.result.max_batch_size, self.cell.multiple_of
+        if target is None or not size:
+            return None
+        plan = plan_accumulation(target // step, size // step, self.cell.card.count)
+        plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
+        return plan if plan.micro_batch_size >= self.cell.smallest else None
 
     @property
     def stopped_by(self) -> Verdict | None:
@@ -122,6 +133,8 @@ class SweepRow:
             "message": seen.message if seen and not result.max_batch_size else "",
             "published": cell.published,
         }
+        sizes = {"min_batch_size": cell.min_batch_size, "multiple_of": cell.multiple_of}
+        row |= {name: size for name, size in sizes.items() if size > 1}
         if cell.target_batch_size is not None:
             row["target_batch_size"] = cell.target_batch_size
             for name in ("micro_batch_size", "accumulation", "num_devices", "effective_batch_size"):
@@ -166,8 +179,8 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         if row.at_max is not None and row.at_max.peak_reserved_bytes is not None:
             columns["peak reserved"].append(format_bytes(row.at_max.peak_reserved_bytes))
         else:
-            needed = row.needed_bytes
-            columns["peak reserved"].append("-" if needed is None else f"1 needs {format_bytes(needed)}")
+            needs = "-" if row.needed_bytes is None else f"{row.cell.smallest} needs {format_bytes(row.needed_bytes)}"
+            columns["peak reserved"].append(needs)
     if any(cell.target_batch_size is not None for cell in cells):
         columns["micro-batch x accumulation"] = plans = []
         for row in rows:
@@ -207,11 +220,11 @@ def _notes(rows: Sequence[SweepRow], explain: bool) -> tuple[str, ...]:
         for row in rows
         if row.stopped_by is not None and row.stopped_by is not Verdict.OUT_OF_MEMORY
     ]
-    notes += [
-        f"one sample of {row.cell.where} failed: {' '.join(row.result.measurement.message.split())}"
-        for row in rows
-        if row.at_max is None and row.needed_bytes is None and row.result.measurement is not None
-    ]
+    for row in rows:
+        if row.at_max is None and row.needed_bytes is None and row.result.measurement is not None:
+            samples = "one sample" if row.cell.smallest == 1 else f"{row.cell.smallest} samples"
+            words = " ".join(row.result.measurement.message.split())
+            notes.append(f"{samples} of {row.cell.where} failed: {words}")
     if cached := sum(row.cached for row in rows):
         notes.append(f"from the cache: {cached} of {len(rows)} rows")
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)

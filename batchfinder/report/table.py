@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from batchfinder.report.terminal import printable
+
 Columns = dict[str, list[str]]
 
 # Headings of columns that hold words rather than numbers, and of those whose words may go on in the next line.
@@ -36,14 +38,15 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(self.title, style="bold")
+        yield Text(printable(self.title), style="bold")
         for line in self.details:
-            yield Text(line, style="dim")
+            yield Text(printable(line), style="dim")
         yield Text("")
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-        widths = [max(map(cell_len, (heading, *cells))) for heading, cells in self.columns.items()]
+        columns = {heading: list(map(printable, cells)) for heading, cells in self.columns.items()}
+        widths = [max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()]
         fits = sum(widths) + _GAP * (len(widths) - 1) <= options.max_width
-        for heading, cells in self.columns.items():
+        for heading, cells in columns.items():
             # In as many lines as make it no wider than its column, or than its longest word.
             narrow = max(map(cell_len, (*heading.split(), *cells)))
             table.add_column(
@@ -53,13 +56,13 @@ class Table:
                 no_wrap=heading not in _FOLDED,
                 overflow="fold",
             )
-        for row in zip(*self.columns.values(), strict=True):
+        for row in zip(*columns.values(), strict=True):
             table.add_row(*map(Text, row))
         yield table
         if self.notes:
             yield Text("")
         for note in self.notes:
-            first, *more = Text(note, style="dim").wrap(console, max(options.max_width - _GAP, 1))
+            first, *more = Text(printable(note), style="dim").wrap(console, max(options.max_width - _GAP, 1))
             yield first
             yield from (Padding(line, (0, 0, 0, _GAP)) for line in more)
 
@@ -77,6 +80,7 @@ class Table:
         """The same for GitHub, ending with a line break."""
 
         def cell_text(cell: str) -> str:
+            cell = printable(cell)
             text = cell.lstrip(" ")  # Markdown would drop blanks in front
             return "&nbsp;" * (len(cell) - len(text)) + text.replace("|", r"\|").replace("*", r"\*")
 

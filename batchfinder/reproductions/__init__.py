@@ -1,4 +1,9 @@
-"""Published tables, found again. A new one is a module that offers what `base.Reproducer` says, and a line below."""
+"""Published tables, found again. A new one is a line below and a module that offers:
+
+- `WORKLOAD`, one of its workloads, with which the recording process is opened;
+- `NEEDED_BYTES`, what the allocator must be able to take of a GPU for the cells to run there;
+- `reproduce(context: Context) -> Reproduction`, which may raise any `BatchFinderError`.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from batchfinder.errors import CardNeeded, InvalidValue
 from batchfinder.find import find_max_batch_size
@@ -46,7 +46,6 @@ class Reproduction:
     """A published table and ours.
 
     Attributes:
-        name: as `batchfinder reproduce` takes it.
         rows: one for each published cell, as JSON values; each begins as `row` makes it.
         tables: the same for people, as one or more tables.
         notes: sources, what is emulated or left out, and where the original went wrong.
@@ -60,28 +59,6 @@ class Reproduction:
     def to_json(self) -> dict[str, Any]:
         """Its name, rows and notes as JSON values."""
         return {"name": self.name, "rows": list(self.rows), "notes": list(self.notes)}
-
-
-class Reproducer(Protocol):
-    """What a module of this package offers.
-
-    Attributes:
-        WORKLOAD: one of its workloads, which the recording process is opened with.
-    """
-
-    WORKLOAD: WorkloadSpec
-
-    def reproduce(self, context: Context) -> Reproduction:
-        """Find the table's figures.
-
-        Raises:
-            BatchFinderError: a step could not be recorded or run.
-        """
-        ...
-
-    def needed_bytes(self) -> int:
-        """What the allocator must be able to take of a GPU, for the cells to run there under the table's budget."""
-        ...
 
 
 def row(cell: str, published: float | None, ours: float | None, **more: Any) -> dict[str, Any]:

@@ -50,10 +50,6 @@ def allocated_mib(traces: TraceSource, memory: DeviceMemory, figures: Sequence[F
     The notebook's batch sizes go up until one does not fit, and then to the next length: a failure leaves its mark on
     the cache, so it is run here too.
 
-    Args:
-        traces: of the model's forward, its graph kept.
-        memory: the card.
-
     Returns:
         MiB allocated once the model is there, and after each forward or where the card was full; rounded down.
     """
@@ -104,9 +100,8 @@ def _workload(head: str, size: str) -> WorkloadSpec:
 WORKLOAD = _workload("classification", "base")
 
 
-def needed_bytes() -> int:
-    """What the notebook's card left to PyTorch's allocator."""
-    return published_bert_2019().usable_bytes
+NEEDED_BYTES = published_bert_2019().usable_bytes
+"""What the notebook's card left to PyTorch's allocator."""
 
 
 def reproduce(context: Context) -> Reproduction:
@@ -125,7 +120,7 @@ def reproduce(context: Context) -> Reproduction:
 
     def measured(head: str, size: str, mode: str, seq_len: int) -> MeasuredStep:
         assert context.device is not None
-        return MeasuredStep(context.device, _workload(head, size), StepConfig(mode=mode), needed_bytes(), seq_len)
+        return MeasuredStep(context.device, _workload(head, size), StepConfig(mode=mode), NEEDED_BYTES, seq_len)
 
     rows: list[dict[str, Any]] = []
     models = {}

@@ -236,12 +236,7 @@ _HEADS = {"classification": _Classification, "pretraining": _Pretraining}
 
 
 def build(head: str, size: str) -> Workload:
-    """The model on token ids alone, as the notebook ran it.
-
-    Args:
-        head: `classification` or `pretraining`.
-        size: `base` or `large`.
-    """
+    """A `classification` or `pretraining` model, `base` or `large`, on token ids alone, as the notebook ran it."""
     return Workload(_HEADS[head](_SIZES[size]).eval(), _token_ids, max_seq_len=_POSITIONS)
 
 

@@ -49,9 +49,8 @@ class DistributedProbe(SimulatedProbe):
         return sharded_step(super().trace(batch_size, shape, exact), STRATEGIES["DDP"], num_gpus)
 
 
-def needed_bytes() -> int:
-    """What one GPU of the instance leaves to PyTorch's allocator."""
-    return device_for(find_instance(published_multimodal_bert().instance).gpu).usable_bytes
+NEEDED_BYTES = device_for(find_instance(published_multimodal_bert().instance).gpu).usable_bytes
+"""What one GPU of the instance leaves to PyTorch's allocator."""
 
 
 def one_gpu(context: Context) -> DistributedProbe:
@@ -74,14 +73,14 @@ def reproduce(context: Context) -> Reproduction:
     measured = None
     if context.device is not None:
         context.status("training Multimodal BERT")
-        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), needed_bytes(), paper.seq_len)
+        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), NEEDED_BYTES, paper.seq_len)
         measured = step.largest(outcome.max_batch_size)
     kinds = ours.kinds.shown()
     rows = [
-        row(line, paper.mb_per_gpu.get(line), 0.0 if kind is None else _mb(kinds[kind]), unit="MB")
+        row(line, paper.mb_per_gpu.get(line), 0.0 if kind is None else round(kinds[kind] / 1e6, 1), unit="MB")
         for line, kind in _LINES.items()
     ]
-    rows.append(row("total", paper.mb_per_gpu["total"], _mb(ours.peak_bytes), unit="MB"))
+    rows.append(row("total", paper.mb_per_gpu["total"], round(ours.peak_bytes / 1e6, 1), unit="MB"))
     fits = "fits" if ours.fits else "does not fit"
     rows.append({"cell": "verdict", "published": paper.verdict, "ours": fits, "ratio": None})
     largest = outcome.max_batch_size
@@ -89,10 +88,6 @@ def reproduce(context: Context) -> Reproduction:
     rows.append(row("largest batch on one GPU", None, largest, unit="samples", **more))
     rows.append(row("largest batch on the instance", None, largest * instance.num_gpus, unit="samples"))
     return Reproduction(NAME, tuple(rows), _tables(rows, ours), _notes(ours, outcome.unmodelled))
-
-
-def _mb(size: int) -> float:
-    return round(size / 1e6, 1)
 
 
 def _tables(rows: list[dict[str, Any]], estimate: Estimate) -> tuple[Table, ...]:

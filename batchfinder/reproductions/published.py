@@ -32,12 +32,7 @@ RUNGS = (4, 8, 16, 32, 64, 128, 256, 512)
 class Figure:
     """`torch.cuda.memory_allocated() // 2**20` after one forward pass, its output and graph still alive.
 
-    Attributes:
-        head: `classification` or `pretraining`.
-        size: `base` or `large`.
-        batch_size: samples.
-        seq_len: tokens per sample.
-        allocated_mib: as it was printed, rounded down.
+    `head` is `classification` or `pretraining`, `size` is `base` or `large`.
     """
 
     head: str
@@ -49,15 +44,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The last of `RUNGS` that ran before the first out of memory.
-
-    Attributes:
-        head: `classification` or `pretraining`.
-        size: `base` or `large`.
-        seq_len: tokens per sample.
-        no_grad: whether the forward ran under `torch.no_grad`.
-        largest: the batch size.
-    """
+    """The last of `RUNGS` that ran before the first out of memory; with `no_grad`, under `torch.no_grad`."""
 
     head: str
     size: str
@@ -74,8 +61,7 @@ class Notebook:
         total_bytes: the card's memory, from its error messages.
         usable_bytes: what PyTorch's allocator could get of it.
         model_mib: `memory_allocated()` with nothing but the model there, by (head, size); rounded down.
-        figures: in the order in which they were printed.
-        ladders: likewise.
+        figures, ladders: in the order in which they were printed.
     """
 
     total_bytes: int
@@ -103,12 +89,7 @@ class PaperEstimate:
     """What it assumes, and what it comes to.
 
     Attributes:
-        source: its title.
-        instance: the machine.
         batch_size: of all GPUs together.
-        batch_size_per_gpu: of one.
-        seq_len: tokens per sample.
-        precision: of all tensors.
         tabular_features: numbers per sample beside the text.
         verdict: `fits`, or not.
         parameters: numbers by part of the model.
@@ -138,12 +119,8 @@ class StageFigures:
     """What `torch.cuda` counted when a stage was over, in MiB.
 
     Attributes:
-        step: 0 or 1.
         stage: `begin` (the model is on the GPU), `zero_grad`, `forward`, `loss`, `backward` or `optimizer`.
-        allocated: in live blocks then.
-        max_allocated: the most so far.
         reserved: taken from the card then; "cached" in those days.
-        max_reserved: the most so far.
     """
 
     step: int
@@ -156,14 +133,7 @@ class StageFigures:
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqThread:
-    """All that it printed.
-
-    Attributes:
-        source: its title.
-        batch_size: sentence pairs.
-        length: tokens of each sentence, on both sides.
-        stages: in the order in which they were printed.
-    """
+    """All that it printed, in order, for `batch_size` pairs of sentences of `length` tokens each."""
 
     source: str
     batch_size: int

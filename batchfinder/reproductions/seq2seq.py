@@ -58,9 +58,8 @@ _HIDDEN, _FP32_BYTES = 1000, 4
 _CUDNN = "aten._cudnn_rnn.default"
 
 
-def needed_bytes() -> int:
-    """Somewhat more than the most that the thread's process reserved, 4,468 MiB, for today's cuBLAS workspaces."""
-    return 5 * GIB
+NEEDED_BYTES = 5 * GIB
+"""Somewhat more than the most that the thread's process reserved, 4,468 MiB, for today's cuBLAS workspaces."""
 
 
 def reproduce(context: Context) -> Reproduction:
@@ -73,7 +72,7 @@ def reproduce(context: Context) -> Reproduction:
     measured = None
     if context.device is not None:
         context.status("training the model of the thread")
-        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), needed_bytes(), thread.length)
+        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), NEEDED_BYTES, thread.length)
         measured = step.peak_bytes(thread.batch_size)
     smallest = smallest_usable_bytes(trace.structure, trace.sizes, AllocatorSettings())
     rows = []
@@ -85,14 +84,10 @@ def reproduce(context: Context) -> Reproduction:
             cell = f"step {published.step} {published.stage} {counter}"
             more: dict[str, Any] = {"unit": "MiB"}
             if context.device is not None and cell == LARGEST:
-                more["measured"] = None if measured is None else _mib(measured)
-            rows.append(row(cell, getattr(published, counter), _mib(getattr(ours, f"{counter}_bytes")), **more))
-    least = row(SMALLEST, None, _mib(smallest), unit="MiB")
+                more["measured"] = None if measured is None else round(measured / MIB)
+            rows.append(row(cell, getattr(published, counter), round(getattr(ours, f"{counter}_bytes") / MIB), **more))
+    least = row(SMALLEST, None, round(smallest / MIB), unit="MiB")
     return Reproduction(NAME, (*rows, least), _tables(rows), _notes(trace, timeline, rows, smallest))
-
-
-def _mib(size: int) -> int:
-    return round(size / MIB)
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> tuple[Table, ...]:

@@ -30,7 +30,6 @@ def forward_flops(config: Mapping[str, Any], seq_len: int) -> tuple[int, int]:
 
     Args:
         config: of a BERT that classifies into two labels.
-        seq_len: tokens per sample.
 
     Returns:
         Those of the layers, which checkpointing repeats, and of what follows them.
@@ -44,10 +43,6 @@ def checkpointing_cost(config: Mapping[str, Any], seq_len: int) -> float:
     """A step's operations with each layer checkpointed, by those of one without: the layers' forward comes twice.
 
     A backward takes twice its forward (same source), so this is a little under 4/3.
-
-    Args:
-        config: of a BERT that classifies into two labels.
-        seq_len: tokens per sample.
     """
     layers, rest = forward_flops(config, seq_len)
     return 1 + layers / (3 * (layers + rest))
@@ -70,12 +65,7 @@ _CHANGES = {
 
 
 def tables(rows: Rows, card: Device) -> tuple[Table, ...]:
-    """The largest batches, the plans, and what one change makes of the cells that did not fit.
-
-    Args:
-        rows: as `reproduce` makes them.
-        card: what was simulated.
-    """
+    """The largest batches, the plans, and what one change makes of the cells that did not fit."""
     usable = f"{format_bytes(card.usable_bytes)} usable"
     target = rows[0]["target_batch_size"]
 
@@ -122,12 +112,7 @@ def tables(rows: Rows, card: Device) -> tuple[Table, ...]:
 
 
 def notes(rows: Rows, unmodelled: Iterable[str]) -> tuple[str, ...]:
-    """What the figures rest on.
-
-    Args:
-        rows: as `reproduce` makes them.
-        unmodelled: what they leave out.
-    """
+    """What the figures of some rows rest on, and what they leave out."""
     cost = max(row["checkpointing_flops_ratio"] for row in rows)
     found = [
         "published: google-research/bert, README.md, for one Titan X of 12 GB: TensorFlow 1.11.0, the default scripts, "
@@ -159,15 +144,7 @@ _ADAMW_8BIT = "batchfinder.reproductions.models:build_with_adamw_8bit"
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train.
-
-    Attributes:
-        attention: `eager` or `sdpa`.
-        precision: as `StepConfig` has it.
-        gradient_checkpointing: whether activations are recomputed.
-        optimizer: as `StepConfig` has it.
-        builder: of the workload.
-    """
+    """One way to train; precision and optimizer as `StepConfig` has them."""
 
     attention: str
     precision: str
@@ -206,9 +183,8 @@ CHANGES = {
 WORKLOAD = SETUPS[LIKE_FOR_LIKE].spec("bert-base")
 
 
-def needed_bytes() -> int:
-    """What a Titan X leaves to PyTorch's allocator."""
-    return CARD.usable_bytes
+NEEDED_BYTES = CARD.usable_bytes
+"""What a Titan X leaves to PyTorch's allocator."""
 
 
 def reproduce(context: Context) -> Reproduction:

@@ -69,7 +69,6 @@ class Bracket:
     and answers with a size that ran, whatever the memory curve looks like.
 
     Attributes:
-        bounds: the sizes that may be tried.
         low: the largest size that was probed and ran; 0 before any did.
         high: the smallest size that was probed and failed; None before any did.
     """
@@ -94,11 +93,7 @@ class Bracket:
         return self.inside((self.low + self.high) // 2)
 
     def stop(self, tolerance: float) -> StopReason | None:
-        """Why the search may end here; None when it may not.
-
-        Args:
-            tolerance: largest share of the failing size that may lie between the two ends.
-        """
+        """Why the search may end here, with `tolerance` of the failing size between the ends; None if it may not."""
         if self.low == self.bounds.last:
             return StopReason.CAP
         if self.high is None:
@@ -110,11 +105,7 @@ class Bracket:
         return None
 
     def result(self, tolerance: float) -> tuple[int, StopReason]:
-        """The answer and why it stands.
-
-        Raises:
-            RuntimeError: the search has not ended.
-        """
+        """The answer and why it stands; RuntimeError where the search has not ended."""
         stop = self.stop(tolerance)
         if stop is None:
             raise RuntimeError(f"asked for a result while sizes above {self.low} are still in question")
@@ -137,10 +128,7 @@ class Search(Protocol[S]):
     """
 
     def init(self, shape: Shape, bounds: Bounds) -> S:
-        """The state before the first probe.
-
-        Args:
-            bounds: the sizes that may be tried; a wrapper narrows them before it passes them on.
+        """The state before the first probe; a wrapper narrows the bounds before it passes them on.
 
         Raises:
             InvalidValue: the bounds leave nothing to try.
@@ -164,21 +152,12 @@ class Search(Protocol[S]):
         return trial
 
     def should_retry(self, state: S, trial: Trial) -> bool:
-        """Whether a size that failed on a real device is tried once more before it counts as failed.
-
-        Args:
-            state: the state before the trial.
-            trial: as `judge` returned it.
-        """
+        """Whether a size that failed on a real device, from this state, is tried once more before it counts."""
         return trial.measurement.verdict.is_transient
 
 
 def check_tolerance(tolerance: float) -> None:
-    """Refuse a tolerance outside [0, 1), under which 0 could be answered without a probe of the first size.
-
-    Raises:
-        InvalidValue: it is outside.
-    """
+    """Refuse (InvalidValue) a tolerance outside [0, 1): 0 could be answered without a probe of the first size."""
     if not 0 <= tolerance < 1:
         raise InvalidValue("tolerance", tolerance, "a share from 0 (exact) to below 1, such as 0.01")
 

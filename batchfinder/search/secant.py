@@ -323,7 +323,6 @@ class Secant(Search[SecantState]):
         )
 
     def result(self, state: SecantState) -> tuple[int, StopReason]:
-        """The bracket's low end."""
         return state.bracket.result(self.tolerance)
 
     def should_retry(self, state: SecantState, trial: Trial) -> bool:

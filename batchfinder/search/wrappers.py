@@ -40,9 +40,6 @@ class Wrapper(Search[S]):
 class Capped(Wrapper[S]):
     """Tries nothing above a cap. The smallest cap counts; without one it is `DEFAULT_MAX_BATCH_SIZE`.
 
-    Attributes:
-        max_batch_size: the cap, which is the answer when it runs.
-
     Raises:
         InvalidValue: the cap is below 1.
     """
@@ -54,7 +51,6 @@ class Capped(Wrapper[S]):
             raise InvalidValue("max_batch_size", self.max_batch_size, "a size of at least 1")
 
     def init(self, shape: Shape, bounds: Bounds) -> S:
-        """Lower the cap."""
         cap = self.max_batch_size if bounds.max_batch_size is None else min(self.max_batch_size, bounds.max_batch_size)
         return self.search.init(shape, replace(bounds, max_batch_size=cap))
 
@@ -76,16 +72,12 @@ class Floored(Wrapper[S]):
             raise InvalidValue("min_batch_size", self.min_batch_size, "a size of at least 1")
 
     def init(self, shape: Shape, bounds: Bounds) -> S:
-        """Raise the floor."""
         return self.search.init(shape, replace(bounds, min_batch_size=max(self.min_batch_size, bounds.min_batch_size)))
 
 
 @dataclass(frozen=True)
 class Multiples(Wrapper[S]):
-    """Tries multiples of a number only. Wrapped twice, multiples of both.
-
-    Attributes:
-        of: the number, such as 8 for tensor cores.
+    """Tries multiples of a number only, such as 8 for tensor cores. Wrapped twice, multiples of both.
 
     Raises:
         InvalidValue: the number is below 1.
@@ -98,7 +90,6 @@ class Multiples(Wrapper[S]):
             raise InvalidValue("multiple_of", self.of, "a size of at least 1")
 
     def init(self, shape: Shape, bounds: Bounds) -> S:
-        """Widen the step."""
         return self.search.init(shape, replace(bounds, multiple_of=math.lcm(self.of, bounds.multiple_of)))
 
 

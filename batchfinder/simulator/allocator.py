@@ -92,13 +92,11 @@ class CachingAllocator:
         self._plain = not expandable and settings.max_split_size_bytes is None
 
     @property
-    def reserved(self) -> int:
-        """Bytes taken from the card, `torch.cuda.memory_reserved`."""
+    def reserved(self) -> int:  # torch.cuda.memory_reserved
         return self.taken.current
 
     @property
     def max_reserved(self) -> int:
-        """The most that `reserved` was since the start or `reset_peak`."""
         return self.taken.peak
 
     def allocate(self, nbytes: int) -> Block | None:
@@ -146,9 +144,6 @@ class CachingAllocator:
 
     def free(self, block: Block | None) -> None:
         """Take a block back and merge it with free neighbours in its segment (`free_block`, `try_merge_blocks`).
-
-        Args:
-            block: what `allocate` returned; not to be used again.
 
         Raises:
             ValueError: the block is free already.

@@ -54,7 +54,6 @@ class Block:
     Attributes:
         pool: the free list it goes to.
         requested: bytes that were asked for; 0 when it is not in use.
-        free: whether it can be handed out.
         mapped: whether memory is behind it. A block that is not mapped is not free.
         key: its place in the free list, while it is free.
     """
@@ -109,7 +108,6 @@ class FreeList:
         self.blocks: list[Block] = []
 
     def add(self, block: Block) -> None:
-        """Put a block among the free ones."""
         block.key = key = (block.size << ADDRESS_BITS) + block.address
         block.free = True
         keys = self.keys
@@ -157,8 +155,7 @@ class SimulatedOutOfMemory(OutOfMemory):
 
     Attributes:
         tried_bytes: the segment that this needed; the figure in the message, as in PyTorch's.
-        free_bytes: what the driver would report as free.
-        total_bytes: what the driver would report as the card's memory.
+        free_bytes, total_bytes: as the driver would report them.
     """
 
     def __init__(

@@ -67,11 +67,7 @@ class SimulatedProbe:
         return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
 
     def steady_state(self, batch_size: int, shape: Shape, exact: bool = False) -> SteadyState:
-        """One size replayed until the allocator's cache is steady.
-
-        Args:
-            exact: as for `trace`.
-        """
+        """One size replayed until the allocator's cache is steady; `exact` as for `trace`."""
         trace = self.trace(batch_size, shape, exact)
         return simulate_steady_state(
             trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)

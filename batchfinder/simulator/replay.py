@@ -110,16 +110,9 @@ def _peak_event(structure: TraceStructure, block: int) -> PeakEvent:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """The four counters as `torch.cuda` would print them when a stage has ended.
+    """The counters of `torch.cuda` when a stage has ended; maxima and retries are since the trace began.
 
-    Attributes:
-        step: which optimizer step, from 0; -1 while the model is being built.
-        stage: the mark's name: `forward`, `backward`, ...
-        allocated_bytes: in live blocks now.
-        max_allocated_bytes: the most since the trace began.
-        reserved_bytes: taken from the card now.
-        max_reserved_bytes: the most since the trace began.
-        num_alloc_retries: how often the cache had to be released to go on, since the trace began.
+    Its step, stage and micro-batch are the `StageMark`'s.
     """
 
     step: int
@@ -134,13 +127,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class PeakEvent:
-    """The allocation with which a maximum was first reached.
-
-    Attributes:
-        position: of the event in `TraceStructure.order`.
-        block: the block that was allocated, by its number.
-        stage: the stage it falls in; empty before the first mark.
-    """
+    """The allocation of a block: its position in `TraceStructure.order`, and the stage, empty before the first mark."""
 
     position: int
     block: int
@@ -154,10 +141,10 @@ class OomEvent:
     """The allocation that the card had no room for.
 
     Attributes:
-        moment: which event it was. Nothing after it was replayed.
+        moment: nothing after it was replayed.
         tried_bytes: the segment this needed from the card.
         reserved_bytes: taken from the card then, after the cache had been released.
-        message: what PyTorch would say.
+        message: as PyTorch would put it.
     """
 
     moment: PeakEvent
@@ -173,11 +160,8 @@ class Timeline:
     """A replayed trace. Running out of memory is part of it, not an exception.
 
     Attributes:
-        max_allocated_bytes: the most in live blocks at one time.
-        max_reserved_bytes: the most taken from the card at one time.
         allocated_peak: when `max_allocated_bytes` was first reached; None if nothing was allocated.
         reserved_peak: when `max_reserved_bytes` was first reached.
-        num_alloc_retries: how often the cache had to be released to go on.
         oom: the allocation that failed; None when all of the trace fits.
     """
 
@@ -191,5 +175,4 @@ class Timeline:
 
     @property
     def fits(self) -> bool:
-        """Whether all of the trace ran."""
         return self.oom is None

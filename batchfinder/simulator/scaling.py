@@ -58,10 +58,7 @@ _PLAIN = tuple((power, paddings) for power, paddings in _SHAPES if all(padding =
 class ScaledTrace:
     """A trace for any batch size of at least 2 and any of the sequence lengths it was fitted for.
 
-    Attributes:
-        structure: the events, which are the same at every size.
-        polynomials: the distinct ones.
-        index: for each block, which polynomial gives its bytes.
+    The events are the same at every size; `index` says for each block which of the `polynomials` gives its bytes.
     """
 
     structure: TraceStructure
@@ -70,7 +67,6 @@ class ScaledTrace:
     unmodelled: tuple[str, ...]
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
-        """The trace at one size."""
         length = seq_len or 1
         values = [sum(term(batch_size, length) for term in polynomial) for polynomial in self.polynomials]
         return Trace(batch_size, seq_len, self.structure, tuple([values[i] for i in self.index]), self.unmodelled)
@@ -158,7 +154,6 @@ class TraceSource:
         seq_lens: the lengths that will be asked for; others are taken in as they come.
 
     Attributes:
-        recordings: how many recordings have been asked for.
         unscaled: the sizes that had to be recorded themselves.
     """
 
@@ -173,7 +168,6 @@ class TraceSource:
 
     @property
     def recordings(self) -> int:
-        """How many recordings have been asked for."""
         return len(self._recorded)
 
     def prefetch(self) -> None:

@@ -40,7 +40,6 @@ class SteadyState:
 
     @property
     def fits(self) -> bool:
-        """Whether every step fits."""
         return self.timeline.fits and self.settled
 
 
@@ -50,7 +49,6 @@ def simulate_steady_state(
     """Replay a trace; where the cache was released on the way, its last step `MORE_STEPS` more times.
 
     Args:
-        sizes: for each block, the bytes asked for.
         allocator: returns a new one, made for the card and the settings in question.
     """
     timeline = replay(structure, sizes, allocator())

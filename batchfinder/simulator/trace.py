@@ -11,13 +11,11 @@ SCHEMA = 2
 
 @dataclass(frozen=True, slots=True)
 class StageMark:
-    """The start of a stage: events from `position` on belong to it, until the next mark.
+    """The start of a stage: events from `position` in `TraceStructure.order` on belong to it, until the next mark.
 
     Attributes:
-        position: index into `TraceStructure.order`.
         step: which optimizer step, from 0; -1 while the model is being built.
         stage: `model`, `batch`, `forward`, `loss`, `backward`, `optimizer`, `zero_grad`, `end`.
-        micro_batch: which micro-batch of the step, from 0.
     """
 
     position: int
@@ -51,10 +49,9 @@ class TraceStructure:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One training step as it ran at one size.
+    """One training step as it ran at one size; `seq_len` is None for data of one fixed shape.
 
     Attributes:
-        seq_len: tokens per sample; None for data of one fixed shape.
         sizes: for each block, the bytes that were asked for (not rounded).
         unmodelled: what the recording had to leave out, in words.
         shapes: for each block, its first tensor's type and dimensions (`float32[8, 128]`), empty where it is not known;
@@ -90,11 +87,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
-        """The inverse of `to_json`.
-
-        Raises:
-            ValueError: the data is of another schema.
-        """
+        """The inverse of `to_json`; ValueError for data of another schema."""
         if data.get("schema") != SCHEMA:
             raise ValueError(f"trace of schema {data.get('schema')!r}; this version reads {SCHEMA}")
         names = data["names"]
@@ -120,7 +113,6 @@ class AddedBlock:
     """One block to be added to a trace.
 
     Attributes:
-        size: the bytes asked for.
         start: it is allocated just before the event at this position, in the stage that holds it.
         end: it is released just before the event at this position; None when it stays to the end.
     """

@@ -1,12 +1,14 @@
 """A child process that does work for this one: JSON lines over two pipes, and a log for all that it prints.
 
-Both ends are here. The parent starts `python -m <module> <requests> <answers> <arguments>`, sends requests and reads
-answers; the child answers. The child, and whatever it started, ends with its parent. Nothing here imports torch.
+Both ends are here. The parent starts a module with `<requests> <answers> <arguments>` as its command line, sends
+requests and reads answers; the child answers. The child, and whatever it started, ends with its parent. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -26,8 +28,20 @@ from typing import Any
 from batchfinder import errors
 
 _LAST_WORDS_BYTES = 800
+SILENT_SECONDS = 300.0
+"""A child that owes an answer, and neither gives it nor uses the processor for so long, waits for what never comes."""
+
+_LOOK_SECONDS = 0.5  # how often a process that is waited for is looked at
+_LOCK = ".lock"
+_locks: dict[Path, int] = {}  # by folder: the descriptor that keeps its lock
+# Unlike `-m`, this puts the working folder nowhere on the path; what this process found batchfinder by comes last.
+_RUN = (
+    "import runpy, sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path.append(root); "
+    "runpy.run_module(module, run_name='__main__', alter_sys=True)"
+)
 _REMOVE_TRIES = 50
 _REMOVE_PAUSE_SECONDS = 0.02
+_ROOT = str(Path(__file__).resolve().parents[2])
 # What PyTorch's C++ errors append: where in C++ they were raised, and from where that was called.
 _CPP_FRAMES = re.compile(r"\n?^Exception raised from .*", re.MULTILINE | re.DOTALL)
 
@@ -55,7 +69,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
         module: what the child runs; its `main` is given the two pipes' descriptors and `arguments`.
         arguments: further words on its command line.
         environment: variables to set on top of this process's own.
-        folder: where its log is written, removed by `close`; a new temporary folder by default.
+        folder: where its log is written, as `temporary_folder` made it, removed by `close`; a new one by default.
 
     Attributes:
         pid: the process's number, which is its process group's as well.
@@ -68,18 +82,18 @@ class Child(contextlib.AbstractContextManager["Child"]):
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="batchfinder-"))
+        self.folder = folder or temporary_folder()
         self._asked_at = 0
         self._sending = threading.Lock()
-        requests, self._requests = os.pipe()
-        answers, answers_write = os.pipe()
+        requests, self._requests = pipe()
+        self._answers, answers_write = pipe()
+        self._received = b""
         self._process = start(
             module, (requests, answers_write), arguments, self.folder / "log", {**os.environ, **(environment or {})}
         )
         os.close(requests)
         os.close(answers_write)
         self.pid = self._process.pid
-        self._answers = os.fdopen(answers, "rb")
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -88,14 +102,14 @@ class Child(contextlib.AbstractContextManager["Child"]):
         """Send a request and wait for its answer.
 
         Raises:
-            ChildDied: it ended instead, with what it printed since this request; or its answer cannot be read, and it
-                was ended for that.
+            ChildDied: it ended instead, with what it printed since this request; or it was ended, being silent for
+                `SILENT_SECONDS` or with an answer that cannot be read.
         """
         self._asked_at = 0
         with contextlib.suppress(OSError):
             self._asked_at = (self.folder / "log").stat().st_size
         self.send(request)
-        return self.receive()
+        return self.receive(SILENT_SECONDS)
 
     def send(self, request: Mapping[str, Any]) -> None:
         """Send a request. To a child that has ended nothing is sent: `receive` raises."""
@@ -103,15 +117,37 @@ class Child(contextlib.AbstractContextManager["Child"]):
             if self._requests >= 0:
                 _write_line(self._requests, json.dumps(request))
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, silent_seconds: float | None = None) -> dict[str, Any]:
         """Wait for the next answer.
 
+        Args:
+            silent_seconds: for how long the child's processes may use no processor time; None for ever.
+
         Raises:
-            ChildDied: it ended instead, or the answer cannot be read, and it was ended for that.
+            ChildDied: it ended instead; or it was ended, being silent or with an answer that cannot be read.
         """
-        line = self._answers.readline()
-        if not line.endswith(b"\n"):
-            raise ChildDied(self._process.wait(), self.last_words())
+        busy: int | None = None
+        busy_at = looked_at = time.monotonic()
+        while b"\n" not in self._received:
+            has_ended = self._process.poll() is not None
+            if _is_readable(self._answers, 0 if has_ended else _LOOK_SECONDS):
+                chunk = os.read(self._answers, 1 << 20)
+                self._received += chunk
+                has_ended = not chunk
+            elif has_ended:
+                pass  # though the pipe is open: something that it started has it too
+            elif silent_seconds is not None and time.monotonic() - looked_at > silent_seconds / 20:
+                looked_at = time.monotonic()
+                ticks = busy_ticks(self.pid, group=True)
+                if ticks is None or ticks != busy:
+                    busy, busy_at = ticks, looked_at
+                elif looked_at - busy_at > silent_seconds:
+                    self.kill()
+                    words = f"{silence(silent_seconds)}\n{self.last_words()}"
+                    raise ChildDied(self._process.wait(), words.strip())
+            if has_ended:
+                raise ChildDied(self._process.wait(), self.last_words())
+        line, _, self._received = self._received.partition(b"\n")
         try:
             message: dict[str, Any] = json.loads(line)
         except ValueError as error:
@@ -141,8 +177,121 @@ class Child(contextlib.AbstractContextManager["Child"]):
             requests, self._requests = self._requests, -1
         if requests >= 0:
             os.close(requests)
-        self._answers.close()
+            os.close(self._answers)
         shutil.rmtree(self.folder, ignore_errors=True)
+        if (lock := _locks.pop(self.folder, None)) is not None:
+            os.close(lock)
+
+
+def pipe() -> tuple[int, int]:
+    """`os.pipe`, whose ends are never 0, 1 or 2: where those were closed, a child would take them for its streams."""
+    import fcntl
+
+    low = os.pipe()
+    reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in low)
+    for end in low:
+        os.close(end)
+    return reading, writing
+
+
+def temporary_folder() -> Path:
+    """A new temporary folder, locked while this process lives; those that killed processes have left are removed.
+
+    A lock goes with the process that has it, however it ends, and is seen from other containers.
+    """
+    import fcntl
+
+    for lock in Path(tempfile.gettempdir()).glob(f"batchfinder-*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
+    # Under another name until it is locked, so that nobody takes the folder for one that was left.
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # not every file system has locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        (folder / "lock").rename(folder / _LOCK)
+    _locks[folder] = descriptor
+    return folder
+
+
+def busy_ticks(process: int, group: bool = False) -> int | None:
+    """Processor time that a process and what it has waited for have used; None where the system does not tell.
+
+    With `group`, of all processes in its process group.
+    """
+    total = 0
+    found = False
+    for stat in Path("/proc").glob("[0-9]*/stat") if group else [Path(f"/proc/{process}/stat")]:
+        with contextlib.suppress(OSError, ValueError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if not group or int(fields[2]) == process:
+                total += sum(map(int, fields[11:15]))
+                found = True
+    return total if found else None
+
+
+def silence(seconds: float) -> str:
+    """What is said of a process that was ended for its silence."""
+    return f"it neither answered nor used the processor for {seconds:g} s, and was ended"
+
+
+def _is_readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()  # unlike select, it takes descriptors above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
+def ended(process: int, wait: bool = False) -> int | None:
+    """The exit code of a process that was forked, negative for a signal; None while it runs, unless it is waited for.
+
+    0 where the system forgets how processes end, since SIGCHLD is ignored.
+    """
+    try:
+        found, status = os.waitpid(process, 0 if wait else os.WNOHANG)
+    except ChildProcessError:
+        return 0
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def read_until_end(reading: int, process: int) -> tuple[bytes, int]:
+    """All that a fork writes to a pipe until it ends, and its exit code; what it leaves running may hold the pipe."""
+    data = b""
+    code: int | None = None
+    while True:
+        if _is_readable(reading, _LOOK_SECONDS if code is None else 0):
+            chunk = os.read(reading, 1 << 20)
+            if not chunk:
+                break
+            data += chunk
+        elif code is not None:
+            break
+        else:
+            code = ended(process)
+    if code is None:
+        code = ended(process, wait=True) or 0
+    return data, code
+
+
+def search_working_folder() -> None:
+    """Let modules of the user's be imported from the working folder, for good: code may import from it later."""
+    with contextlib.suppress(FileNotFoundError):  # it has been removed
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.insert(0, os.getcwd())
+
+
+def build_with(builder: str, arguments: Mapping[str, Any]) -> Any:
+    """In the child: call a builder, `module:function`; one of the user's may lie in the working folder."""
+    process = os.getpid()
+    try:
+        module, _, attribute = builder.partition(":")
+        if not module.startswith("batchfinder."):
+            search_working_folder()
+        return getattr(importlib.import_module(module), attribute)(**arguments)
+    finally:
+        if os.getpid() != process:  # it has forked and lets both sides go on: one is enough
+            os._exit(0)
 
 
 def start(
@@ -154,7 +303,7 @@ def start(
     """
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, descriptors), *arguments],
+            [sys.executable, "-P", "-c", _RUN, _ROOT, module, *map(str, descriptors), *arguments],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=file,

@@ -30,6 +30,16 @@ OUTCOME = SearchResult(
     unmodelled=("NCCL buffers",),
 )
 
+
+def _sensible(outcome: SearchResult) -> SearchResult:
+    """The same as a search has it: one shape, and the largest size that ran the last time it was tried."""
+    trials = tuple(dataclasses.replace(trial, shape=outcome.shape) for trial in outcome.trials)
+    last = {trial.batch_size: trial.measurement for trial in trials}
+    size = max((size for size, seen in last.items() if seen.fits), default=0)
+    smallest = last[min(last)] if last else None
+    return dataclasses.replace(outcome, trials=trials, max_batch_size=size, measurement=last.get(size, smallest))
+
+
 shapes = st.builds(Shape, st.none() | st.integers(1, 1 << 20))
 sizes = st.none() | st.integers(0, 1 << 50)
 measurements = st.builds(
@@ -37,7 +47,7 @@ measurements = st.builds(
     st.sampled_from(Verdict),
     sizes,
     sizes,
-    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(min_value=0, allow_nan=False, allow_infinity=False),
     st.text(),
     sizes,
     sizes,
@@ -53,14 +63,14 @@ outcomes = st.builds(
     source=st.sampled_from(["simulated", "measured"]),
     unmodelled=st.lists(st.text(), max_size=3).map(tuple),
     free_bytes=sizes,
-)
+).map(_sensible)
 
 
 @settings(derandomize=True, max_examples=150, deadline=None)
 @given(outcome=outcomes)
 def test_an_outcome_comes_back_as_it_was(outcome, make_key):
     """Any outcome, written and read, is equal to what it was: every trial, verdict, figure and message of it."""
-    record = Record(make_key(seq_len=outcome.shape.seq_len), outcome, CREATED)
+    record = Record(make_key(seq_len=outcome.shape.seq_len, total_bytes=1 << 50), outcome, CREATED)
     assert decode(encode(record)) == record
 
 
@@ -267,7 +277,10 @@ EXPORTED = SearchResult(
 
 def _records(make_key):
     created = datetime(2026, 11, 21, 1, 2, 3, tzinfo=UTC)
-    return [Record(make_key(seq_len=length), EXPORTED, created, "bert") for length in (64, 128)]
+    trials = tuple(dataclasses.replace(trial, shape=Shape(64)) for trial in EXPORTED.trials)
+    shorter = dataclasses.replace(EXPORTED, shape=Shape(64), trials=trials)
+    exported = {64: shorter, 128: EXPORTED}
+    return [Record(make_key(seq_len=length), outcome, created, "bert") for length, outcome in exported.items()]
 
 
 def test_records_come_back_as_they_were(make_key):
@@ -297,3 +310,74 @@ def test_damage_is_named(change, said, make_key):
     with pytest.raises(DamagedRecord) as caught:
         list(read_export(changed))
     assert str(caught.value) == said
+
+
+FITS = ["FITS", 11_000, 12_000, 0.25, "", None, None, None]
+FULL = ["OUT_OF_MEMORY", None, None, 0.25, "", None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"outcome__max_batch_size": -5}, "its max_batch_size is -5, where 0 to 1099511627776 make sense"),
+        ({"outcome__max_batch_size": 10**9}, "its own trials contradict its result of 1000000000"),
+        ({"outcome__max_batch_size": 33}, "its own trials contradict its result of 33"),
+        ({"outcome__max_batch_size": 0}, "its measurement fits, and its result is 0"),
+        (
+            {"outcome__max_batch_size": 64, "key__max_batch_size": 48},
+            "its max_batch_size is 64, where 0 to 48 make sense",
+        ),
+        ({"outcome__measurement": FULL}, "its measurement does not fit, and its result is 32"),
+        ({"outcome__measurement": None}, None),  # lowered from 33
+        ({"outcome__measurement": None, "outcome__max_batch_size": 34}, "its own trials contradict its result of 34"),
+        ({"outcome__trials": [[40, 128, *FULL]]}, None),
+        ({"outcome__trials": [[20, 128, *FULL]]}, "its own trials contradict its result of 32"),
+        ({"outcome__trials": [[20, 128, *FITS]]}, "its own trials contradict its result of 32"),
+        (
+            {"outcome__trials": [[-1, 128, *FITS]]},
+            "its batch_size in trial 1 is -1, where 1 to 1099511627776 make sense",
+        ),
+        ({"outcome__trials": [[32, 64, *FITS]]}, "its sequence length is not that of its key"),
+        ({"outcome__seq_len": 0, "key__seq_len": 0}, "its seq_len is 0, where 1 to 1099511627776 make sense"),
+        ({"key__seq_len": 64}, "its sequence length is not that of its key"),
+        ({"key__total_bytes": -1}, f"its total_bytes is -1, where 0 to {1 << 60} make sense"),
+        ({"key__total_bytes": 10_000_000_000}, "a size that fits took more than the device has"),
+        ({"key__accumulation": 0}, "its accumulation is 0, where 1 to 1099511627776 make sense"),
+        ({"outcome__free_bytes": 1 << 61}, f"its free_bytes is {1 << 61}, where 0 to {1 << 60} make sense"),
+        (
+            {"outcome__measurement": ["FITS", -1, 2, 0.5, "", None, None, None]},
+            "it has a number of bytes that no device has",
+        ),
+        ({"outcome__measurement": ["FITS", 1, 2, -0.5, "", None, None, None]}, "a trial took less than no time"),
+        ({"created": "2026-11-20T21:16:05"}, "its time has no time zone"),
+    ],
+)
+def test_what_makes_no_sense_is_no_record(changes, reason, make_key):
+    """Whoever wrote it with a right checksum: figures out of bounds, and results that their own trials contradict."""
+    forged = _forge(make_key, **changes)
+    if reason is None:
+        assert decode(forged).result.max_batch_size == 32
+        return
+    with pytest.raises(DamagedRecord) as caught:
+        decode(forged)
+    assert caught.value.reason == reason
+
+
+def test_a_number_of_thousands_of_digits(make_key):
+    """It is damage whether or not Python reads so many digits, and the reason does not repeat them."""
+    for digits in (4_000, 5_000):
+        with pytest.raises(DamagedRecord) as caught:
+            decode(_forge(make_key).replace(b'"max_batch_size":32', b'"max_batch_size":' + b"9" * digits))
+        assert len(caught.value.reason) < 600
+    with pytest.raises(DamagedRecord) as caught:
+        decode(_forge(make_key, outcome__max_batch_size=10**4000))
+    assert len(caught.value.reason) < 600
+
+
+def test_values_nested_deeply(make_key):
+    """In an exported file they are damage, and no end of Python's stack."""
+    text = write_export(_records(make_key)).replace('"extra":{}', '"extra":' + '{"a":' * 900 + "1" + "}" * 900, 1)
+    with pytest.raises(DamagedRecord, match="record 1 of 2: "):
+        list(read_export(text))
+    with pytest.raises(DamagedRecord, match="it is cut short or not JSON"):
+        list(read_export("[" * 100_000))

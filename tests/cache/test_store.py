@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 
 import platformdirs
@@ -11,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.cache import DamagedRecordWarning, Store, default_cache_url
+from batchfinder.cache.record import encode
 from batchfinder.errors import CacheFailed
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 
 
-def _outcome(size: int) -> SearchResult:
+def _outcome(size: int, seq_len: int = 128) -> SearchResult:
     seen = Measurement(Verdict.FITS, size * 100, size * 120, 0.5)
     out = Measurement(Verdict.OUT_OF_MEMORY, message="CUDA out of memory (simulated)")
-    trials = (Trial(size, Shape(128), seen), Trial(size + 1, Shape(128), out))
-    return SearchResult(Shape(128), size, StopReason.EXACT, seen, trials, "simulated", ("NCCL",))
+    trials = (Trial(size, Shape(seq_len), seen), Trial(size + 1, Shape(seq_len), out))
+    return SearchResult(Shape(seq_len), size, StopReason.EXACT, seen, trials, "simulated", ("NCCL",))
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -33,9 +36,9 @@ def test_an_answer_comes_back_whole(store, make_key):
     assert store.get(make_key()) is None
     store.put(make_key(), _outcome(31))
     store.put(make_key(), _outcome(32))
-    store.put(make_key(seq_len=256), _outcome(12))
+    store.put(make_key(seq_len=256), _outcome(12, 256))
     assert store.get(make_key()) == _outcome(32)
-    assert store.get(make_key(seq_len=256)) == _outcome(12)
+    assert store.get(make_key(seq_len=256)) == _outcome(12, 256)
     assert store.get(make_key(seq_len=512)) is None
 
 
@@ -43,7 +46,7 @@ def test_records_are_listed_and_removed(store, make_key):
     """Every record is listed with its key; removing one leaves the others; clearing leaves none and counts them."""
     keys = [make_key(seq_len=length) for length in (64, 128, 256)]
     for size, key in enumerate(keys):
-        store.put(key, _outcome(size + 1))
+        store.put(key, _outcome(size + 1, key.seq_len))
     assert set(store.keys()) == set(keys)
     assert {record.key.seq_len: record.result.max_batch_size for record in store.records()} == {64: 1, 128: 2, 256: 3}
     assert all(record.created.tzinfo is not None for record in store.records())
@@ -115,7 +118,7 @@ def test_one_damaged_record_does_not_hide_the_others(tmp_path, make_key):
     """Listing goes on behind a damaged record, and clearing removes it too."""
     store = Store(tmp_path)
     for length in (64, 128):
-        store.put(make_key(seq_len=length), _outcome(length))
+        store.put(make_key(seq_len=length), _outcome(length, length))
     (tmp_path / f"{make_key(seq_len=64).digest}.json").write_bytes(b"{")
     with pytest.warns(DamagedRecordWarning):
         assert list(store.keys()) == [make_key(seq_len=128)]
@@ -151,7 +154,7 @@ def test_two_keys_never_share_a_record(lengths, make_key):
     store = Store("memory://never-share")
     store.clear()
     for length in lengths:
-        store.put(make_key(seq_len=length), _outcome(length))
+        store.put(make_key(seq_len=length), _outcome(length, length))
     assert [store.get(make_key(seq_len=length)).max_batch_size for length in lengths] == lengths
     assert len(list(store.keys())) == len(lengths)
 
@@ -210,3 +213,136 @@ def test_importing_it_is_cheap(tmp_path):
     )
     ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n[]\n"
+
+
+@pytest.fixture
+def two(tmp_path, make_key) -> tuple[Store, str]:
+    """A store of two records, and the path of one of them, which a test spoils."""
+    store = Store(tmp_path)
+    for length in (64, 128):
+        store.put(make_key(seq_len=length), _outcome(length, length))
+    return store, f"{tmp_path}/{make_key(seq_len=64).digest}.json"
+
+
+def _unreadable(path):
+    os.remove(path)
+    os.symlink(os.path.basename(path), path)  # a loop, which not even root can read
+
+
+def _pipe(path):
+    os.remove(path)
+    os.mkfifo(path)
+
+
+def _folder(path):
+    os.remove(path)
+    os.mkdir(path)
+
+
+def _endless(path):
+    os.remove(path)
+    os.symlink("/dev/zero", path)
+
+
+def _huge(path):
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+def _not_text(path):
+    with open(path, "wb") as file:
+        file.write(b"\xff\xfe\x00")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason", "listed"),
+    [
+        (_unreadable, "it cannot be read: Too many levels of symbolic links", False),
+        (_pipe, "it cannot be read: it is not a regular file", False),
+        (_folder, "it cannot be read: Is a directory", False),
+        (_endless, "it cannot be read: it is not a regular file", False),
+        (_huge, "it cannot be read: it is larger than 16.00 MiB", True),
+        (_not_text, "it is cut short or not JSON", True),
+    ],
+)
+def test_one_bad_record_disables_nothing(spoil, reason, listed, two, make_key):
+    """It is warned of and taken for none, at once; the other one is listed, found and exported."""
+    store, path = two
+    spoil(path)
+    with pytest.warns(DamagedRecordWarning) as caught:
+        assert store.get(make_key(seq_len=64)) is None
+    assert [warning.message.reason for warning in caught] == [reason]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert [record.key.seq_len for record in store.records()] == [128]
+    assert len(told) == listed
+    assert store.get(make_key(seq_len=128)) == _outcome(128, 128)
+
+
+def test_a_record_that_is_not_ours_to_read(make_key):
+    """Mode 000: a warning, and the other one is found. Nothing is hidden from root, which becomes another user."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        store = Store(folder)
+        for length in (64, 128):
+            store.put(make_key(seq_len=length), _outcome(length, length))
+        path = f"{folder}/{make_key(seq_len=64).digest}.json"
+        os.chmod(path, 0)
+        root = os.geteuid() == 0
+        try:
+            if root:
+                os.seteuid(65534)
+            with pytest.warns(DamagedRecordWarning) as caught:
+                assert [record.key.seq_len for record in store.records()] == [128]
+        finally:
+            if root:
+                os.seteuid(0)
+    assert [warning.message.reason for warning in caught] == ["it cannot be read: Permission denied"]
+
+
+def test_a_forged_record_is_ignored(two, make_key):
+    """A right checksum is not enough: what makes no sense is warned of, and is no answer."""
+    store, path = two
+    (record,) = (record for record in store.records() if record.key.seq_len == 64)
+    forged = dataclasses.replace(record, result=dataclasses.replace(record.result, max_batch_size=10**9))
+    with open(path, "wb") as file:
+        file.write(encode(forged))
+    with pytest.warns(DamagedRecordWarning, match="its own trials contradict its result of 1000000000"):
+        assert store.get(make_key(seq_len=64)) is None
+
+
+def test_clearing_leaves_what_others_wrote(two):
+    """A file with a record's name and other contents stays, with a warning; damaged records go."""
+    store, path = two
+    with open(path, "r+b") as file:
+        file.truncate(100)
+    foreign = [f"{store.url}/{digit * 64}.json" for digit in "abc"]
+    for name, content in zip(foreign, (b'{"layers": 3}', b"\x89PNG", b'{"schema": 4}'), strict=True):
+        with open(name, "wb") as file:
+            file.write(content)
+    with pytest.warns(UserWarning, match="was left alone") as caught:
+        assert store.clear() == 2
+    assert sorted(f"{store.url}/{name}" for name in os.listdir(store.url)) == foreign
+    assert [str(warning.message).split(" ")[0] for warning in caught] == foreign
+
+
+def test_at_debug_it_is_said_what_differs_from_the_nearest_record(store, make_key, caplog):
+    """Of all records the one with the fewest other fields; nothing is read for it at other levels."""
+    store.put(make_key(seq_len=64, precision="fp32", mode="forward"), _outcome(3, 64), "far")
+    near = make_key(versions={**make_key().versions, "torch": "1.0"})
+    store.put(near, _outcome(3), "near")
+    with caplog.at_level("INFO", "batchfinder"):
+        assert store.get(make_key()) is None
+    assert not caplog.records
+    with caplog.at_level("DEBUG", "batchfinder"):
+        assert store.get(make_key()) is None
+    (said,) = caplog.messages
+    assert "the nearest, near of " in said
+    assert near.digest[:12] in said
+    torch = make_key().versions["torch"]
+    assert said.endswith(f"differs in versions.torch (now {torch!r}, then '1.0')")
+    caplog.clear()
+    store.clear()
+    with caplog.at_level("DEBUG", "batchfinder"):
+        assert store.get(make_key()) is None
+    assert caplog.messages == [f"nothing is cached at {store.url}"]

@@ -10,7 +10,7 @@ from batchfinder.cache import CacheKey, Store
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from tests.cache.conftest import FIELDS
 
-KEYS = [CacheKey(**{**FIELDS, "seq_len": length}) for length in (64, 128, 256, 320, 384, 512)]
+KEYS = [CacheKey(**{**FIELDS, "seq_len": length, "total_bytes": 1 << 50}) for length in (64, 128, 256, 320, 384, 512)]
 
 
 def outcome(seq_len: int, writer: int, turn: int) -> SearchResult:

@@ -17,7 +17,7 @@ DAY = datetime(2026, 11, 20, 21, 16, 5, tzinfo=UTC)
 
 
 def _record(seq_len: int, size: int, day: datetime = DAY) -> Record:
-    fit = Measurement(Verdict.FITS, 11 << 30, 12 << 30, 0.25)
+    fit = Measurement(Verdict.FITS, 11 << 30, 23 << 29, 0.25)
     full = Measurement(Verdict.OUT_OF_MEMORY, seconds=0.5, message="CUDA out of memory.")
     trials = (Trial(size, Shape(seq_len), fit), Trial(size + 1, Shape(seq_len), full))
     outcome = SearchResult(Shape(seq_len), size, StopReason.EXACT, fit, trials, "simulated", ("NCCL buffers",))
@@ -108,7 +108,7 @@ Sizes tried
 
 batch size  verdict        peak allocated  peak reserved  seconds
 ─────────────────────────────────────────────────────────────────
-       269  fits                11.00 GiB      12.00 GiB    0.250
+       269  fits                11.00 GiB      11.50 GiB    0.250
        270  out of memory                                   0.500
 """
     )

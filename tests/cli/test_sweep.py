@@ -253,3 +253,20 @@ def test_batch_sizes_where_nothing_fits(
         "batchfinder: batch sizes: invalid value 'not one sample fits at 512'; expected a length at which at least one "
         "sample fits.",
     )
+
+
+def test_the_sizes_that_may_be_tried(run: Run) -> None:
+    """A multiple is rounded down to; where the smallest size does not fit the answer is 0, with what that one needs."""
+    asked = ("sweep", "--model", "mine:tiny", "--seq-len", "16", "--budget", "64MiB", "--json")
+    plain = run(*asked).row
+    largest = plain["max_batch_size"]
+    assert (plain.get("min_batch_size"), plain.get("multiple_of")) == (None, None)
+    row = run(*asked, "--multiple-of", "7", "--min-batch-size", "3", "--target-batch-size", "700").row
+    assert row["max_batch_size"] == largest // 7 * 7 != largest
+    assert (row["min_batch_size"], row["multiple_of"], row["micro_batch_size"] % 7) == (3, 7, 0)
+    assert row["micro_batch_size"] * row["accumulation"] == 700
+    beyond = run(*asked, "--min-batch-size", str(2 * largest)).row
+    assert (beyond["max_batch_size"], beyond["needed_bytes"] > 64 << 20) == (0, True)
+    table = run(*asked[:-1], "--min-batch-size", str(2 * largest)).out
+    assert f"at least {2 * largest}" in table
+    assert f"{2 * largest} needs " in table

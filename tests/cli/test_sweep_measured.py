@@ -207,7 +207,7 @@ def test_a_cached_answer_is_certified(measuring: Measuring) -> None:
     assert (again.result.max_batch_size, again.result.source) == (answer, "measured")
     assert again.stopped_by is first.stopped_by  # from the earlier trials
 
-    _keep(store, max_batch_size=answer + 1)
+    _keep(store, max_batch_size=answer + 1, trials=())
     lowered = row(32)
     assert (lowered.trials[0].batch_size, lowered.trials[0].fits) == (answer + 1, False)
     assert (lowered.result.max_batch_size, lowered.cached) == (answer, False)
@@ -317,6 +317,18 @@ def test_nothing_fits_on_a_card(ask: Ask) -> None:
     assert measurement is not None
     assert (measurement.needed_bytes or 0) > MIB
     assert row.result.unmodelled == ("what a single sample needs is simulated",)
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "least", "step"),
+    [("--multiple-of 3", 6, 3, 3), ("--min-batch-size 7", 8, 7, 1), ("--min-batch-size 9", 0, 9, 1)],
+)
+def test_the_sizes_that_may_be_tried_on_a_card(ask: Ask, options: str, found: int, least: int, step: int) -> None:
+    """Of 8 that fit: multiples of 3, or 7 and more; and 0 where the smallest that may be tried does not fit."""
+    (row,), _ = ask(f"--tolerance 0 {options}", 4)
+    assert row.result.max_batch_size == found
+    assert all(trial.batch_size >= least and trial.batch_size % step == 0 for trial in row.trials)
+    assert row.stopped_by is not None
 
 
 @pytest.mark.gpu

@@ -35,6 +35,8 @@ VARIANTS = (
     "--gradient-checkpointing",
     "--target-batch-size 256",
     "--max-batch-size 32",
+    "--min-batch-size 2",
+    "--multiple-of 8",
     "--headroom 10%",
     "--headroom 1GiB",
 )
@@ -98,8 +100,11 @@ def test_each_thing_once() -> None:
 
 def test_conditions() -> None:
     """What the figures hold under is put in words."""
-    options = "--headroom 10% --max-batch-size 32 --target-batch-size 256"
-    words = ("headroom 10%", "at most 32", "for an effective batch of 256, so with two micro-batches to a step")
+    options = "--headroom 10% --max-batch-size 32 --target-batch-size 256 --min-batch-size 2 --multiple-of 8"
+    words = (
+        *("headroom 10%", "at least 2", "at most 32", "multiples of 8"),
+        "for an effective batch of 256, so with two micro-batches to a step",
+    )
     assert request_for(options).conditions == words
     cpu = f"{options} --device cpu --budget 64MiB"
     assert request_for(cpu).conditions == ("to within 1 %", *words)
@@ -143,3 +148,33 @@ def test_headroom_that_leaves_nothing() -> None:
     expected = "--headroom: invalid value '13.00 GiB'; expected less than the 12.00 GiB usable on 12.00 GiB budget"
     with pytest.raises(InvalidValue, match=expected):
         request_for("--budget 12GiB --headroom 13GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            "--min-batch-size 12 --multiple-of 8 --max-batch-size 15",
+            "--max-batch-size: invalid value 15; expected at least 16, the smallest size that is at least 12 and a "
+            "multiple of 8.",
+        ),
+        (
+            "--min-batch-size 1048577",
+            "--min-batch-size: invalid value 1048577; expected sizes of at most 1048576 to try, or a --max-batch-size.",
+        ),
+        (
+            "--multiple-of 8 --target-batch-size 100",
+            "--target-batch-size: invalid value 100; expected at least 1 and a multiple of 8, as each micro-batch has "
+            "to be.",
+        ),
+        (
+            "--min-batch-size 4 --target-batch-size 3",
+            "--target-batch-size: invalid value 3; expected at least 4, as each micro-batch has to be.",
+        ),
+    ],
+)
+def test_sizes_of_which_none_is_left(options: str, said: str) -> None:
+    """Limits that leave nothing to try, or no micro-batch for the target, are refused before anything is built."""
+    with pytest.raises(InvalidValue) as caught:
+        request_for(options)
+    assert str(caught.value) == said

@@ -17,6 +17,7 @@ from batchfinder.cache import Store
 from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.prediction import predict_batch_size
+from batchfinder.measure import trial
 from batchfinder.measure.cleanup import clear
 from batchfinder.measure.host_limits import status
 from tests.lightning import nets
@@ -90,6 +91,19 @@ def cached(rank: int) -> list[Any]:
     return [*seen, named.get(8), len(named.get(1, []))]
 
 
+def resumed(rank: int) -> list[Any]:
+    """A run goes on from a checkpoint without a cache; the largest size to try is one that fits one rank alone."""
+    folder = Path(os.environ["BATCHFINDER_CACHE"]).parent
+    finder = BatchFinder(16, tolerance=0, cache=False)
+    module, saves = Bounded(most=5 - rank, rows=64), pl.callbacks.ModelCheckpoint(folder, filename="it")
+    trainer(finder, saves, enable_checkpointing=True, max_epochs=1).fit(module)
+    again = BatchFinder(16, tolerance=0, cache=False)
+    module = Bounded(most=5 - rank, rows=64)
+    trainer(again, max_epochs=2).fit(module, ckpt_path=folder / "it.ckpt")
+    (found,) = again.results["fit"].values()
+    return [finder.batch_size, again.batch_size, found.source, sizes(again), len(module.losses)]
+
+
 def no_cache(rank: int) -> list[Any]:
     """The first rank alone says that there is no cache."""
     place = Path(os.environ["BATCHFINDER_CACHE"]).parent / "a file"
@@ -143,7 +157,7 @@ def stages(rank: int) -> list[Any]:
 
 def limited(rank: int, mib: int) -> list[Any]:
     """A real limit on the address space of each rank, and some steps at the size that was found."""
-    stage_tuner.clear = clear
+    trial.clear = clear
     limit = status("VmSize") + (mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     module = nets.Transformer(rows=200 * ranks(), seq_len=64, width=64)
@@ -183,6 +197,7 @@ CASES: dict[str, Callable[[int], list[Any]]] = {
     "identical, views": lambda rank: identical(rank, small, gradient_as_bucket_view=True),
     "cached": cached,
     "uneven limits": lambda rank: limited(rank, 110 - 35 * (rank == ranks() - 1)),
+    "resumed": resumed,
     "no cache": no_cache,
     "own group": own_group,
     "predicted": predicted,

@@ -59,7 +59,7 @@ def uneven(rank: int) -> list[Any]:
     """Each rank fits another number of samples."""
     finder, error = fit(Bounded(most=7 - rank), BatchFinder(8 * ranks(), tolerance=0, cache=False))
     failed = [trial.measurement.message for trial in finder.results["fit"][None].trials if not trial.fits]
-    return [finder.batch_size, str(finder.plan), sizes(finder), failed[-1:], error]
+    return [finder.batch_size, str(finder.plan), sorted(sizes(finder)), failed[-1:], error]
 
 
 def none_fits(rank: int) -> list[Any]:

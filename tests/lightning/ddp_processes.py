@@ -40,11 +40,11 @@ def prepare() -> None:
 
     import tests.lightning.ddp_cases
     import tests.lightning.ddp_split_cases  # noqa: F401
-    from batchfinder.lightning import stage_tuner
     from batchfinder.lightning.micro_batching import closure
+    from batchfinder.measure import trial
 
     # A full collection for each failure and search would take most of the time.
-    stage_tuner.clear = closure.clear = lambda device: None
+    trial.clear = closure.clear = lambda device: None
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     threading.stack_size(1 << 20)

@@ -14,9 +14,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
 
-from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.micro_batching import closure
+from batchfinder.measure import trial
 from batchfinder.measure.cleanup import clear
 from tests.forks import lift_limit, limit_growth
 from tests.lightning import nets
@@ -152,7 +152,7 @@ def found(rank: int, make: Callable[..., Reader] = Reader, **ddp: Any) -> list[A
 
 def limited(rank: int, limit_mib: int, taken_mib: int) -> list[Any]:
     """One process under a real limit, which becomes less from the third step on."""
-    stage_tuner.clear = closure.clear = clear
+    trial.clear = closure.clear = clear
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
     pl.seed_everything(1, verbose=False)
     module = Wide()
@@ -169,7 +169,8 @@ def limited(rank: int, limit_mib: int, taken_mib: int) -> list[Any]:
             error = f"{type(raised).__name__}: {raised}"
     lift_limit()
     said = [str(warning.message) for warning in caught if "ran out" in str(warning.message)]
-    found = [finder.results["fit"][length].max_batch_size for length in sorted(finder.results["fit"])]
+    results = finder.results.get("fit", {})
+    found = [results[length].max_batch_size for length in sorted(results)]
     return [error, trainer.global_step, found, list(finder.micro_batch_sizes.values()), said]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.batch_size import Applied, apply_batch_size, check_loaders
+from batchfinder.lightning.callback import BatchFinder
 from tests.lightning.tiny import Hooked, Rows, Stream, Tiny, same, trainer
 
 
@@ -45,6 +47,18 @@ class HparamsOnly(Tiny):
 
     def train_dataloader(self) -> Any:
         return DataLoader(Rows(22), batch_size=self.hparams.batch_size, shuffle=True)
+
+
+class Configured(Tiny):
+    """Knows its batch size deep in a configuration: a namespace that holds a dict, also among its hyperparameters."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(22), batch_size=self.cfg.data["batch_size"] // 2)
 
 
 class Data(pl.LightningDataModule):
@@ -89,6 +103,29 @@ def test_hparams():
     assert module.hparams.batch_size == 5
     applied.undo()
     assert module.hparams.batch_size == 2
+
+
+@pytest.mark.parametrize("own", [2, None])
+def test_a_name_with_dots(own):
+    """It is followed through attributes and keys; the hook sees the size, and the old one comes back."""
+    module = Configured(SimpleNamespace(data={"batch_size": own, "rows": 22}))
+    callback = Setting(5, attribute="cfg.data.batch_size")
+    trainer(callbacks=[callback]).fit(module)
+    assert [len(batch) for batch in module.seen] == [5, 5, 5, 5, 2]
+    assert callback.applied[0] == f"cfg.data.batch_size: {own} -> 5"
+    assert module.cfg.data["batch_size"] == 5
+    callback.applied.undo()
+    assert module.cfg.data == {"batch_size": own, "rows": 22}
+
+
+@pytest.mark.parametrize("name", ["cfg.batch_size", "cfg.data.rows.batch_size", "data.batch_size"])
+def test_a_name_with_dots_that_leads_nowhere_sets_nothing(name):
+    """The loaders have the size all the same."""
+    module = Configured(SimpleNamespace(data={"batch_size": 2, "rows": 22}))
+    callback = Setting(5, attribute=name)
+    trainer(callbacks=[callback]).fit(module)
+    assert [len(batch) for batch in module.seen] == [5, 5, 5, 5, 2]
+    assert vars(module.cfg) == {"data": {"batch_size": 2, "rows": 22}}
 
 
 def test_datamodule():
@@ -264,3 +301,32 @@ def test_wrong_arguments():
     with pytest.raises(InvalidValue) as caught:
         apply_batch_size(trainer(), Tiny(), "fit", 0)
     assert str(caught.value) == "batch_size: invalid value 0; expected a size of at least 1."
+
+
+class Recurrent(Tiny):
+    """Its step relies on its own batch size, as a hidden state of fixed shape does."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__()
+        self.cfg = SimpleNamespace(batch_size=batch_size)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = torch.ones(self.cfg.batch_size, 1, dtype=torch.float64)
+        self.seen.append(batch)
+        return (self.layer(batch) * hidden).pow(2).mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(20), batch_size=self.cfg.batch_size, drop_last=True)
+
+
+def test_the_attribute_is_the_size_while_it_is_tried():
+    """A step that relies on it runs at each size; where nothing is found it is what it was."""
+    module = Recurrent()
+    finder = BatchFinder(max_batch_size=5, batch_size_attribute="cfg.batch_size", cache=False)
+    trainer(callbacks=[finder]).fit(module)
+    assert (finder.batch_size, module.cfg.batch_size, len(module.seen)) == (5, 5, 4)
+    module = Recurrent(3)
+    module.layer = torch.nn.Linear(3, 1)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trainer(callbacks=[finder]).fit(module)
+    assert module.cfg.batch_size == 3

@@ -25,6 +25,7 @@ PACKAGES = [name for name in ("pytorch_lightning", "lightning.pytorch") if find_
 
 LIGHTNING = {
     "callbacks.progress.rich_progress.RichProgressBar": ["_console_kwargs"],
+    "core.mixins.hparams_mixin.HyperparametersMixin": ["_hparams_initial", "_log_hyperparams"],
     "core.module.LightningModule": ["_compiler_ctx", "_on_before_batch_transfer"],
     "loops.evaluation_loop._EvaluationLoop": ["_combined_loader", "_data_source", "_stage", "_trainer_fn"],
     "loops.fit_loop._FitLoop": ["_combined_loader", "_data_source"],
@@ -34,6 +35,7 @@ LIGHTNING = {
     "loops.training_epoch_loop._TrainingEpochLoop": ["_build_kwargs"],
     "overrides.distributed._IndexBatchSamplerWrapper": ["_batch_sampler"],
     "strategies.ddp.DDPStrategy": ["_ddp_kwargs", "_timeout", "configure_ddp"],
+    "strategies.launchers.multiprocessing._MultiProcessingLauncher": ["get_extra_results"],
     "trainer.connectors.data_connector._DataConnector": ["_requires_distributed_sampler"],
     "trainer.connectors.logger_connector.logger_connector._LoggerConnector": ["reset_metrics", "reset_results"],
     "trainer.connectors.logger_connector.result._ResultCollection": ["batch", "batch_size", "update_metrics"],
@@ -45,6 +47,7 @@ LIGHTNING = {
         "_signal_connector",
     ],
     "utilities.combined_loader.CombinedLoader": ["_mode", "_spec"],
+    "utilities.exceptions._TunerExitException": ["__init__"],
 }
 TORCH = {
     "torch.amp.GradScaler": ["_init_scale", "_scale"],

@@ -52,7 +52,7 @@ def test_memory_runs_out_on_one_rank_in_forward_backward_and_optimizer(run: Run)
 def test_each_rank_fits_another_size(run: Run) -> None:
     """All take the smallest, and make up the target together; the message names the rank."""
     one = f"on rank 1: {MESSAGE}"
-    assert run(2, "uneven") == [[4, "4 x 2 x 2 devices = 16", [1, 8, 2, 5, 6, 7, 4], [one], ""]] * 2
+    assert run(2, "uneven") == [[4, "4 x 2 x 2 devices = 16", [1, 2, 4, 5, 6, 7, 8], [one], ""]] * 2
     ranks = run(4, "uneven")
     size, plan, _, failed, error = ranks[0]
     assert (size, plan, error) == (4, "4 x 2 x 4 devices = 32", "")
@@ -131,6 +131,11 @@ def test_the_second_start_of_several_ranks(run: Run) -> None:
     first, second = run(2, "cached")
     assert first == [5, True, [5], ["measured", "cache"], 2, 2, [2], 2]
     assert second == [5, True, [5], ["measured", "cache"], 0, 0, None, 0]
+
+
+def test_a_run_that_goes_on_from_a_checkpoint(run: Run) -> None:
+    """All ranks keep its size, after one try."""
+    assert run(2, "resumed") == [[4, 4, "checkpoint", [4], 8]] * 2
 
 
 def test_a_cache_that_cannot_be_used(run: Run) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import pytorch_lightning as pl
@@ -223,9 +224,15 @@ def test_an_epoch_too_short_for_the_target_is_explained() -> None:
 
 
 def test_two_finders_are_refused() -> None:
-    """Each would set the size."""
+    """Each would set the size. Lightning itself refuses two of one class, since both have a state."""
+
+    class Mine(BatchFinder):
+        pass
+
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `BatchFinder`"):
+        nets.trainer(callbacks=[BatchFinder(), BatchFinder()])
     with pytest.raises(MisconfigurationException) as caught:
-        nets.trainer(callbacks=[BatchFinder(cache=False), BatchFinder(cache=False)]).fit(Net())
+        nets.trainer(callbacks=[BatchFinder(cache=False), Mine(cache=False)]).fit(Net())
     assert str(caught.value) == (
         "This trainer has more than one BatchFinder, and each would set the batch size. Keep one of them."
     )
@@ -258,3 +265,30 @@ def test_validation_that_runs_out_of_memory_does_not_lower_the_record_of_trainin
             warnings.filterwarnings("error", "BatchFinder")
             with pytest.raises(torch.OutOfMemoryError):
                 trainer.fit(NeverValidates())
+
+
+class Experience(NamedTuple):
+    """One of the many small objects that a replay buffer holds."""
+
+    state: torch.Tensor
+    action: int
+    reward: float
+
+
+class Replays(Net):
+    """Keeps what it has seen, as Lightning's DQN example does."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.buffer = deque((Experience(torch.zeros(2), step, step / 7) for step in range(seen)), maxlen=20_000)
+        self.rewards = [0.5] * seen
+
+
+def test_a_key_is_made_whatever_a_module_and_a_trainer_hold() -> None:
+    """10,000 small objects, then more, and gradients that are clipped at infinity, which JSON does not have."""
+    sources = []
+    for seen in (10_000, 10_001):
+        finder = BatchFinder(max_batch_size=8)
+        nets.trainer(callbacks=[finder], gradient_clip_val=float("inf")).fit(Replays(seen))
+        sources += [found.source for found in finder.results["fit"].values()]
+    assert sources == ["measured", "cache"]

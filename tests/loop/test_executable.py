@@ -68,7 +68,7 @@ def test_the_next_start_begins_with_the_size_that_ran(own_cache: Path) -> None:
     assert sizes == [32]
     store = Store(own_cache)
     (record,) = store.records()
-    store.put(record.key, replace(record.result, max_batch_size=64))
+    store.put(record.key, replace(record.result, max_batch_size=64, trials=()))
     train, sizes = make(50)
     assert train("data")[0] == 32
     assert sizes == [64, 32]

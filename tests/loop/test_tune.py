@@ -165,7 +165,7 @@ def test_a_cached_size_that_fails_is_searched_below(own_cache: Path) -> None:
     tune(loop)
     store = Store(own_cache)
     (record,) = store.records()
-    store.put(record.key, replace(record.result, max_batch_size=33))
+    store.put(record.key, replace(record.result, max_batch_size=33, trials=()))
     lower = tune(loop)
     assert lower.smallest.result.trials[0].batch_size == 33
     assert (lower.smallest.result.source, lower.batch_size) == ("measured", 20)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import platform
 import resource
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -160,3 +163,39 @@ def test_a_budget_is_the_whole_processes() -> None:
     assert (memory.max_peak_bytes(0), memory.max_peak_bytes(5)) == (700 * MIB, 700 * MIB + 5)
     assert memory.name
     assert Path("/proc/meminfo").exists() == (memory.total_bytes > 0)
+
+
+CHURN = """
+import ctypes, os, torch
+from batchfinder.measure.device_memory import HostMemory
+from batchfinder.measure.host_limits import status
+if os.environ.get("BUDGET"):
+    HostMemory(1 << 40)
+kept = []
+for size in (1, 4, 16, 31):  # each is freed: by itself glibc maps nothing smaller for itself from then on
+    torch.ones(size << 18)
+start = status("VmRSS")
+for _ in range(20):
+    freed = torch.ones(6 << 18)
+    kept.append(torch.ones(1 << 16))
+    del freed
+held = [torch.ones(6 << 18) for _ in range(4)]
+kept.append(torch.ones(1 << 16))
+del held
+print((status("VmRSS") - start) >> 20)
+"""
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("environment", "returned"), [({}, False), ({"BUDGET": "1"}, True), ({"BUDGET": "1", "LD_PRELOAD": ""}, False)]
+)
+def test_under_a_budget_freed_memory_is_not_resident(environment: dict[str, str], returned: bool) -> None:
+    """Holes in the heap stay resident by glibc's own choice; a malloc that the user has set up is left alone."""
+    libc = platform.libc_ver()[0]
+    if libc != "glibc":
+        pytest.skip(f"the C library is {libc or 'another'}")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", CHURN]
+    resident = int(subprocess.check_output(command, env={**inherited, **environment}, text=True))
+    assert (resident < 8) == returned, resident

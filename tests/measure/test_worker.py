@@ -139,3 +139,30 @@ def test_as_many_steps_as_show_the_peak(asked, taken):
     """At least two optimizer steps; two micro-batches where there are more than one, and never more."""
     settings = minimal_steps(StepConfig(steps=asked[0], micro_batches=asked[1], optimizer="sgd"))
     assert (settings.steps, settings.micro_batches, settings.optimizer) == (*taken, "sgd")
+
+
+def test_processes_that_a_step_starts(run: Run) -> None:
+    """One that stays behind is not waited for, whether the step ended or died; of a fork that goes on, one answers."""
+    *answers, quick = run("""
+        import os, time
+        from batchfinder.measure.worker import in_fork
+
+        def leaves():
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+            return {"left": True}
+
+        def dies():
+            leaves()
+            os._exit(5)
+
+        def goes_on():
+            os.fork()
+            return {"answers": 1}
+
+        start = time.monotonic()
+        result = [in_fork(leaves), in_fork(dies), in_fork(goes_on), time.monotonic() - start < 40]
+    """)
+    assert answers == [{"left": True}, {"exit": 5}, {"answers": 1}]
+    assert quick

@@ -319,12 +319,9 @@ def test_real_weights_are_initialised_as_ever() -> None:
 @pytest.mark.parametrize("change", [{"memory_format": torch.channels_last}, {"dtype": torch.bfloat16}])
 def test_fake_weights_are_converted_in_place(change: dict[str, Any]) -> None:
     """`module.to` of a memory format or a type works on parameters as large as weights, and keeps what is tied tied."""
-    with FakeDeviceMode(allow_non_fake_inputs=True) as mode, allow_fake_weights():
+    with FakeDeviceMode(allow_non_fake_inputs=True), allow_fake_weights():
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2048, 5))
         model.tied = model[1].weight
-        assert mode.fake_tensor_converter.meta_converter.tensor_memo, (
-            "nothing refers to them: the memo can be left alone"
-        )
         model.to(**change)
         model.to(**change)
     for convolution in (model[0], model[1]):

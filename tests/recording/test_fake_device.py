@@ -86,6 +86,7 @@ def test_large_cpu_tensors_are_fake() -> None:
         assert isinstance(torch.cat([small, small]), FakeTensor)
         assert isinstance(small.to(torch.float64), FakeTensor)
         assert isinstance(small + large[:count], FakeTensor)
+        assert isinstance(large.double(), FakeTensor)
         view = torch.ones(1).expand(SMALL_BYTES)
         assert not isinstance(view, FakeTensor)
         assert isinstance(view + 1, FakeTensor)

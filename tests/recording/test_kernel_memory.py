@@ -268,3 +268,34 @@ def test_table_takes_the_operators_arguments() -> None:
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
     }
+
+
+class Experts(nn.Module):
+    """A product for each of four experts, as transformers' mixtures of experts have it: rows sorted, offsets beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, WIDTH, 100))  # rows of no multiple of 16 bytes in half types
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        offsets = torch.arange(1, 5, device=x.device, dtype=torch.int32) * (x.size(0) // 4)
+        return F.grouped_mm(x.to(self.weight.dtype), self.weight, offs=offsets)
+
+
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16-mixed", 4), ("16-mixed", 4), ("bf16-true", 2)])
+def test_mixtures_of_experts_run_in_every_precision(record: Record, precision: str, size: int) -> None:
+    """CUDA multiplies groups in fp32, fp16 and bf16; autocast leaves them alone. Rows are padded to 16 bytes."""
+    rows, columns, padded = 64, 100, {4: 100, 2: 104}[size]
+    trace = record(
+        lambda: Workload(Experts(), lambda batch_size, seq_len: (torch.zeros(batch_size, WIDTH),)),
+        rows,
+        precision=precision,
+        capability=(8, 0),
+    )
+    grouped = [
+        bytes_
+        for bytes_, name in zip(trace.sizes, trace.structure.operators, strict=True)
+        if name == "aten._grouped_mm.default"
+    ]
+    # The product, and in the backward the weight's gradient; nothing follows the last row.
+    assert grouped == 2 * [size * (count * padded - padded + columns) for count in (rows, 4 * WIDTH)]

@@ -164,8 +164,10 @@ def test_mistakes_are_told_before_anything_is_built(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is no picture, a folder that is not there, and matplotlib missing."""
-    expected = "expected a file that ends in .png or .svg, in a folder that exists."
-    for path in ("step.jpeg", "no/such/step.png", str(tmp_path)):
+    picture = "expected a file that ends in .png or .svg, in a folder that exists."
+    missing = "expected a file in a folder that exists."
+    mistakes = {"step.jpeg": picture, str(tmp_path): picture, "no/such/step.png": missing}
+    for path, expected in mistakes.items():
         assert main([verb, "--plot", path]) == 1
         assert capsys.readouterr().err == f"batchfinder: --plot: invalid value {path!r}; {expected}\n"
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -173,4 +175,20 @@ def test_mistakes_are_told_before_anything_is_built(
     assert capsys.readouterr().err == (
         "batchfinder: drawing needs matplotlib, which is not installed. "
         "Install it with: pip install matplotlib (or batchfinder with its extra: batchfinder[plot])\n"
+    )
+
+
+def test_a_matplotlib_that_does_not_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told before the work, in its own words."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('numpy.core.multiarray failed to import')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["sweep", "--plot", str(tmp_path / "sweep.png")]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "batchfinder: drawing needs matplotlib, which cannot be imported: numpy.core.multiarray failed to import. "
+        "Install it with: pip install matplotlib (or batchfinder with its extra: batchfinder[plot])\n",
     )

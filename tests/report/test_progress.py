@@ -98,3 +98,13 @@ def test_a_dumb_terminal_gets_plain_lines(connect: Connect, monkeypatch: pytest.
     with StatusLine() as line:
         line.update("building bert-base")
     assert terminal.getvalue() == "building bert-base\n"
+
+
+def test_names_are_shown_as_they_are(connect: Connect) -> None:
+    """Brackets are no markup, and what a terminal would take for commands is escaped."""
+    terminal = connect()
+    with StatusLine() as line:
+        line.update("building ./[/bold]/\x1b]0;title\x07")
+        line._bar.refresh()
+    assert "[/bold]" in terminal.getvalue()
+    assert "\x1b]0;" not in terminal.getvalue()

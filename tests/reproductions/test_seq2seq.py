@@ -161,7 +161,7 @@ def printed(table: object, width: int) -> str:
 
 def test_needed_bytes() -> None:
     """A card for real steps must have room for the most that was reserved."""
-    assert published_seq2seq().stages[-1].max_reserved * MIB < seq2seq.needed_bytes()
+    assert published_seq2seq().stages[-1].max_reserved * MIB < seq2seq.NEEDED_BYTES
 
 
 @pytest.mark.parametrize(

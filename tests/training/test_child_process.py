@@ -29,6 +29,12 @@ for request in requests_from(requests):
         if os.fork() == 0:
             time.sleep(60)
         time.sleep(60)
+    if "leave behind" in request and os.fork() == 0:
+        time.sleep(3600)
+    if "compute" in request:
+        until = time.monotonic() + request["compute"]
+        while time.monotonic() < until:
+            pass
     if "die" in request:
         os.kill(os.getpid(), request["die"])
     if "rubbish" in request:
@@ -202,3 +208,33 @@ def test_only_the_users_frames():
         frames = describe(error)["traceback"]
     assert "torch.nn.Linear(2, 2)(torch.ones(3))" in frames
     assert "linear.py" not in frames
+
+
+def test_nothing_of_the_working_folder_runs(echo, tmp_path, monkeypatch):
+    """Where it has a file of a module's name that a child imports, and where it has one of batchfinder's."""
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    for name in ("json", "threading", "batchfinder", "torch"):
+        (folder / f"{name}.py").write_text("open('RAN', 'w')")
+    monkeypatch.chdir(folder)
+    with Child(echo) as child:
+        assert child.ask({"a": 1})["echo"] == {"a": 1}
+    assert not (folder / "RAN").exists()
+
+
+def test_a_process_that_stays_behind_with_its_pipes(echo):
+    """A child that dies is known to be dead, though what it started has its pipes open."""
+    with Child(echo) as child:
+        with pytest.raises(ChildDied) as caught:
+            child.ask({"leave behind": True, "exit": 7})
+        assert caught.value.exit_code == 7
+
+
+def test_a_silent_child_is_ended(echo, monkeypatch):
+    """It says after how long; one that computes for longer is left to it."""
+    monkeypatch.setattr("batchfinder.training.child_process.SILENT_SECONDS", 2.0)
+    with Child(echo) as child:
+        assert child.ask({"compute": 6.0})["echo"] == {"compute": 6.0}
+        with pytest.raises(ChildDied, match="neither answered nor used the processor for 2 s"):
+            child.ask({"sleep": True})
+        assert _group_is_gone(child.pid)
