@@ -63,6 +63,16 @@ def test_a_target_that_no_large_micro_batch_divides(arguments, text, exact):
     assert (str(plan_accumulation(*arguments)), str(plan_accumulation(*arguments, exact=True))) == (text, exact)
 
 
+def test_multiples():
+    """All is planned in multiples, exactly as without them in ones; nothing fits where not one multiple does."""
+    assert str(plan_accumulation(8 * 254, 8 * 64 + 7, multiple_of=8)) == (
+        "512 x 4 = 2048 (16 more than the target of 2032)"
+    )
+    assert str(plan_accumulation(8 * 254, 8 * 64 + 7, multiple_of=8, exact=True)) == "16 x 127 = 2032"
+    with pytest.raises(OutOfMemory, match="batch size 8 does not fit"):
+        plan_accumulation(64, 7, multiple_of=8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -101,13 +111,16 @@ def test_nothing_fits():
     [
         ((0, 8), "target_batch_size: invalid value 0; expected a size of at least 1."),
         ((8, -1), "max_batch_size: invalid value -1; expected the largest size that fits, or 0 when none does."),
+        ((9, 8, 1, 4), "target_batch_size: invalid value 9; expected a multiple of 4, as multiple_of asks."),
+        ((8, 8, 1, 0), "multiple_of: invalid value 0; expected a size of at least 1."),
         ((8, 8, 0), "num_devices: invalid value 0; expected at least 1 device."),
     ],
 )
 def test_bad_arguments(arguments, message):
     """Arguments that cannot be meant are refused by name."""
+    *arguments, multiple_of = arguments if len(arguments) == 4 else (*arguments, 1)
     with pytest.raises(InvalidValue) as error:
-        plan_accumulation(*arguments)
+        plan_accumulation(*arguments, multiple_of=multiple_of)
     assert str(error.value) == message
 
 

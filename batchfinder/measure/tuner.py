@@ -298,13 +298,12 @@ class Tuner:
 
     def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        target, step, limit = self._limits.target_batch_size, self._limits.multiple_of, result.max_batch_size
+        limits, limit = self._limits, result.max_batch_size
+        target, step = limits.target_batch_size, limits.multiple_of
         if target is None or limit == 0:
             return None
         while True:
-            limits = self._limits
-            plan = plan_accumulation(target // step, limit // step, limits.num_devices, exact=limits.exact)
-            plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
+            plan = plan_accumulation(target, limit, limits.num_devices, multiple_of=step, exact=limits.exact)
             if plan.micro_batch_size < self._bounds.first:
                 expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"
                 raise InvalidValue("target_batch_size", target, expected)
