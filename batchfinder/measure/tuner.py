@@ -128,7 +128,8 @@ class TuningResult:
     def raise_if_nothing_fits(self) -> None:
         """Raise `OutOfMemory` where not even the smallest size runs: with it, the device's words and advice."""
         if self.result.max_batch_size == 0:
-            raise _out_of_memory(min(self.result.trials, key=lambda trial: trial.batch_size))
+            failed = [trial for trial in self.result.trials if not trial.fits]
+            raise _out_of_memory(min(failed, key=lambda trial: trial.batch_size))
 
     def __str__(self) -> str:
         """Size, peak, headroom, accumulation, trials and seconds, on one line."""

@@ -207,6 +207,15 @@ def test_an_answer_is_never_far_below_what_ran() -> None:
     assert max(answers) <= 200
 
 
+def test_where_the_only_size_that_ran_fails_in_the_end_the_error_says_how() -> None:
+    """It is tried again since trials have left less memory than it takes, and it is the failure that is told."""
+    found = Device(lambda size: 100 * size, free=150, leaks=30).tuner().find(Shape())
+    assert [(trial.batch_size, trial.fits) for trial in found.result.trials] == [(1, True), (2, False), (1, False)]
+    assert found.result.max_batch_size == 0
+    with pytest.raises(OutOfMemory, match="batch size 1 does not fit: no room"):
+        found.raise_if_nothing_fits()
+
+
 def test_a_plans_micro_batch_is_tried_itself() -> None:
     """A smaller size may take more: the next divisor that runs is taken."""
     device = Device(lambda size: 2000 if size == 90 else affine(size))
