@@ -44,6 +44,7 @@ class SearchLimits:
         multiple_of: every size tried is a multiple of this; the target must be one as well.
         target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
         num_devices: devices that train side by side and make up the target together.
+        exact: whether the target is met exactly, however slow; see `plan_accumulation`.
         certify: whether a cached result is tried once before it is used, however much memory is free.
 
     Raises:
@@ -58,6 +59,7 @@ class SearchLimits:
     multiple_of: int = 1
     target_batch_size: int | None = None
     num_devices: int = 1
+    exact: bool = False
     certify: bool = True
 
     def __post_init__(self) -> None:
@@ -296,12 +298,12 @@ class Tuner:
 
     def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        target, step, limit = self._limits.target_batch_size, self._limits.multiple_of, result.max_batch_size
+        limits, limit = self._limits, result.max_batch_size
+        target, step = limits.target_batch_size, limits.multiple_of
         if target is None or limit == 0:
             return None
         while True:
-            plan = plan_accumulation(target // step, limit // step, self._limits.num_devices)
-            plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
+            plan = plan_accumulation(target, limit, limits.num_devices, multiple_of=step, exact=limits.exact)
             if plan.micro_batch_size < self._bounds.first:
                 expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"
                 raise InvalidValue("target_batch_size", target, expected)

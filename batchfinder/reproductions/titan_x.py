@@ -221,7 +221,7 @@ def reproduce(context: Context) -> Reproduction:
     def plan(max_batch_size: int) -> dict[str, int] | None:
         if not max_batch_size:
             return None
-        made = plan_accumulation(TARGET_BATCH_SIZE, max_batch_size)
+        made = plan_accumulation(TARGET_BATCH_SIZE, max_batch_size, exact=True)
         return {"micro_batch_size": made.micro_batch_size, "accumulation": made.accumulation}
 
     rows = []
