@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from batchfinder.cache import Store
 from batchfinder.cli.options import DEFAULT_GPU, card, instance_card, step_options, whole_number
 from batchfinder.devices import Card, Device, driver_version, find_gpu, host_name, present_gpus
-from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
+from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
 from batchfinder.measure.host_limits import available_bytes
@@ -18,7 +18,7 @@ from batchfinder.models.catalog import check_model_name
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepConfig, StepOptions
-from batchfinder.units import GIB, MIB, format_bytes, parse_bytes, parse_headroom, parse_share
+from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headroom, parse_share
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
 DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
@@ -70,7 +70,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         if arguments.instance is not None:
             cards.append(instance_card(arguments.instance, arguments.budget))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
-    budget_bytes = None if arguments.budget is None else parse_bytes(arguments.budget, "--budget")
+    budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     if asked == CPU:
         return _host(budget_bytes)
     if asked not in ("auto", SIMULATED):

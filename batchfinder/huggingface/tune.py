@@ -15,7 +15,7 @@ from batchfinder.loop.result import TunedBatchSize
 from batchfinder.loop.tune import tune_loop
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Trial
-from batchfinder.units import parse_bytes, parse_headroom
+from batchfinder.units import parse_budget, parse_headroom
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -166,7 +166,7 @@ def tune_trainer(
         exact=exact or target_batch_size is None,
         certify=certify,
     )
-    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
+    budget_bytes = None if budget is None else parse_budget(budget)
     device = device_of(args.device, ())
     store = store_of(cache)
 

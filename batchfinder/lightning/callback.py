@@ -47,7 +47,7 @@ from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
 from batchfinder.snapshot.training_state import restore_on_exit
-from batchfinder.units import parse_bytes, parse_headroom
+from batchfinder.units import parse_budget, parse_headroom
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import StageLoop
@@ -169,7 +169,7 @@ class BatchFinder(Accumulating):
             max_batch_size=max_batch_size,
             multiple_of=multiple_of,
             tolerance=tolerance,
-            budget=None if budget is None else parse_bytes(budget, option="budget"),
+            budget=None if budget is None else parse_budget(budget),
             cache=cache,
             certify=certify,
             batch_size_attribute=batch_size_attribute,

@@ -163,6 +163,7 @@ class StageTuner:
                 self._open_probe,
                 hint=self._predict,
                 on_trial=on_trial,
+                held_bytes=self._memory.held_bytes(),
                 warn=lambda error: rank_zero_warn(
                     f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run "
                     "are not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
@@ -260,7 +261,12 @@ class StageTuner:
                     self._finder,
                     self._config,
                     lambda batch_size: self._batches.batch(batch_size, shape.seq_len),
-                    simulated_device(self._device, self._memory, max_peak_bytes, self._trainer.lightning_module),
+                    simulated_device(
+                        self._device,
+                        self._memory,
+                        max_peak_bytes + self._session.held_bytes,
+                        self._trainer.lightning_module,
+                    ),
                     cap,
                     seconds=seconds,
                 )

@@ -32,6 +32,7 @@ class StepCounter:
         self._calls = 0
         self._steps: dict[int, int] = {}
         self._in_this_call: set[int] = set()
+        self._stepped_before: set[int] = set()
         self._checked_modules = False
 
     @contextmanager
@@ -74,10 +75,11 @@ class StepCounter:
         self._calls += 1
         for optimizer in self._in_this_call:
             self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._stepped_before |= self._in_this_call
         self._in_this_call.clear()
         named = {id(one) for one in self._config.optimizers}
         if self._calls >= MAX_BATCHES_WITHOUT_STEP:
-            self._idle |= named - self._steps.keys()
+            self._idle |= named - self._stepped_before
             return False
         expected = named - self._idle | self._steps.keys()
         return self._calls < PEAK_STEPS or any(self._steps.get(one, 0) < PEAK_STEPS for one in expected)
@@ -140,6 +142,7 @@ class LoopProbe:
                 session.open().restore,
                 session.reserve_bytes,
                 session.held_bytes,
+                stepping=session.stepping,
             )
         except InvalidValue:
             raise

@@ -21,7 +21,7 @@ from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.results import Shape, Trial
-from batchfinder.units import parse_bytes, parse_headroom
+from batchfinder.units import parse_budget, parse_headroom
 
 MakeKey = Callable[[LoopConfig, Shape, Any, Memory, SearchLimits], CacheKey]
 
@@ -50,7 +50,14 @@ def tune_loop(
     sizes: dict[int | None, TunedBatchSize] = {}
     with TrialSession(memory, config.device, limits.reserve_bytes, config.capture) as session:
         probe = LoopProbe(config, limits, session)
-        tuner = Tuner(memory.free_bytes, limits, probe.open, on_trial=on_trial, warn=warn_not_cached)
+        tuner = Tuner(
+            memory.free_bytes,
+            limits,
+            probe.open,
+            on_trial=on_trial,
+            warn=warn_not_cached,
+            held_bytes=memory.held_bytes(),
+        )
         keys = [] if store is None else _keys(config, limits, memory, shapes, make_key)
         each = (time.perf_counter() - started) / len(shapes)
         for index, shape in enumerate(shapes):
@@ -145,7 +152,7 @@ def tune_batch_size(
         exact=exact,
         certify=certify,
     )
-    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
+    budget_bytes = None if budget is None else parse_budget(budget)
     check_single_process()
     named = tuple(state) if isinstance(state, list | tuple) else (state,)
     config = LoopConfig(train_step, make_batch, named, device_of(device, named))

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchfinder.devices import Card
-from batchfinder.estimate.breakdown import ModuleBytes, fold_lists, module_tree
-from batchfinder.estimate.estimate import NAMES, Estimate, Peak
+from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepOptions

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfinder.errors import InvalidValue, MissingExtra
-from batchfinder.estimate.breakdown import OverTime
-from batchfinder.estimate.estimate import NAMES
+from batchfinder.estimate.estimate import NAMES, OverTime
 from batchfinder.report.estimate import EstimateFindings
 from batchfinder.report.sweep import SweepRow
 from batchfinder.units import GIB, format_bytes

@@ -9,13 +9,20 @@ from typing import Any
 from batchfinder.devices import find_gpu
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
-from batchfinder.reproductions.published import RUNGS, Figure, published_bert_2019
+from batchfinder.reproductions.published import (
+    RUNGS,
+    Context,
+    Figure,
+    MeasuredStep,
+    Reproduction,
+    published_bert_2019,
+    row,
+)
 from batchfinder.results import Shape
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
-from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import MIB, format_bytes

@@ -10,11 +10,10 @@ from batchfinder.estimate.estimate import Estimate, estimate
 from batchfinder.estimate.sharding import STRATEGIES, sharded_step
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
-from batchfinder.reproductions.published import published_multimodal_bert
+from batchfinder.reproductions.published import Context, MeasuredStep, Reproduction, published_multimodal_bert, row
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.bert_2019 import without_workspaces
-from batchfinder.reproductions.published import published_seq2seq
+from batchfinder.reproductions.published import Context, MeasuredStep, Reproduction, published_seq2seq, row
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import SMALL_BLOCK_BYTES, Block, DeviceMemory, round_up

@@ -11,12 +11,11 @@ from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.models.catalog import find_model
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
-from batchfinder.reproductions.published import published_titan_x
+from batchfinder.reproductions.published import Context, MeasuredStep, Reproduction, published_titan_x, row
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
 

@@ -74,6 +74,93 @@ def sizes_of(found: TuningResult) -> list[int]:
     return [trial.batch_size for trial in found.result.trials]
 
 
+class NeedsTwo(Device):
+    """Raises where it is given fewer than `least` samples, as BatchNorm does."""
+
+    least = 2
+    error: Exception = ValueError("Expected more than 1 value per channel when training")
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        if batch_size < self.least:
+            self.sizes.append(batch_size)
+            raise self.error
+        return super().__call__(batch_size, shape)
+
+
+def test_where_one_sample_raises_and_two_run_the_search_goes_on_from_two() -> None:
+    """The summary says so; a second start certifies the answer."""
+    entry, device = CacheEntry(), NeedsTwo(affine)
+    found = device.tuner().find(Shape(), entry)
+    assert (device.sizes[:3], found.result.max_batch_size) == ([1, 2, 1], 128)
+    assert "; from 2 on, since batch size 1 raised ValueError: Expected more than 1 value per channel" in str(found)
+    again = device.tuner().find(Shape(), entry)
+    assert (sizes_of(again), again.result.source, again.raised) == ([128], "cache", "")
+
+
+def test_where_two_run_out_of_memory_nothing_fits() -> None:
+    """2 is the smallest size then."""
+    found = NeedsTwo(lambda size: 2000).tuner().find(Shape())
+    assert found.result.max_batch_size == 0
+    with pytest.raises(OutOfMemory, match="batch size 2 does not fit"):
+        found.raise_if_nothing_fits()
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_batch_size": 1}, {"min_batch_size": 2}])
+def test_what_raises_at_any_size_is_raised_as_it_was(limits: dict[str, int]) -> None:
+    """With its own words and causes, and not for another size than was asked for."""
+    device = NeedsTwo(affine)
+    device.least, cause = 1000, KeyError("labels")
+    device.error = ValueError("the labels are wrong")
+    device.error.__cause__ = cause
+    with pytest.raises(ValueError, match="the labels are wrong") as caught:
+        device.tuner(**limits).find(Shape())
+    assert caught.value is device.error
+    assert caught.value.__cause__ is cause
+    assert device.sizes == ([1, 2] if not limits else [device.sizes[0]])
+
+
+def test_what_one_sample_raises_once_is_raised() -> None:
+    """An error that does not come again with the same size is not for want of samples."""
+
+    class Once(NeedsTwo):
+        def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+            self.least = 1 if self.sizes else 2
+            return super().__call__(batch_size, shape)
+
+    device = Once(affine)
+    with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
+        device.tuner().find(Shape())
+    assert caught.value is device.error
+    assert device.sizes == [1, 2, 1]
+
+
+def test_a_wrong_value_is_no_want_of_samples() -> None:
+    """Our own errors are raised at once."""
+    device = NeedsTwo(affine)
+    device.error = InvalidValue("state", [], "the optimizer among them")
+    with pytest.raises(InvalidValue):
+        device.tuner().find(Shape())
+    assert device.sizes == [1]
+
+
+def test_the_summarys_figures_agree() -> None:
+    """What ran with a peak shows that there was as much, whatever was said to be free as the start began."""
+    seen = Measurement(Verdict.FITS, None, 11 * GIB)
+    assert "peak 11.00 GiB of 11.00 GiB" in str(
+        TuningResult(replace(FOUND, measurement=seen), None, None, 1, 10 * GIB, 0)
+    )
+
+
+def test_where_nothing_fits_the_limit_and_what_was_held_are_named() -> None:
+    """Beside the device's own words."""
+    device = Device(lambda size: 2000)
+    tuner = Tuner(device.free_bytes, SearchLimits(), device.open, held_bytes=400)
+    with pytest.raises(
+        OutOfMemory, match=r"no room\. The limit is 1000 B, of which 400 B were held before the first try"
+    ):
+        tuner.find(Shape()).raise_if_nothing_fits()
+
+
 @pytest.mark.parametrize("reserve", [0, 100])
 def test_the_largest_size_whose_peak_leaves_the_headroom(reserve: int) -> None:
     """With every trial in order."""
@@ -160,8 +247,8 @@ def test_a_cached_0_is_tried_again() -> None:
         with pytest.raises(OutOfMemory) as caught:
             found.raise_if_nothing_fits()
         assert str(caught.value) == (
-            "batch size 1 does not fit: no room. Try a smaller model or sequences shorter than 512, a lower precision, "
-            "activation checkpointing or an optimizer with less state."
+            "batch size 1 does not fit: no room. The limit is 1000 B. Try a smaller model or sequences shorter "
+            "than 512, a lower precision, activation checkpointing or an optimizer with less state."
         )
     device.peak = affine
     assert device.tuner(certify=False).find(Shape(512), entry).result.max_batch_size == 128

@@ -11,8 +11,8 @@ from batchfinder.devices import present_gpus
 from batchfinder.errors import CardNeeded, UserCodeFailed
 from batchfinder.measure.child_probe import GpuFacts
 from batchfinder.recording.simulation import RecordingClient, Simulation
-from batchfinder.reproductions import base
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, require_card, row
+from batchfinder.reproductions import published
+from batchfinder.reproductions.published import Context, MeasuredStep, Reproduction, require_card, row
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 from batchfinder.units import GIB, MIB
 
@@ -107,7 +107,7 @@ def test_no_card() -> None:
 def test_a_card_that_is_too_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free decides, not what the card has; enough is enough."""
     card = GpuFacts("Tesla K80", 11 * GIB, 2 * GIB, (3, 7))
-    monkeypatch.setattr(base, "query_gpu", lambda device: card)
+    monkeypatch.setattr(published, "query_gpu", lambda device: card)
     with pytest.raises(CardNeeded, match=r"of the Tesla K80 here 2\.00 GiB is free"):
         require_card({"table": 2 * GIB + 1})
     assert require_card({"table": 2 * GIB}) == "cuda:0"
