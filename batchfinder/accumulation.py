@@ -54,7 +54,13 @@ class AccumulationPlan:
 
 
 def plan_accumulation(
-    target_batch_size: int, max_batch_size: int, num_devices: int = 1, *, multiple_of: int = 1, exact: bool = False
+    target_batch_size: int,
+    max_batch_size: int,
+    num_devices: int = 1,
+    *,
+    min_batch_size: int = 1,
+    multiple_of: int = 1,
+    exact: bool = False,
 ) -> AccumulationPlan:
     """Plan micro-batch x accumulation x devices, near to the target and without many small micro-batches.
 
@@ -75,12 +81,14 @@ def plan_accumulation(
         target_batch_size: samples per optimizer step.
         max_batch_size: the largest micro-batch that fits on one device.
         num_devices: devices that train side by side, each with the same micro-batch.
+        min_batch_size: the smallest micro-batch of use.
         multiple_of: the micro-batch is a multiple of this, and the target must be one as well.
         exact: take the exact plan, however slow.
 
     Raises:
         OutOfMemory: `max_batch_size` is less than `multiple_of`, so that there is nothing to accumulate.
-        InvalidValue: an argument is out of range.
+        InvalidValue: an argument is out of range, or micro-batches of at least `min_batch_size` do not make the target
+            up, not even nearly.
 
     Example:
         >>> print(plan_accumulation(254, 64), "or", plan_accumulation(254, 64, exact=True))
@@ -108,16 +116,25 @@ def plan_accumulation(
     most = -(-target // num_devices)
     fewest = -(-most // fitting)
     largest = -(-most // fewest)
+    plans = [best]
     if not exact and best.micro_batch_size < (1 - _NEGLIGIBLE) * largest:
-        plans = [best]
         for count in (max(1, fewest - 1), fewest, fewest + 1):
             below = target // (num_devices * count)
             for micro in (below, below + 1):
                 plans.append(AccumulationPlan(target, max(1, min(micro, fitting)), count, num_devices))
+    most_missed = abs(best.deviation) + target / _WORTH_OF_THE_TARGET
+    allowed = [
+        plan
+        for plan in plans
+        if plan.micro_batch_size * multiple_of >= min_batch_size and abs(plan.deviation) <= most_missed
+    ]
+    if not allowed:
+        expected = f"a multiple of any size from {min_batch_size} to {max_batch_size}, which fit"
+        raise InvalidValue("target_batch_size", target_batch_size, expected)
 
-        def cost(plan: AccumulationPlan) -> float:
-            smaller = max(0.0, 1 - plan.micro_batch_size / largest)
-            return smaller + _WORTH_OF_THE_TARGET * abs(plan.deviation) / target
+    def cost(plan: AccumulationPlan) -> float:
+        smaller = max(0.0, 1 - plan.micro_batch_size / largest)
+        return smaller + _WORTH_OF_THE_TARGET * abs(plan.deviation) / target
 
-        best = min(plans, key=lambda plan: (cost(plan), -plan.micro_batch_size))
+    best = min(allowed, key=lambda plan: (cost(plan), -plan.micro_batch_size))
     return replace(best, target_batch_size=target_batch_size, micro_batch_size=best.micro_batch_size * multiple_of)

@@ -63,6 +63,18 @@ def test_a_target_that_no_large_micro_batch_divides(arguments, text, exact):
     assert (str(plan_accumulation(*arguments)), str(plan_accumulation(*arguments, exact=True))) == (text, exact)
 
 
+def test_a_smallest_micro_batch():
+    """A target that smaller ones would make up is met nearly, to within 5 %, or refused."""
+    assert str(plan_accumulation(46, 8)) == "2 x 23 = 46"
+    assert str(plan_accumulation(46, 8, min_batch_size=3)) == "8 x 6 = 48 (2 more than the target of 46)"
+    for target, largest, exact in ((46, 8, True), (7, 4, False)):
+        with pytest.raises(InvalidValue) as error:
+            plan_accumulation(target, largest, min_batch_size=3, exact=exact)
+        assert str(error.value) == (
+            f"target_batch_size: invalid value {target}; expected a multiple of any size from 3 to {largest}, which fit."
+        )
+
+
 def test_multiples():
     """All is planned in multiples, exactly as without them in ones; nothing fits where not one multiple does."""
     assert str(plan_accumulation(8 * 254, 8 * 64 + 7, multiple_of=8)) == (

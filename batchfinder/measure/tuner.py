@@ -358,22 +358,25 @@ class Tuner:
 
     def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        limits, limit = self._limits, result.max_batch_size
-        target, step = limits.target_batch_size, limits.multiple_of
-        if target is None or limit == 0:
+        limits, limit, smallest = self._limits, result.max_batch_size, self._bounds.first
+        if limits.target_batch_size is None or limit == 0:
             return None
         while True:
-            plan = plan_accumulation(target, limit, limits.num_devices, multiple_of=step, exact=limits.exact)
-            if plan.micro_batch_size < self._bounds.first:
-                expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"
-                raise InvalidValue("target_batch_size", target, expected)
+            plan = plan_accumulation(
+                limits.target_batch_size,
+                limit,
+                limits.num_devices,
+                min_batch_size=smallest,
+                multiple_of=limits.multiple_of,
+                exact=limits.exact,
+            )
             seen = {trial.batch_size: trial for trial in (*result.trials, *self._trials)}
             trial = seen.get(plan.micro_batch_size) or self._try(plan.micro_batch_size, result.shape)
             if trial.fits:
                 return plan
             limit = plan.micro_batch_size - 1
-            if limit < self._bounds.first:
-                raise _out_of_memory(trial, self._limit_bytes - self._limits.reserve_bytes, self._held_bytes)
+            if limit < smallest:
+                raise _out_of_memory(trial, self._limit_bytes - limits.reserve_bytes, self._held_bytes)
 
     @contextmanager
     def _cache_errors(self) -> Iterator[None]:

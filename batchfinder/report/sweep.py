@@ -10,6 +10,7 @@ from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card
+from batchfinder.errors import InvalidValue
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, SearchResult, StopReason, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -89,8 +90,16 @@ class SweepRow:
         cell, size = self.cell, self.result.max_batch_size
         if cell.target_batch_size is None or not size:
             return None
-        plan = plan_accumulation(cell.target_batch_size, size, cell.card.count, multiple_of=cell.multiple_of)
-        return plan if plan.micro_batch_size >= cell.smallest else None
+        try:
+            return plan_accumulation(
+                cell.target_batch_size,
+                size,
+                cell.card.count,
+                min_batch_size=cell.smallest,
+                multiple_of=cell.multiple_of,
+            )
+        except InvalidValue:
+            return None
 
     @property
     def stopped_by(self) -> Verdict | None:
