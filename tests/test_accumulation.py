@@ -71,7 +71,8 @@ def test_a_smallest_micro_batch():
         with pytest.raises(InvalidValue) as error:
             plan_accumulation(target, largest, min_batch_size=3, exact=exact)
         assert str(error.value) == (
-            f"target_batch_size: invalid value {target}; expected a multiple of any size from 3 to {largest}, which fit."
+            f"target_batch_size: invalid value {target}; "
+            f"expected a multiple of any size from 3 to {largest}, which fit."
         )
 
 

@@ -26,9 +26,9 @@ from batchfinder.units import format_bytes
 _BELOW_A_FAILURE = 0.95
 """Share of a size that ran before and fails now from which a search starts, where memory alone does not say less."""
 
-_AFTER_A_LEAK = 0.02
-"""The least tolerance of a search that goes on because trials have left memory behind, doubled each time: each further
-trial leaves more, so that a finer search would end lower."""
+_AFTER_A_LEAK, _MOST_AFTER_A_LEAK = 0.02, 0.05
+"""The least tolerance of a search that goes on because trials have left memory behind, doubled each time up to the
+second: each further trial leaves more, so that a finer search would end lower."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class Tuner:
             The result, and the last trial of a size that had run before and failed: `failed`, the trial of what is
             cached, or one of this search.
         """
-        tolerance = self._limits.tolerance
+        tolerance, start = self._limits.tolerance, 0
         while True:
             limits = self._limits
             probe, max_peak_bytes = self._open()
@@ -272,7 +272,9 @@ class Tuner:
             trials: tuple[Trial, ...] = ()
             if failed is not None:
                 predicted: int | None = int(min(share, _BELOW_A_FAILURE) * failed.batch_size)
-                ran = {t.batch_size: t for t in self._trials if t.fits and t.batch_size < failed.batch_size}
+                # Not those that ran before an earlier failure: memory may be gone since, for all of them.
+                since, start = self._trials[start:], len(self._trials)
+                ran = {t.batch_size: t for t in since if t.fits and t.batch_size < failed.batch_size}
                 trials = (*(ran[size] for size in sorted(ran)), failed)
             else:
                 predicted = None if self._hint is None else self._hint(shape, max_peak_bytes)
@@ -303,7 +305,7 @@ class Tuner:
             again = self._try(found.max_batch_size, shape)
             if again.fits:
                 return replace(found, measurement=again.measurement), failed
-            failed, tolerance = again, max(2 * tolerance, _AFTER_A_LEAK)
+            failed, tolerance = again, max(tolerance, min(2 * tolerance, _MOST_AFTER_A_LEAK), _AFTER_A_LEAK)
 
     def _may_need_two(self, error: Exception) -> bool:
         """Whether what a step raised may be for want of a second sample, as BatchNorm's and pair losses' errors are."""

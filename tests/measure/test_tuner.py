@@ -303,6 +303,41 @@ def test_where_the_only_size_that_ran_fails_in_the_end_the_error_says_how() -> N
         found.raise_if_nothing_fits()
 
 
+class Loses(Device):
+    """With the trial of this number a tenth of the memory is gone for good; `told` is the share that is known of."""
+
+    def __init__(self, losing: int, told: float) -> None:
+        super().__init__(lambda size: 100 + 10 * size, free=10_000)  # 990 samples, and then 890
+        self.losing, self.told = losing, told
+
+    def open(self) -> tuple[Device, int]:
+        return self, int(self.told * (self.free - self.left))
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        self.sizes.append(batch_size)
+        if len(self.sizes) == self.losing:
+            self.left = 1_000
+        if self.peak(batch_size) > self.free - self.left:
+            return Measurement(Verdict.OUT_OF_MEMORY, message=MESSAGE)
+        return Measurement(Verdict.FITS, peak_reserved_bytes=self.peak(batch_size))
+
+
+@pytest.mark.parametrize("told", [1.0, 0.95])
+@pytest.mark.parametrize("tolerance", [0.01, 0.05])
+def test_memory_that_is_gone_at_once_costs_no_more_than_itself(tolerance: float, told: float) -> None:
+    """Whichever trial loses it, and however many sizes had run before: the answer is near the largest that runs then.
+
+    A limit of the address space leaves more than resident memory lets expect, so that many sizes near the answer run.
+    """
+    for losing in range(1, 30):
+        device = Loses(losing, told)
+        answer = device.tuner(tolerance=tolerance).find(Shape()).result.max_batch_size
+        assert answer >= 0.95 * 890, (losing, device.sizes)
+        assert len(device.sizes) <= 36, (losing, device.sizes)
+        again = len(device.sizes) - device.sizes[::-1].index(answer)
+        assert answer <= (890 if again >= losing else 990)
+
+
 def test_a_plans_micro_batch_is_tried_itself() -> None:
     """A smaller size may take more: the next divisor that runs is taken."""
     device = Device(lambda size: 2000 if size == 90 else affine(size))
