@@ -67,8 +67,23 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(
             {name: value for name, value in figures.items() if name not in _NAMES_OF_CODE}
         )
-        model_class = _head(config, figures.get("architectures") or [])
-        return _build(model_class, config, attention, str(path))
+        # The head that the figures name, where its batches are known, else the usual one for the type.
+        named = (each for each in figures.get("architectures") or [] if families().labels(each) is not None)
+        architecture = next((each for each in named if hasattr(transformers, each)), None)
+        if architecture is None:
+            from transformers.models.auto import modeling_auto as auto
+
+            kinds: list[Any] = [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
+            if config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # an encoder
+                kinds.append(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+            kinds += [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
+            if getattr(config, "is_encoder_decoder", False):
+                kinds = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES]
+            architecture = next((kind[config.model_type] for kind in kinds if config.model_type in kind), None)
+        if architecture is None:
+            expected = "a text or image classification model; for others give a package.module:factory"
+            raise InvalidValue("model", config.model_type, expected)
+        return _build(getattr(transformers, architecture), config, attention, str(path))
     except BatchFinderError:
         raise
     except Exception as error:  # the library validates figures with exceptions of every kind
@@ -225,25 +240,6 @@ def _attention(model_class: Any, attention: str, what: str) -> str:
     if attention not in has:
         raise InvalidValue("attention", attention, f"{' or '.join(has)}, which {what} supports")
     return ATTENTION[attention][0]
-
-
-def _head(config: Any, architectures: list[str]) -> Any:
-    for name in architectures:
-        if families().labels(name) is not None and hasattr(transformers, name):
-            return getattr(transformers, name)
-    from transformers.models.auto import modeling_auto as auto
-
-    kinds: list[Any] = [auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES]
-    if config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # an encoder
-        kinds.append(auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
-    kinds += [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
-    if getattr(config, "is_encoder_decoder", False):
-        kinds = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES]
-    for kind in kinds:
-        if config.model_type in kind:
-            return getattr(transformers, kind[config.model_type])
-    expected = "a text or image classification model; for others give a package.module:factory"
-    raise InvalidValue("model", config.model_type, expected)
 
 
 @dataclass(frozen=True)

@@ -198,22 +198,6 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
                 words = f"{plan.micro_batch_size} x {plan.accumulation}{devices} = {plan.effective_batch_size}"
             plans.append(words)
     columns["source"] = [row.result.source for row in rows]
-    return Table(title, (step, each), columns, _notes(rows, explain))
-
-
-def comma_separated(rows: Sequence[SweepRow]) -> str:
-    """All figures as CSV with a heading; lists are joined by semicolons."""
-    values = [row.to_json() for row in rows]
-    text = io.StringIO()
-    names = list(dict.fromkeys(name for row in values for name in row))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for row in values:
-        writer.writerow({name: "; ".join(value) if isinstance(value, list) else value for name, value in row.items()})
-    return text.getvalue()
-
-
-def _notes(rows: Sequence[SweepRow], explain: bool) -> tuple[str, ...]:
     notes = []
     if any(row.cell.published is not None for row in rows):
         notes.append("published: by google-research/bert for a 12 GB Titan X, TensorFlow 1.11 with Adam in fp32")
@@ -244,4 +228,16 @@ def _notes(rows: Sequence[SweepRow], explain: bool) -> tuple[str, ...]:
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)
     if explain and (unscaled := sum(row.unscaled for row in rows)):
         notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
-    return tuple(notes)
+    return Table(title, (step, each), columns, tuple(notes))
+
+
+def comma_separated(rows: Sequence[SweepRow]) -> str:
+    """All figures as CSV with a heading; lists are joined by semicolons."""
+    values = [row.to_json() for row in rows]
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in values for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in values:
+        writer.writerow({name: "; ".join(value) if isinstance(value, list) else value for name, value in row.items()})
+    return text.getvalue()

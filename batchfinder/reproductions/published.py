@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -237,33 +237,15 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
     return device
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """A step on a device that is here, whose allocator may reserve `limit_bytes`."""
+def largest_measured(
+    device: str, spec: WorkloadSpec, step: StepConfig, limit_bytes: int, seq_len: int, predicted: int
+) -> int:
+    """The largest batch that trains on a device that is here: it ran, and the next one up did not.
 
-    device: str
-    spec: WorkloadSpec
-    how: StepConfig
-    limit_bytes: int
-    seq_len: int
-
-    def largest(self, predicted: int) -> int:
-        """The largest batch that trains: it ran, and the next one up did not. It looks at `predicted` first."""
-        with ChildProcessProbe(self.spec, self.how, self.device, self.limit_bytes) as probe:
-            search = Secant(self.limit_bytes, tolerance=0.0, predicted=max(predicted, 1))
-            return find_max_batch_size(probe, Shape(self.seq_len), search=search).max_batch_size
-
-    def last_rung(self, rungs: Sequence[int]) -> int:
-        """The last of a ladder's batch sizes before the first that does not run; 0 if that is the first."""
-        largest = 0
-        with ChildProcessProbe(self.spec, self.how, self.device, self.limit_bytes) as probe:
-            for batch_size in rungs:
-                if not probe(batch_size, Shape(self.seq_len)).fits:
-                    break
-                largest = batch_size
-        return largest
-
-    def peak_bytes(self, batch_size: int) -> int | None:
-        """The most that was allocated at one time; None where the size does not run."""
-        with ChildProcessProbe(self.spec, self.how, self.device, self.limit_bytes) as probe:
-            return probe(batch_size, Shape(self.seq_len)).peak_allocated_bytes
+    Args:
+        limit_bytes: what PyTorch's allocator may reserve.
+        predicted: the size that is looked at first.
+    """
+    with ChildProcessProbe(spec, step, device, limit_bytes) as probe:
+        search = Secant(limit_bytes, tolerance=0.0, predicted=max(predicted, 1))
+        return find_max_batch_size(probe, Shape(seq_len), search=search).max_batch_size
