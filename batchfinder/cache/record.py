@@ -66,7 +66,7 @@ def encode(record: Record) -> bytes:
             "created": record.created.isoformat(),
             "label": record.label,
             "key": record.key.as_dict(),
-            "outcome": result_to_json(result),
+            "outcome": result_as_json(result),
         }
         body["checksum"] = hashlib.sha256(canonical_json(body).encode()).hexdigest()
         return write_members(body)
@@ -74,29 +74,24 @@ def encode(record: Record) -> bytes:
         raise InvalidValue("result to be cached", result, "text, whole numbers of bytes and finite seconds") from error
 
 
-def result_to_json(result: SearchResult) -> dict[str, Json]:
-    """A result as JSON has it; `result_from_json` makes it again.
-
-    Raises:
-        TypeError: a size is no whole number.
-    """
-    trials: list[Json] = [
-        [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_measurement_as_json(trial.measurement)]
-        for trial in result.trials
-    ]
+def result_as_json(result: SearchResult) -> dict[str, Json]:
+    """A search's result as a record has it."""
     return {
         "seq_len": _index(result.shape.seq_len),
         "max_batch_size": operator.index(result.max_batch_size),
         "stop": result.stop.name,
-        "measurement": None if result.measurement is None else _measurement_as_json(result.measurement),
-        "trials": trials,
+        "measurement": None if result.measurement is None else measurement_as_json(result.measurement),
+        "trials": [
+            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *measurement_as_json(trial.measurement)]
+            for trial in result.trials
+        ],
         "source": result.source,
         "unmodelled": list(result.unmodelled),
         "free_bytes": _index(result.free_bytes),
     }
 
 
-def _measurement_as_json(seen: Measurement) -> list[Json]:
+def measurement_as_json(seen: Measurement) -> list[Json]:
     """[verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes, resting_bytes,
     forward_bytes]; in a trial the batch size and the sequence length stand before them.
     """
@@ -212,7 +207,7 @@ def is_record(data: bytes) -> bool:
 
 
 def result_from_json(value: object) -> SearchResult:
-    """Make a result again of what `result_to_json` made of it.
+    """What `result_as_json` was given.
 
     Raises:
         DamagedRecord: it is something else.
@@ -221,38 +216,43 @@ def result_from_json(value: object) -> SearchResult:
     body = _of(value, "outcome", dict)
     if set(body) != names:
         raise DamagedRecord(f"its outcome is {shown(value)}")
-
-    def measurement(value: object) -> Measurement:
-        row = _of(value, "measurement", list)
-        if len(row) != 8:
-            raise DamagedRecord(f"its measurement is {shown(value)}")
-        return Measurement(
-            verdict=_of(row[0], "verdict", Verdict),
-            peak_allocated_bytes=_of(row[1], "peak_allocated_bytes", int, NoneType),
-            peak_reserved_bytes=_of(row[2], "peak_reserved_bytes", int, NoneType),
-            seconds=_of(row[3], "seconds", float),
-            message=_of(row[4], "message", str),
-            needed_bytes=_of(row[5], "needed_bytes", int, NoneType),
-            resting_bytes=_of(row[6], "resting_bytes", int, NoneType),
-            forward_bytes=_of(row[7], "forward_bytes", int, NoneType),
-        )
-
     trials = []
     for trial in _of(body["trials"], "trials", list):
         row = _of(trial, "trial", list)
         if len(row) != 10:
             raise DamagedRecord(f"its trial is {shown(trial)}")
         shape = Shape(_of(row[1], "seq_len", int, NoneType))
-        trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement(row[2:])))
+        trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement_from_json(row[2:])))
     return SearchResult(
         shape=Shape(_of(body["seq_len"], "seq_len", int, NoneType)),
         max_batch_size=_of(body["max_batch_size"], "max_batch_size", int),
         stop=_of(body["stop"], "stop", StopReason),
-        measurement=None if body["measurement"] is None else measurement(body["measurement"]),
+        measurement=None if body["measurement"] is None else measurement_from_json(body["measurement"]),
         trials=tuple(trials),
         source=_of(body["source"], "source", str),
         unmodelled=tuple(_of(text, "unmodelled", str) for text in _of(body["unmodelled"], "unmodelled", list)),
         free_bytes=_of(body["free_bytes"], "free_bytes", int, NoneType),
+    )
+
+
+def measurement_from_json(value: object) -> Measurement:
+    """What `measurement_as_json` was given.
+
+    Raises:
+        DamagedRecord: it is something else.
+    """
+    row = _of(value, "measurement", list)
+    if len(row) != 8:
+        raise DamagedRecord(f"its measurement is {shown(value)}")
+    return Measurement(
+        verdict=_of(row[0], "verdict", Verdict),
+        peak_allocated_bytes=_of(row[1], "peak_allocated_bytes", int, NoneType),
+        peak_reserved_bytes=_of(row[2], "peak_reserved_bytes", int, NoneType),
+        seconds=_of(row[3], "seconds", float),
+        message=_of(row[4], "message", str),
+        needed_bytes=_of(row[5], "needed_bytes", int, NoneType),
+        resting_bytes=_of(row[6], "resting_bytes", int, NoneType),
+        forward_bytes=_of(row[7], "forward_bytes", int, NoneType),
     )
 
 

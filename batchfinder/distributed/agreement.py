@@ -2,7 +2,8 @@
 
 A size fits where it fits on every rank, its peak is the largest, and what is free is the smallest, so that the search
 is the same on each. Ranks agree over gloo on the host, apart from the training's own group: that waits for no GPU, and
-a collective that fails leaves the training's group as it was.
+a collective that fails leaves the training's group as it was. What they tell each other is JSON, which runs no code
+where it is read, as a pickle would.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from batchfinder.cache.record import result_from_json, result_to_json
+from batchfinder.cache.key import Json
+from batchfinder.cache.record import measurement_as_json, measurement_from_json, result_as_json, result_from_json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.errors import CacheFailed, RankFailed, RankLost
 from batchfinder.measure.device_memory import Memory
 from batchfinder.probe import Probe
-from batchfinder.results import Measurement, SearchResult, Shape, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape
 
 T = TypeVar("T")
 
@@ -88,23 +90,21 @@ class Ranks:
         self._collective(lambda group: dist.all_reduce(agreed, operation, group=group))
         return tuple(agreed.tolist())
 
-    def all_gather(self, thing: T) -> list[T]:
-        """The values of all ranks, by rank. They cross as JSON: what a rank receives is never run, as a pickle is.
-
-        Args:
-            thing: this rank's; a value of JSON's (of a tuple the others get a list).
-
-        Raises:
-            TypeError: it is none.
-        """
+    def all_gather(self, value: Json) -> list[Any]:
+        """The JSON values of all ranks, by rank, as they are read back: tuples are lists then."""
+        text = json.dumps(value)
         if self.size == 1:
-            return [thing]
-        text = json.dumps(thing).encode()
-        longest = -self.all_reduce_min(-len(text))[0]
-        sent = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-        received = list(torch.empty(self.size, longest, dtype=torch.uint8, device="cpu"))
-        self._collective(lambda group: dist.all_gather(received, sent, group=group))
-        return [json.loads(one.numpy().tobytes()) for one in received]
+            return [json.loads(text)]
+        data = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        length = torch.tensor([len(data)], device="cpu")
+        self._collective(lambda group: dist.all_gather(lengths, length, group=group))
+        longest = int(max(lengths))
+        texts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
+        padded = torch.nn.functional.pad(data, (0, longest - len(data)))
+        self._collective(lambda group: dist.all_gather(texts, padded, group=group))
+        pairs = zip(texts, lengths, strict=True)
+        return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in pairs]
 
     def barrier_call(self, doing: Callable[[], T], what: str) -> T:
         """Call a function on every rank, wait until all ranks have, and return this rank's result.
@@ -136,11 +136,11 @@ class Ranks:
             failed = None  # its traceback holds this frame
         return result[0]
 
-    def all_gather_call(self, doing: Callable[[], T], what: str) -> list[T]:
+    def all_gather_call(self, doing: Callable[[], Json], what: str) -> list[Any]:
         """Like `barrier_call`, and returns the results of all ranks, by rank.
 
         Args:
-            doing: returns a value of JSON's; calls no collectives.
+            doing: returns a JSON value; calls no collectives.
             what: as for `barrier_call`.
         """
         return self.all_gather(self.barrier_call(doing, what))
@@ -188,12 +188,10 @@ class AgreedProbe:
         self.unmodelled = probe.unmodelled
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        def measure() -> dict[str, Any]:
-            measured = self._probe(batch_size, shape)
-            return {**asdict(measured), "verdict": measured.verdict.name}
-
-        seen = self._ranks.all_gather_call(measure, f"tried batch size {batch_size}")
-        return agree([Measurement(**{**one, "verdict": Verdict[one["verdict"]]}) for one in seen])
+        seen = self._ranks.all_gather_call(
+            lambda: measurement_as_json(self._probe(batch_size, shape)), f"tried batch size {batch_size}"
+        )
+        return agree([measurement_from_json(row) for row in seen])
 
 
 @dataclass
@@ -230,17 +228,17 @@ class AgreedEntry:
             CacheFailed: rank 0 cannot read it; on every rank.
         """
 
-        def read() -> tuple[Any, tuple[str, str] | None]:
+        def read() -> Json:
             try:
                 found = self._entry.get() if self._ranks.rank == 0 else None
-                return None if found is None else result_to_json(found), None
+                return {"found": None if found is None else result_as_json(found)}
             except CacheFailed as error:
-                return None, (error.url, error.reason)
+                return {"failed": [error.url, error.reason]}
 
-        found, failed = self._ranks.all_gather_call(read, "read the cache")[0]
-        if failed is not None:
-            raise CacheFailed(*failed)
-        return None if found is None else result_from_json(found)
+        heard = self._ranks.all_gather_call(read, "read the cache")[0]
+        if "failed" in heard:
+            raise CacheFailed(*heard["failed"])
+        return None if heard["found"] is None else result_from_json(heard["found"])
 
     def put(self, result: SearchResult) -> None:
         if self._ranks.rank == 0:

@@ -211,7 +211,7 @@ class StageTuner:
         before = capture_data(self._trainer, self._finder)
         try:
             for shape in shapes:
-                members: list[dict[str, Any]] = self._ranks.all_gather_call(
+                gathered = self._ranks.all_gather_call(
                     lambda shape=shape: make_key(  # type: ignore[misc]
                         self._trainer,
                         self._config,
@@ -223,7 +223,7 @@ class StageTuner:
                     ).as_dict(),
                     "looked at the model and its data",
                 )
-                first, *others = (CacheKey(**each) for each in members)
+                first, *others = [CacheKey(**key) for key in gathered]
                 if others:  # the other ranks' keys count where they differ
                     differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
                     first = replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
@@ -273,7 +273,8 @@ class StageTuner:
             ),
             "asked for a prediction",
         )
-        return predicted[0]
+        answer: int | None = predicted[0]
+        return answer
 
 
 @contextmanager

@@ -44,6 +44,7 @@ class SearchLimits:
         multiple_of: every size tried is a multiple of this; the target must be one as well.
         target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
         num_devices: devices that train side by side and make up the target together.
+        exact: whether the target is met exactly, however slow; see `plan_accumulation`.
         certify: whether a cached result is tried once before it is used, however much memory is free.
 
     Raises:
@@ -58,6 +59,7 @@ class SearchLimits:
     multiple_of: int = 1
     target_batch_size: int | None = None
     num_devices: int = 1
+    exact: bool = False
     certify: bool = True
 
     def __post_init__(self) -> None:
@@ -130,7 +132,8 @@ class TuningResult:
     def raise_if_nothing_fits(self) -> None:
         """Raise `OutOfMemory` where not even the smallest size runs: with it, the device's words and advice."""
         if self.result.max_batch_size == 0:
-            smallest = min(self.result.trials, key=lambda trial: trial.batch_size)
+            failed = [trial for trial in self.result.trials if not trial.fits]
+            smallest = min(failed, key=lambda trial: trial.batch_size)
             raise _out_of_memory(smallest, self.limit_bytes - self.reserve_bytes, self.held_bytes)
 
     def __str__(self) -> str:
@@ -357,22 +360,25 @@ class Tuner:
 
     def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        target, step, limit = self._limits.target_batch_size, self._limits.multiple_of, result.max_batch_size
-        if target is None or limit == 0:
+        limits, limit, smallest = self._limits, result.max_batch_size, self._bounds.first
+        if limits.target_batch_size is None or limit == 0:
             return None
         while True:
-            plan = plan_accumulation(target // step, limit // step, self._limits.num_devices)
-            plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
-            if plan.micro_batch_size < self._bounds.first:
-                expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"
-                raise InvalidValue("target_batch_size", target, expected)
+            plan = plan_accumulation(
+                limits.target_batch_size,
+                limit,
+                limits.num_devices,
+                min_batch_size=smallest,
+                multiple_of=limits.multiple_of,
+                exact=limits.exact,
+            )
             seen = {trial.batch_size: trial for trial in (*result.trials, *self._trials)}
             trial = seen.get(plan.micro_batch_size) or self._try(plan.micro_batch_size, result.shape)
             if trial.fits:
                 return plan
             limit = plan.micro_batch_size - 1
-            if limit < self._bounds.first:
-                raise _out_of_memory(trial, self._limit_bytes - self._limits.reserve_bytes, self._held_bytes)
+            if limit < smallest:
+                raise _out_of_memory(trial, self._limit_bytes - limits.reserve_bytes, self._held_bytes)
 
     @contextmanager
     def _cache_errors(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
@@ -10,7 +12,8 @@ from typing import Any
 
 import torch
 
-from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
+from batchfinder.cache.record import measurement_as_json, measurement_from_json
+from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks, agree
 from batchfinder.errors import CacheFailed, RankLost
 from batchfinder.measure.device_memory import HostMemory
 from batchfinder.probe import FunctionProbe
@@ -61,20 +64,6 @@ def calls(rank: int) -> list[Any]:
         return [well, every, *failed, ranks.all_gather("still here")]
 
 
-class Runs:
-    """An object whose pickle runs code where it is read."""
-
-    def __reduce__(self) -> Any:
-        return exec, ("raise SystemExit('it ran')",)
-
-
-def things(rank: int) -> list[Any]:
-    """Send what only a pickle could hold, and then a long text and a short one."""
-    with closing(Ranks.open()) as ranks:
-        refused = _ended(lambda: ranks.all_gather(Runs()))
-        return [refused, ranks.all_gather("é" * (1 + 1000 * rank)), ranks.all_gather([None, 1.5, {"a": [rank]}])]
-
-
 def leaves(rank: int) -> list[Any]:
     """One rank leaves the group, and stays in the training's own."""
     ranks = Ranks.open()
@@ -113,8 +102,10 @@ def absent(rank: int) -> list[Any]:
     return [ended.partition(":")[0], ended.partition(" (")[2].partition(")")[0]]
 
 
-RAN = Measurement(Verdict.FITS, None, 12, 0.25, "é", resting_bytes=3)
-FOUND = SearchResult(Shape(8), 5, StopReason.CAP, RAN, (Trial(5, Shape(8), RAN),), "measured", ("NCCL",), 99)
+FITS = Measurement(Verdict.FITS, None, 5 << 40, 0.1, resting_bytes=1, forward_bytes=0)
+FAILS = Measurement(Verdict.OUT_OF_MEMORY, seconds=1.0, message="kein Speicher für 2 GiB", needed_bytes=7)
+TRIALS = (Trial(5, Shape(8), FITS), Trial(6, Shape(8), FAILS))
+FOUND = SearchResult(Shape(8), 5, StopReason.EXACT, FITS, TRIALS, unmodelled=("none",), free_bytes=9)
 
 
 class Place:
@@ -165,28 +156,25 @@ def probes(rank: int) -> list[Any]:
         ]
 
 
-class Reads:
-    """A probe with a given answer."""
-
-    source = "measured"
-    unmodelled = ()
-
-    def __init__(self, answer: Measurement) -> None:
-        self.answer = answer
-
-    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Any size takes the same."""
-        return self.answer
-
-
 def readings(rank: int) -> list[Any]:
     """The largest of what is known."""
     with closing(Ranks.open()) as ranks:
         mine = Measurement(Verdict.FITS, None, 10 + rank, 1.0 + rank, resting_bytes=None if rank else 5)
-        seen = asdict(AgreedProbe(Reads(mine), ranks)(1, Shape()))
+        gathered = ranks.all_gather(measurement_as_json(mine))
+        seen = asdict(agree([measurement_from_json(row) for row in gathered]))
         return [seen["peak_allocated_bytes"], seen["peak_reserved_bytes"], seen["seconds"], seen["resting_bytes"]]
 
 
+def audited(rank: int) -> list[Any]:
+    """What is unpickled while ranks agree: functions and classes, which a pickle may call."""
+    found: list[Any] = []
+    sys.addaudithook(lambda event, names: found.append(names) if event == "pickle.find_class" else None)
+    pickle.loads(pickle.dumps(Verdict.FITS))
+    for case in (numbers, calls, places, probes, readings):
+        case(rank)
+    return [".".join(names) for names in found]
+
+
 CASES: dict[str, Callable[[int], list[Any]]] = {
-    case.__name__: case for case in (numbers, calls, things, leaves, late, absent, places, probes, readings)
+    case.__name__: case for case in (numbers, calls, leaves, late, absent, places, probes, readings, audited)
 }

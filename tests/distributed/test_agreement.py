@@ -71,13 +71,6 @@ def test_what_fails_on_one_rank_ends_all_and_none_is_left_behind(ranks: Forks, s
         assert failed == [here if rank == size - 1 else there] * 2
 
 
-def test_nothing_that_a_rank_receives_is_run(ranks: Forks) -> None:
-    """Values cross as JSON, of any length; what is none is refused on the rank that has it."""
-    texts, values = ["é", "é" * 1001], [[None, 1.5, {"a": [rank]}] for rank in range(2)]
-    refused = "TypeError: Object of type Runs is not JSON serializable"
-    assert ranks.run(size=2, case="things") == [[refused, texts, values]] * 2
-
-
 def test_a_rank_that_leaves(ranks: Forks) -> None:
     """Whoever waits for it is told at once, and the training's own group is as it was."""
     stayed, left = ranks.run(size=2, case="leaves")
@@ -120,6 +113,11 @@ def test_the_first_ranks_cache(ranks: Forks) -> None:
         "place that can be written, or pass --no-cache."
     )
     assert ranks.run(size=2, case="places") == [[5, 2, failed], [5, 0, failed]]
+
+
+def test_nothing_is_unpickled(ranks: Forks) -> None:
+    """A pickle runs code of its sender's; ranks send each other JSON. The one name is the case's own, which is seen."""
+    assert ranks.run(size=2, case="audited") == [["batchfinder.results.Verdict"]] * 2
 
 
 def test_a_size_fits_where_it_fits_on_all(ranks: Forks) -> None:

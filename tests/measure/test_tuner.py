@@ -294,6 +294,15 @@ def test_an_answer_is_never_far_below_what_ran() -> None:
     assert max(answers) <= 200
 
 
+def test_where_the_only_size_that_ran_fails_in_the_end_the_error_says_how() -> None:
+    """It is tried again since trials have left less memory than it takes, and it is the failure that is told."""
+    found = Device(lambda size: 100 * size, free=150, leaks=30).tuner().find(Shape())
+    assert [(trial.batch_size, trial.fits) for trial in found.result.trials] == [(1, True), (2, False), (1, False)]
+    assert found.result.max_batch_size == 0
+    with pytest.raises(OutOfMemory, match="batch size 1 does not fit: no room"):
+        found.raise_if_nothing_fits()
+
+
 class Loses(Device):
     """With the trial of this number a tenth of the memory is gone for good; `told` is the share that is known of."""
 
@@ -342,7 +351,19 @@ def test_a_target_that_no_size_divides_is_refused() -> None:
     with pytest.raises(
         InvalidValue, match=r"target_batch_size: .*131.*a multiple of any size from 2 to 128, which fit"
     ):
-        Device(affine).tuner(target_batch_size=131, min_batch_size=2).find(Shape())
+        Device(affine).tuner(target_batch_size=131, min_batch_size=2, exact=True).find(Shape())
+
+
+def test_a_target_that_no_large_size_divides() -> None:
+    """It is nearly met with a micro-batch that was tried, and said so; or exactly, where that is asked for."""
+    device = Device(affine)
+    found = device.tuner(target_batch_size=262).find(Shape())
+    assert found.plan == AccumulationPlan(262, 87, 3)
+    assert device.sizes[-1] == 87
+    assert "; accumulation 87 x 3 = 261 (1 fewer than the target of 262); " in str(found)
+    assert Device(affine).tuner(target_batch_size=262, exact=True).find(Shape()).plan == AccumulationPlan(262, 2, 131)
+    stepped = Device(affine).tuner(target_batch_size=8 * 31, multiple_of=8).find(Shape()).plan
+    assert stepped == AccumulationPlan(248, 128, 2)
 
 
 def test_a_target_is_made_up_by_all_devices() -> None:
@@ -455,7 +476,7 @@ FOUND = SearchResult(SHAPE, 216, StopReason.EXACT, SEEN, (Trial(200, SHAPE, SEEN
 
 def test_as_text_it_is_one_line() -> None:
     """Size, length, peak, headroom, accumulation, tries and seconds."""
-    found = TuningResult(FOUND, plan_accumulation(1024, 216), None, 1.234, 12 * GIB, GIB)
+    found = TuningResult(FOUND, plan_accumulation(1024, 128), None, 1.234, 12 * GIB, GIB)
     assert str(found) == (
         "batch size 216 at seq_len 512; peak 10.00 GiB of 12.00 GiB; headroom 1.00 GiB; accumulation 128 x 8 = 1024; "
         "2 probes in 1.23 s"
