@@ -24,7 +24,14 @@ from batchfinder.cache.validity import lower
 from batchfinder.data.split import Weight
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
 from batchfinder.lightning.accumulation import Accumulating
-from batchfinder.lightning.batch_size import STAGES, Applied, apply_batch_size, check_loaders
+from batchfinder.lightning.batch_size import (
+    STAGES,
+    Applied,
+    EvaluationRestart,
+    SchedulerSetup,
+    apply_batch_size,
+    check_loaders,
+)
 from batchfinder.lightning.compat import (
     add_hyperparameters,
     callbacks_of,
@@ -41,7 +48,6 @@ from batchfinder.lightning.dry_run_scope import capture_data, move_ahead_of_tune
 from batchfinder.lightning.micro_batching.fit import MicroBatchingFit
 from batchfinder.lightning.options import FinderOptions, check_trainer
 from batchfinder.lightning.probe_batches import ProbeBatches
-from batchfinder.lightning.restart import EvaluationRestart, SchedulerSetup
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
