@@ -60,6 +60,20 @@ def parse_bytes(value: int | str, option: str = "size") -> int:
     return size
 
 
+def parse_budget(value: int | str, option: str = "budget") -> int:
+    """Read the most memory that may be used, as `parse_bytes` does.
+
+    Raises:
+        InvalidValue: the value is not a size, or below 1 MiB, in which nothing trains: a unit may be missing.
+    """
+    size = parse_bytes(value, option)
+    if size < MIB:
+        number = str(value).strip()
+        meant = f" (was {number}{'GiB' if size < 1024 else 'MiB'} meant?)" if number.isdigit() else ""
+        raise InvalidValue(option, value, f"a size such as 12GiB{meant}; nothing trains in {format_bytes(size)}")
+    return size
+
+
 def parse_share(value: float | str, option: str) -> float:
     """Read a share from 0 to below 1: `0.01` or `1%`.
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
-from batchfinder.units import GIB, KIB, MIB, format_bytes, parse_bytes, parse_headroom, parse_share
+from batchfinder.units import GIB, KIB, MIB, format_bytes, parse_budget, parse_bytes, parse_headroom, parse_share
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -162,3 +162,21 @@ def test_round_trip(size):
 def test_plain_numbers(size):
     """A plain number of bytes reads back exactly."""
     assert parse_bytes(str(size)) == parse_bytes(f"{size}B") == size
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (12, "(was 12GiB meant?); nothing trains in 12 B."),
+        ("12", "(was 12GiB meant?); nothing trains in 12 B."),
+        (6000, "(was 6000MiB meant?); nothing trains in 5.86 KiB."),
+        ("900kB", "expected a size such as 12GiB; nothing trains in 878.91 KiB."),
+    ],
+)
+def test_a_budget_without_its_unit(value: int | str, text: str) -> None:
+    """It asks which was meant."""
+    with pytest.raises(InvalidValue) as caught:
+        parse_budget(value, "--budget")
+    assert str(caught.value).startswith(f"--budget: invalid value {value!r}; expected a size such as 12GiB")
+    assert str(caught.value).endswith(text)
+    assert parse_budget(str(MIB)) == parse_budget(MIB) == MIB

@@ -22,7 +22,7 @@ from batchfinder.training.spec import (
     StepOptions,
     WorkloadFacts,
 )
-from batchfinder.units import format_bytes, parse_bytes
+from batchfinder.units import format_bytes, parse_budget
 
 MAX_READ_BYTES = 64 << 20
 """What is read of a file at most: an exported cache of tens of thousands of results."""
@@ -124,7 +124,7 @@ def card(gpu: str | None, budget: str | None, count: int = 1) -> Card:
     """
     found = find_gpu(gpu) if gpu is not None else None
     if budget is not None:
-        device = device_with_budget(parse_bytes(budget, "--budget"), found)
+        device = device_with_budget(parse_budget(budget, "--budget"), found)
     elif found is not None:
         device = device_for(found)
     else:

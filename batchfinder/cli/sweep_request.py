@@ -18,7 +18,7 @@ from batchfinder.models.catalog import check_model_name
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepConfig, StepOptions
-from batchfinder.units import GIB, MIB, format_bytes, parse_bytes, parse_headroom, parse_share
+from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headroom, parse_share
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
 DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
@@ -70,7 +70,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         if arguments.instance is not None:
             cards.append(instance_card(arguments.instance, arguments.budget))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
-    budget_bytes = None if arguments.budget is None else parse_bytes(arguments.budget, "--budget")
+    budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     if asked == CPU:
         return _host(budget_bytes)
     if asked not in ("auto", SIMULATED):

@@ -217,6 +217,7 @@ class LightningProbe:
                 session.open().restore,
                 session.reserve_bytes,
                 session.held_bytes,
+                stepping=session.stepping,
             )
         except Exception as error:
             if dry_run.callbacks.inactive:

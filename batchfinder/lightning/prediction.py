@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from batchfinder.data.batch import map_leaves, tensors
 from batchfinder.devices import Device
 from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
-from batchfinder.distributed.local_group import leave_groups
+from batchfinder.distributed.agreement import leave_groups
 from batchfinder.find import find_max_batch_size
 from batchfinder.lightning.batch_size import set_attribute
 from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own

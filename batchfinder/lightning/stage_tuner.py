@@ -163,6 +163,7 @@ class StageTuner:
                 self._open_probe,
                 hint=self._predict,
                 on_trial=on_trial,
+                held_bytes=self._memory.held_bytes(),
                 warn=lambda error: rank_zero_warn(
                     f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run "
                     "are not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
@@ -210,7 +211,7 @@ class StageTuner:
         before = capture_data(self._trainer, self._finder)
         try:
             for shape in shapes:
-                first, *others = self._ranks.all_gather_call(
+                gathered = self._ranks.all_gather_call(
                     lambda shape=shape: make_key(  # type: ignore[misc]
                         self._trainer,
                         self._config,
@@ -219,9 +220,10 @@ class StageTuner:
                         self._memory,
                         self._limits,
                         self._callbacks.active,
-                    ),
+                    ).as_dict(),
                     "looked at the model and its data",
                 )
+                first, *others = [CacheKey(**key) for key in gathered]
                 if others:  # the other ranks' keys count where they differ
                     differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
                     first = replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
@@ -259,14 +261,20 @@ class StageTuner:
                     self._finder,
                     self._config,
                     lambda batch_size: self._batches.batch(batch_size, shape.seq_len),
-                    simulated_device(self._device, self._memory, max_peak_bytes, self._trainer.lightning_module),
+                    simulated_device(
+                        self._device,
+                        self._memory,
+                        max_peak_bytes + self._session.held_bytes,
+                        self._trainer.lightning_module,
+                    ),
                     cap,
                     seconds=seconds,
                 )
             ),
             "asked for a prediction",
         )
-        return predicted[0]
+        answer: int | None = predicted[0]
+        return answer
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.results import Shape, Trial
-from batchfinder.units import parse_bytes, parse_headroom
+from batchfinder.units import parse_budget, parse_headroom
 
 MakeKey = Callable[[LoopConfig, Shape, Any, Memory, SearchLimits], CacheKey]
 
@@ -50,7 +50,14 @@ def tune_loop(
     sizes: dict[int | None, TunedBatchSize] = {}
     with TrialSession(memory, config.device, limits.reserve_bytes, config.capture) as session:
         probe = LoopProbe(config, limits, session)
-        tuner = Tuner(memory.free_bytes, limits, probe.open, on_trial=on_trial, warn=warn_not_cached)
+        tuner = Tuner(
+            memory.free_bytes,
+            limits,
+            probe.open,
+            on_trial=on_trial,
+            warn=warn_not_cached,
+            held_bytes=memory.held_bytes(),
+        )
         keys = [] if store is None else _keys(config, limits, memory, shapes, make_key)
         each = (time.perf_counter() - started) / len(shapes)
         for index, shape in enumerate(shapes):
@@ -82,6 +89,7 @@ def tune_batch_size(
     device: torch.device | str | None = None,
     seq_lens: Sequence[int] | None = None,
     target_batch_size: int | None = None,
+    exact: bool = False,
     headroom: float | int | str = 0.0,
     min_batch_size: int = 1,
     max_batch_size: int | None = None,
@@ -111,6 +119,7 @@ def tune_batch_size(
         device: `cpu`, `cuda` or `cuda:N`; None for where the model is.
         seq_lens: lengths to find sizes for, the longest first; None for data of one fixed shape.
         target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
+        exact: meet the target exactly, however small the micro-batch that divides it; see `plan_accumulation`.
         headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
         min_batch_size: no smaller size is tried; 2 for a step that fails with a single sample, as BatchNorm may.
         max_batch_size: no larger size is tried.
@@ -140,9 +149,10 @@ def tune_batch_size(
         min_batch_size=min_batch_size,
         multiple_of=multiple_of,
         target_batch_size=target_batch_size,
+        exact=exact,
         certify=certify,
     )
-    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
+    budget_bytes = None if budget is None else parse_budget(budget)
     check_single_process()
     named = tuple(state) if isinstance(state, list | tuple) else (state,)
     config = LoopConfig(train_step, make_batch, named, device_of(device, named))

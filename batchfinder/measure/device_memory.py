@@ -263,8 +263,17 @@ class HostMemory:
 
 
 def memory_of(device: torch.device, budget: int | None) -> Memory:
-    """The memory of the device that trains, a CUDA device or the CPU; `budget` is the most that may be used of it."""
-    return CudaMemory(device, budget) if device.type == "cuda" else HostMemory(budget)
+    """The memory of the device that trains, a CUDA device or the CPU; `budget` is the most that may be used of it.
+
+    Raises:
+        InvalidValue: the process holds as much as the budget already, or nothing says how much there is.
+    """
+    memory: Memory = CudaMemory(device, budget) if device.type == "cuda" else HostMemory(budget)
+    held = memory.held_bytes()
+    if budget is not None and budget <= held:
+        expected = f"more than the {format_bytes(held)} that this process holds on it already"
+        raise InvalidValue("budget", format_bytes(budget), expected)
+    return memory
 
 
 def numbered(device: torch.device) -> torch.device:

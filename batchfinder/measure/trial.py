@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from batchfinder.measure.cleanup import Failure, attempt, clear
 from batchfinder.measure.device_memory import Memory
@@ -120,6 +120,39 @@ def read_stages(memory: Memory) -> Iterator[StageReadings]:
         hook.remove()
 
 
+class SteppingCheck:
+    """Whether an optimizer stepped in a trial, as one did in an earlier trial: given to each in turn.
+
+    A step that catches an out-of-memory error and goes on without an optimizer step would otherwise seem to fit. An
+    optimizer without a gradient, which Lightning steps after a `training_step` that returned None, has not stepped.
+    """
+
+    def __init__(self) -> None:
+        self._stepped = self._stepped_before = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note the optimizer steps meanwhile."""
+
+        def note(optimizer: Optimizer, arguments: object, options: object) -> None:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._stepped = self._stepped or any(parameter.grad is not None for parameter in parameters)
+
+        self._stepped = False
+        hook = register_optimizer_step_post_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+        self._stepped_before = self._stepped_before or self._stepped
+
+    def message(self) -> str:
+        """What to say of a trial without a step; empty where there was one, or none before either."""
+        if self._stepped or not self._stepped_before:
+            return ""
+        return "no optimizer stepped, as they do at other sizes: the step may have caught an out-of-memory error"
+
+
 def run_trial(
     steps: Callable[[SteadyStateCheck], object],
     memory: Memory,
@@ -128,6 +161,7 @@ def run_trial(
     reserve_bytes: int = 0,
     held_bytes: int = 0,
     readings: StageReadings | None = None,
+    stepping: SteppingCheck | None = None,
 ) -> Measurement:
     """Take steps from a clean slate, put everything back, and say what they took.
 
@@ -137,16 +171,18 @@ def run_trial(
         restore: puts back what they changed, however they end.
         held_bytes: held on the device by what training will not have, such as the copies that `restore` needs.
         readings: read by the steps themselves; None to read them by hooks on backward and on optimizers.
+        stepping: of these trials, where a user's own steps might catch an out-of-memory error.
 
     Raises:
         Exception: whatever the steps raised that is not about the size, unchanged, after `restore`.
     """
     clear(device)
     memory.reset_peak()
+    ooms_before = _ooms(device)
     check, started = SteadyStateCheck(memory.retries), time.perf_counter()
 
     def limited() -> None:
-        with memory.limited(reserve_bytes, held_bytes):
+        with memory.limited(reserve_bytes, held_bytes), nullcontext() if stepping is None else stepping.watched():
             steps(check)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # here, where what a kernel failed with is still this trial's failure
@@ -156,23 +192,35 @@ def run_trial(
             failure = attempt(limited, device.type)
         seconds = time.perf_counter() - started
         allocated, reserved = (None if peak is None else peak - held_bytes for peak in memory.peaks())
-        thrashing = check.message()
+        thrashing, ooms = check.message(), _ooms(device) - ooms_before
     finally:
         restore()
     clear(device)
     if isinstance(failure, Failure):
         return Measurement(failure.verdict, seconds=seconds, message=failure.message)
+    if thrashing and ooms:
+        # Without thrashing it went well in the end, as where cuDNN tries out algorithms.
+        message = f"it ran out of memory {ooms} times (num_ooms), and the step caught the error and went on"
+        return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=message)
     if thrashing:
         return Measurement(Verdict.THRASHING, allocated, reserved, seconds, thrashing)
+    if stepping is not None and stepping.message():
+        return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, stepping.message())
     resting, forward = readings.resting_bytes, readings.forward_bytes
     resting = None if resting is None else resting - held_bytes
     return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
 
 
+def _ooms(device: torch.device) -> int:
+    """How often the device's allocator has raised, since the process began."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
+
+
 class TrialSession(AbstractContextManager["TrialSession"]):
     """A copy of the training state, made when something is tried for the first time, and let go of at the end.
 
-    `held_bytes` are what the copy takes on the device, which training will not have; 0 before.
+    `held_bytes` are what the copy takes on the device, which training will not have; 0 before. `stepping` is for its
+    trials.
     """
 
     def __init__(
@@ -182,6 +230,7 @@ class TrialSession(AbstractContextManager["TrialSession"]):
         self.device = device
         self.reserve_bytes = reserve_bytes
         self.held_bytes = 0
+        self.stepping = SteppingCheck()
         self._capture = capture
         self._state: TrainingState | None = None
         self._start_bytes = 0

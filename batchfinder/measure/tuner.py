@@ -15,7 +15,7 @@ from typing import Any
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cache.store import ResultEntry
 from batchfinder.cache.validity import holds, outgrown
-from batchfinder.errors import CacheFailed, InvalidValue, OutOfMemory
+from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, OutOfMemory, RankFailed, UserCodeFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
@@ -26,9 +26,9 @@ from batchfinder.units import format_bytes
 _BELOW_A_FAILURE = 0.95
 """Share of a size that ran before and fails now from which a search starts, where memory alone does not say less."""
 
-_AFTER_A_LEAK = 0.02
-"""The least tolerance of a search that goes on because trials have left memory behind, doubled each time: each further
-trial leaves more, so that a finer search would end lower."""
+_AFTER_A_LEAK, _MOST_AFTER_A_LEAK = 0.02, 0.05
+"""The least tolerance of a search that goes on because trials have left memory behind, doubled each time up to the
+second: each further trial leaves more, so that a finer search would end lower."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class SearchLimits:
         multiple_of: every size tried is a multiple of this; the target must be one as well.
         target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
         num_devices: devices that train side by side and make up the target together.
+        exact: whether the target is met exactly, however slow; see `plan_accumulation`.
         certify: whether a cached result is tried once before it is used, however much memory is free.
 
     Raises:
@@ -58,6 +59,7 @@ class SearchLimits:
     multiple_of: int = 1
     target_batch_size: int | None = None
     num_devices: int = 1
+    exact: bool = False
     certify: bool = True
 
     def __post_init__(self) -> None:
@@ -107,6 +109,8 @@ class TuningResult:
         reserve_bytes: what of it was kept free.
         lowered_by: a size that had run before and failed when it was tried again, so that a smaller one was searched.
         earlier_trials: those of earlier starts, from the cache.
+        raised: what a single sample raised, where sizes from 2 on were searched for that; else empty.
+        held_bytes: what the process held before the first trial; None where it is not known.
     """
 
     result: SearchResult
@@ -117,6 +121,8 @@ class TuningResult:
     reserve_bytes: int
     lowered_by: Trial | None = None
     earlier_trials: tuple[Trial, ...] = ()
+    raised: str = ""
+    held_bytes: int | None = None
 
     @property
     def batch_size(self) -> int:
@@ -126,7 +132,9 @@ class TuningResult:
     def raise_if_nothing_fits(self) -> None:
         """Raise `OutOfMemory` where not even the smallest size runs: with it, the device's words and advice."""
         if self.result.max_batch_size == 0:
-            raise _out_of_memory(min(self.result.trials, key=lambda trial: trial.batch_size))
+            failed = [trial for trial in self.result.trials if not trial.fits]
+            smallest = min(failed, key=lambda trial: trial.batch_size)
+            raise _out_of_memory(smallest, self.limit_bytes - self.reserve_bytes, self.held_bytes)
 
     def __str__(self) -> str:
         """Size, peak, headroom, accumulation, trials and seconds, on one line."""
@@ -136,6 +144,8 @@ class TuningResult:
         peak, limit = None, format_bytes(self.limit_bytes)
         if seen is not None:
             peak = seen.peak_allocated_bytes if seen.peak_reserved_bytes is None else seen.peak_reserved_bytes
+            # A size that ran shows that there was as much.
+            limit = format_bytes(max(self.limit_bytes, peak or 0))
         parts.append(f"limit {limit}" if peak is None else f"peak {format_bytes(peak)} of {limit}")
         if self.reserve_bytes:
             parts.append(f"headroom {format_bytes(self.reserve_bytes)}")
@@ -144,6 +154,8 @@ class TuningResult:
         if self.lowered_by is not None:
             size, words = self.lowered_by.batch_size, self.lowered_by.measurement.verdict.value
             parts.append(f"lowered from {size}, which ran before; when it was tried again {words}")
+        if self.raised:
+            parts.append(f"from 2 on, since batch size 1 raised {self.raised}")
         count = len(result.trials)
         how = f"{count} probe{'s' * (count != 1)}"
         if result.source == "cache":
@@ -163,6 +175,7 @@ class Tuner:
         hint: called before a search for a guess of the answer, given the shape and what a peak may come to, in bytes.
         on_trial: called after each trial.
         warn: called once when results cannot be cached; None to raise the `CacheFailed` instead.
+        held_bytes: what the process holds, for the message where nothing fits; None where it is not known.
     """
 
     def __init__(
@@ -174,6 +187,7 @@ class Tuner:
         hint: Callable[[Shape, int], int | None] | None = None,
         on_trial: Callable[[Trial], object] | None = None,
         warn: Callable[[CacheFailed], object] | None = None,
+        held_bytes: int | None = None,
     ) -> None:
         self._limits = limits
         self._bounds = limits.bounds
@@ -181,6 +195,8 @@ class Tuner:
         self._hint = hint
         self._on_trial = on_trial
         self._warn = warn
+        self._held_bytes = held_bytes
+        self._raised = ""
         self._cache_failed = False
         self._ask_free_bytes = free_bytes
         self._opened = False
@@ -234,6 +250,8 @@ class Tuner:
             reserve_bytes=self._limits.reserve_bytes,
             lowered_by=failed,
             earlier_trials=earlier,
+            raised=self._raised,
+            held_bytes=self._held_bytes,
         )
 
     def _search(
@@ -245,16 +263,18 @@ class Tuner:
             The result, and the last trial of a size that had run before and failed: `failed`, the trial of what is
             cached, or one of this search.
         """
-        limits = self._limits
-        tolerance = limits.tolerance
+        tolerance, start = self._limits.tolerance, 0
         while True:
+            limits = self._limits
             probe, max_peak_bytes = self._open()
             then = None if known is None else known.free_bytes
             share = self._free_bytes / then if then else 1.0
             trials: tuple[Trial, ...] = ()
             if failed is not None:
                 predicted: int | None = int(min(share, _BELOW_A_FAILURE) * failed.batch_size)
-                ran = {t.batch_size: t for t in self._trials if t.fits and t.batch_size < failed.batch_size}
+                # Not those that ran before an earlier failure: memory may be gone since, for all of them.
+                since, start = self._trials[start:], len(self._trials)
+                ran = {t.batch_size: t for t in since if t.fits and t.batch_size < failed.batch_size}
                 trials = (*(ran[size] for size in sorted(ran)), failed)
             else:
                 predicted = None if self._hint is None else self._hint(shape, max_peak_bytes)
@@ -264,7 +284,19 @@ class Tuner:
             search = Floored(Multiples(search, limits.multiple_of), limits.min_batch_size)
             if limits.cap is not None:
                 search = Capped(search, limits.cap)
-            found = find_max_batch_size(probe, shape, search=search, on_trial=self._tried, trials=trials)
+            raised: Exception | None = None
+            try:
+                found = find_max_batch_size(probe, shape, search=search, on_trial=self._tried, trials=trials)
+            except Exception as error:
+                if not self._may_need_two(error):
+                    raise
+                raised = error
+            if raised is not None:
+                try:
+                    self._go_on_from_two(raised, shape)
+                finally:
+                    raised = None  # whose traceback has this frame: a cycle
+                continue
             # Trials after it may have left less than it takes, as oneDNN's kernels for each new shape do on a CPU.
             peak = None if found.measurement is None else found.measurement.peak_reserved_bytes
             last = self._trials[-1].batch_size == found.max_batch_size
@@ -273,7 +305,39 @@ class Tuner:
             again = self._try(found.max_batch_size, shape)
             if again.fits:
                 return replace(found, measurement=again.measurement), failed
-            failed, tolerance = again, max(2 * tolerance, _AFTER_A_LEAK)
+            failed, tolerance = again, max(tolerance, min(2 * tolerance, _MOST_AFTER_A_LEAK), _AFTER_A_LEAK)
+
+    def _may_need_two(self, error: Exception) -> bool:
+        """Whether what a step raised may be for want of a second sample, as BatchNorm's and pair losses' errors are."""
+        ours = isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed)
+        ran = any(trial.fits for trial in self._trials)
+        return not ours and not ran and self._bounds.first == 1 and self._bounds.last > 1
+
+    def _go_on_from_two(self, raised: Exception, shape: Shape) -> None:
+        """Search from 2 samples on where they run and 1 raises each time.
+
+        Raises:
+            Exception: `raised`, where 2 raise as well, or 1 runs now.
+        """
+        after = self._bounds.after(1)
+        try:
+            if self._raises(after, shape) or not self._raises(1, shape):
+                raise raised
+            text = f"{type(raised).__name__}: {raised}".splitlines()[0]
+            if isinstance(raised, UserCodeFailed):
+                text = raised.traceback.rstrip().splitlines()[-1]
+        finally:
+            del raised  # whose traceback has this frame: a cycle
+        self._limits = replace(self._limits, min_batch_size=after)
+        self._bounds = self._limits.bounds
+        self._raised = text
+
+    def _raises(self, batch_size: int, shape: Shape) -> bool:
+        try:
+            self._try(batch_size, shape)
+        except Exception:
+            return True
+        return False
 
     def _open(self) -> tuple[Probe, int]:
         opened = self._open_probe()
@@ -296,22 +360,25 @@ class Tuner:
 
     def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        target, step, limit = self._limits.target_batch_size, self._limits.multiple_of, result.max_batch_size
-        if target is None or limit == 0:
+        limits, limit, smallest = self._limits, result.max_batch_size, self._bounds.first
+        if limits.target_batch_size is None or limit == 0:
             return None
         while True:
-            plan = plan_accumulation(target // step, limit // step, self._limits.num_devices)
-            plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
-            if plan.micro_batch_size < self._bounds.first:
-                expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"
-                raise InvalidValue("target_batch_size", target, expected)
+            plan = plan_accumulation(
+                limits.target_batch_size,
+                limit,
+                limits.num_devices,
+                min_batch_size=smallest,
+                multiple_of=limits.multiple_of,
+                exact=limits.exact,
+            )
             seen = {trial.batch_size: trial for trial in (*result.trials, *self._trials)}
             trial = seen.get(plan.micro_batch_size) or self._try(plan.micro_batch_size, result.shape)
             if trial.fits:
                 return plan
             limit = plan.micro_batch_size - 1
-            if limit < self._bounds.first:
-                raise _out_of_memory(trial)
+            if limit < smallest:
+                raise _out_of_memory(trial, self._limit_bytes - limits.reserve_bytes, self._held_bytes)
 
     @contextmanager
     def _cache_errors(self) -> Iterator[None]:
@@ -326,11 +393,12 @@ class Tuner:
             self._cache_failed = True
 
 
-def _out_of_memory(trial: Trial) -> OutOfMemory:
+def _out_of_memory(trial: Trial, limit_bytes: int, held_bytes: int | None) -> OutOfMemory:
     seq_len, words = trial.shape.seq_len, trial.measurement.message or trial.measurement.verdict.value
     shorter = "" if seq_len is None else f" or sequences shorter than {seq_len}"
+    held = "" if held_bytes is None else f", of which {format_bytes(held_bytes)} were held before the first try"
     return OutOfMemory(
         trial.batch_size,
-        f"{words.rstrip('.')}. Try a smaller model{shorter}, a lower precision, activation checkpointing or an "
-        "optimizer with less state.",
+        f"{words.rstrip('.')}. The limit is {format_bytes(limit_bytes)}{held}. Try a smaller model{shorter}, a lower "
+        "precision, activation checkpointing or an optimizer with less state.",
     )

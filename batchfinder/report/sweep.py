@@ -10,6 +10,7 @@ from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card
+from batchfinder.errors import InvalidValue
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, SearchResult, StopReason, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -86,12 +87,19 @@ class SweepRow:
     @property
     def plan(self) -> AccumulationPlan | None:
         """How the effective batch is made up, where one was asked for and sizes that may be tried make it up."""
-        target, size, step = self.cell.target_batch_size, self.result.max_batch_size, self.cell.multiple_of
-        if target is None or not size:
+        cell, size = self.cell, self.result.max_batch_size
+        if cell.target_batch_size is None or not size:
             return None
-        plan = plan_accumulation(target // step, size // step, self.cell.card.count)
-        plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
-        return plan if plan.micro_batch_size >= self.cell.smallest else None
+        try:
+            return plan_accumulation(
+                cell.target_batch_size,
+                size,
+                cell.card.count,
+                min_batch_size=cell.smallest,
+                multiple_of=cell.multiple_of,
+            )
+        except InvalidValue:
+            return None
 
     @property
     def stopped_by(self) -> Verdict | None:
@@ -195,6 +203,12 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         notes.append("published: by google-research/bert for a 12 GB Titan X, TensorFlow 1.11 with Adam in fp32")
     if any(row.plan is not None and row.plan.num_devices > 1 for row in rows):
         notes.append("where a plan has three factors, the last is the number of GPUs")
+    if missed := [row.plan for row in rows if row.plan is not None and not row.plan.exact]:
+        off = max(abs(plan.deviation) for plan in missed)
+        notes.append(
+            f"the effective batch of {missed[0].target_batch_size} is missed by up to {off}, where no large "
+            f"micro-batch divides it: {len(missed)} of {len(rows)} rows"
+        )
     if capped := sorted({row.result.max_batch_size for row in rows if row.result.stop is StopReason.CAP}):
         notes.append(f"nothing above {' or '.join(map(str, capped))} was tried: --max-batch-size")
     if near := sum(row.result.stop is StopReason.TOLERANCE for row in rows):

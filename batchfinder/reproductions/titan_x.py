@@ -225,7 +225,7 @@ def reproduce(context: Context) -> Reproduction:
         for name, most in {"published": size, **beside_gradients}.items():
             plans[name] = None
             if most:
-                plan = plan_accumulation(TARGET_BATCH_SIZE, most)
+                plan = plan_accumulation(TARGET_BATCH_SIZE, most, exact=True)
                 plans[name] = {"micro_batch_size": plan.micro_batch_size, "accumulation": plan.accumulation}
         more: dict[str, Any] = {
             "model": model,

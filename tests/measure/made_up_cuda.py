@@ -22,6 +22,7 @@ class MadeUpCuda:
     Attributes:
         asked: the limits that were set in bytes, `clear` and `synchronize`, in order.
         allowed: the limit that is set; None for none.
+        ooms: what `num_ooms` says.
         retries: what `num_alloc_retries` says each time it is asked for; the last stays.
         kernel_error: what the next wait for the device raises.
         is_dead: whether the context refuses everything.
@@ -33,6 +34,7 @@ class MadeUpCuda:
         self.allowed: int | None = None
         self.current = -1
         self.retries: list[int] = [0]
+        self.ooms = 0
         self.kernel_error: str | None = None
         self.is_dead = False
         self.on_clear: Callable[[], object] = lambda: None
@@ -76,6 +78,7 @@ class MadeUpCuda:
         retries = self.retries.pop(0) if len(self.retries) > 1 else self.retries[0]
         return {
             "num_alloc_retries": retries,
+            "num_ooms": self.ooms,
             "allocated_bytes": {"all": {"current": 120, "peak": 300}},
             "reserved_bytes": {"all": {"current": 400, "peak": 400}},
         }

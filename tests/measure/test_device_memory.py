@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchfinder.devices.catalog import memory_fraction
+from batchfinder.errors import InvalidValue
 from batchfinder.measure import device_memory
 from batchfinder.measure.cleanup import clear
-from batchfinder.measure.device_memory import CudaMemory, HostMemory
+from batchfinder.measure.device_memory import CudaMemory, HostMemory, memory_of
 from batchfinder.measure.host_limits import status
-from batchfinder.measure.trial import run_trial
+from batchfinder.measure.trial import SteadyStateCheck, run_trial
 from batchfinder.results import Verdict
 from batchfinder.units import MIB
 from tests.measure.made_up_cuda import TOTAL, MadeUpCuda
@@ -66,6 +68,32 @@ def test_tries_are_limited_within_what_was_set(before: int | None, cuda: MadeUpC
         with memory.limited(reserve, held):
             assert cuda.allowed == 1_000_000_000 - reserve + held
         assert cuda.allowed == before
+
+
+def test_a_step_that_goes_on_after_an_out_of_memory_does_not_fit(cuda: MadeUpCuda) -> None:
+    """CUDA counts what the step has caught. Once, as where cuDNN tries out algorithms, is no failure."""
+    memory = CudaMemory(torch.device("cuda", 0), None)
+
+    def steps(check: SteadyStateCheck) -> None:
+        while True:
+            cuda.ooms += 1
+            cuda.retries = [cuda.retries[0] + (cuda.ooms < times)]
+            if not check.goes_on():
+                return
+
+    times = 100
+    seen = run_trial(steps, memory, torch.device("cuda", 0))
+    assert seen.verdict is Verdict.OUT_OF_MEMORY
+    assert re.fullmatch(r"it ran out of memory \d+ times \(num_ooms\), and the step caught the error .*", seen.message)
+    times = 0
+    assert run_trial(steps, memory, torch.device("cuda", 0)).fits
+
+
+@pytest.mark.parametrize("budget", [1, 64 * MIB])
+def test_a_budget_below_what_the_process_holds_is_refused(budget: int) -> None:
+    """Before anything is tried, with both figures."""
+    with pytest.raises(InvalidValue, match=r"budget: .*'(1 B|64.00 MiB)'; expected more than the \d+\.\d\d MiB that"):
+        memory_of(CPU, budget)
 
 
 @on_linux

@@ -106,6 +106,22 @@ def test_a_real_text_is_classified(error, verdict):
     assert classify(error) is verdict
 
 
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("CUDA out of memory.", GPU),
+        ("HIP out of memory.", GPU),
+        ("XPU out of memory.", GPU),
+        ("DefaultCPUAllocator: can't allocate memory", HOST),
+        ("DefaultCPUAllocator: not enough memory", HOST),
+    ],
+)
+def test_a_text_that_is_cut_short_is_classified(text, verdict):
+    """Libraries and tests raise plain RuntimeErrors with the first words of PyTorch's texts."""
+    assert classify(RuntimeError(text)) is verdict
+    assert classify(ValueError(text)) is None
+
+
 def test_every_row_is_needed():
     """Each row of the table is the one that recognises one of the texts above, and each of these has its own row."""
     found = [find_pattern(error) for error, _ in ERRORS]

@@ -74,6 +74,93 @@ def sizes_of(found: TuningResult) -> list[int]:
     return [trial.batch_size for trial in found.result.trials]
 
 
+class NeedsTwo(Device):
+    """Raises where it is given fewer than `least` samples, as BatchNorm does."""
+
+    least = 2
+    error: Exception = ValueError("Expected more than 1 value per channel when training")
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        if batch_size < self.least:
+            self.sizes.append(batch_size)
+            raise self.error
+        return super().__call__(batch_size, shape)
+
+
+def test_where_one_sample_raises_and_two_run_the_search_goes_on_from_two() -> None:
+    """The summary says so; a second start certifies the answer."""
+    entry, device = CacheEntry(), NeedsTwo(affine)
+    found = device.tuner().find(Shape(), entry)
+    assert (device.sizes[:3], found.result.max_batch_size) == ([1, 2, 1], 128)
+    assert "; from 2 on, since batch size 1 raised ValueError: Expected more than 1 value per channel" in str(found)
+    again = device.tuner().find(Shape(), entry)
+    assert (sizes_of(again), again.result.source, again.raised) == ([128], "cache", "")
+
+
+def test_where_two_run_out_of_memory_nothing_fits() -> None:
+    """2 is the smallest size then."""
+    found = NeedsTwo(lambda size: 2000).tuner().find(Shape())
+    assert found.result.max_batch_size == 0
+    with pytest.raises(OutOfMemory, match="batch size 2 does not fit"):
+        found.raise_if_nothing_fits()
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_batch_size": 1}, {"min_batch_size": 2}])
+def test_what_raises_at_any_size_is_raised_as_it_was(limits: dict[str, int]) -> None:
+    """With its own words and causes, and not for another size than was asked for."""
+    device = NeedsTwo(affine)
+    device.least, cause = 1000, KeyError("labels")
+    device.error = ValueError("the labels are wrong")
+    device.error.__cause__ = cause
+    with pytest.raises(ValueError, match="the labels are wrong") as caught:
+        device.tuner(**limits).find(Shape())
+    assert caught.value is device.error
+    assert caught.value.__cause__ is cause
+    assert device.sizes == ([1, 2] if not limits else [device.sizes[0]])
+
+
+def test_what_one_sample_raises_once_is_raised() -> None:
+    """An error that does not come again with the same size is not for want of samples."""
+
+    class Once(NeedsTwo):
+        def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+            self.least = 1 if self.sizes else 2
+            return super().__call__(batch_size, shape)
+
+    device = Once(affine)
+    with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
+        device.tuner().find(Shape())
+    assert caught.value is device.error
+    assert device.sizes == [1, 2, 1]
+
+
+def test_a_wrong_value_is_no_want_of_samples() -> None:
+    """Our own errors are raised at once."""
+    device = NeedsTwo(affine)
+    device.error = InvalidValue("state", [], "the optimizer among them")
+    with pytest.raises(InvalidValue):
+        device.tuner().find(Shape())
+    assert device.sizes == [1]
+
+
+def test_the_summarys_figures_agree() -> None:
+    """What ran with a peak shows that there was as much, whatever was said to be free as the start began."""
+    seen = Measurement(Verdict.FITS, None, 11 * GIB)
+    assert "peak 11.00 GiB of 11.00 GiB" in str(
+        TuningResult(replace(FOUND, measurement=seen), None, None, 1, 10 * GIB, 0)
+    )
+
+
+def test_where_nothing_fits_the_limit_and_what_was_held_are_named() -> None:
+    """Beside the device's own words."""
+    device = Device(lambda size: 2000)
+    tuner = Tuner(device.free_bytes, SearchLimits(), device.open, held_bytes=400)
+    with pytest.raises(
+        OutOfMemory, match=r"no room\. The limit is 1000 B, of which 400 B were held before the first try"
+    ):
+        tuner.find(Shape()).raise_if_nothing_fits()
+
+
 @pytest.mark.parametrize("reserve", [0, 100])
 def test_the_largest_size_whose_peak_leaves_the_headroom(reserve: int) -> None:
     """With every trial in order."""
@@ -160,8 +247,8 @@ def test_a_cached_0_is_tried_again() -> None:
         with pytest.raises(OutOfMemory) as caught:
             found.raise_if_nothing_fits()
         assert str(caught.value) == (
-            "batch size 1 does not fit: no room. Try a smaller model or sequences shorter than 512, a lower precision, "
-            "activation checkpointing or an optimizer with less state."
+            "batch size 1 does not fit: no room. The limit is 1000 B. Try a smaller model or sequences shorter "
+            "than 512, a lower precision, activation checkpointing or an optimizer with less state."
         )
     device.peak = affine
     assert device.tuner(certify=False).find(Shape(512), entry).result.max_batch_size == 128
@@ -207,6 +294,50 @@ def test_an_answer_is_never_far_below_what_ran() -> None:
     assert max(answers) <= 200
 
 
+def test_where_the_only_size_that_ran_fails_in_the_end_the_error_says_how() -> None:
+    """It is tried again since trials have left less memory than it takes, and it is the failure that is told."""
+    found = Device(lambda size: 100 * size, free=150, leaks=30).tuner().find(Shape())
+    assert [(trial.batch_size, trial.fits) for trial in found.result.trials] == [(1, True), (2, False), (1, False)]
+    assert found.result.max_batch_size == 0
+    with pytest.raises(OutOfMemory, match="batch size 1 does not fit: no room"):
+        found.raise_if_nothing_fits()
+
+
+class Loses(Device):
+    """With the trial of this number a tenth of the memory is gone for good; `told` is the share that is known of."""
+
+    def __init__(self, losing: int, told: float) -> None:
+        super().__init__(lambda size: 100 + 10 * size, free=10_000)  # 990 samples, and then 890
+        self.losing, self.told = losing, told
+
+    def open(self) -> tuple[Device, int]:
+        return self, int(self.told * (self.free - self.left))
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        self.sizes.append(batch_size)
+        if len(self.sizes) == self.losing:
+            self.left = 1_000
+        if self.peak(batch_size) > self.free - self.left:
+            return Measurement(Verdict.OUT_OF_MEMORY, message=MESSAGE)
+        return Measurement(Verdict.FITS, peak_reserved_bytes=self.peak(batch_size))
+
+
+@pytest.mark.parametrize("told", [1.0, 0.95])
+@pytest.mark.parametrize("tolerance", [0.01, 0.05])
+def test_memory_that_is_gone_at_once_costs_no_more_than_itself(tolerance: float, told: float) -> None:
+    """Whichever trial loses it, and however many sizes had run before: the answer is near the largest that runs then.
+
+    A limit of the address space leaves more than resident memory lets expect, so that many sizes near the answer run.
+    """
+    for losing in range(1, 30):
+        device = Loses(losing, told)
+        answer = device.tuner(tolerance=tolerance).find(Shape()).result.max_batch_size
+        assert answer >= 0.95 * 890, (losing, device.sizes)
+        assert len(device.sizes) <= 36, (losing, device.sizes)
+        again = len(device.sizes) - device.sizes[::-1].index(answer)
+        assert answer <= (890 if again >= losing else 990)
+
+
 def test_a_plans_micro_batch_is_tried_itself() -> None:
     """A smaller size may take more: the next divisor that runs is taken."""
     device = Device(lambda size: 2000 if size == 90 else affine(size))
@@ -220,7 +351,19 @@ def test_a_target_that_no_size_divides_is_refused() -> None:
     with pytest.raises(
         InvalidValue, match=r"target_batch_size: .*131.*a multiple of any size from 2 to 128, which fit"
     ):
-        Device(affine).tuner(target_batch_size=131, min_batch_size=2).find(Shape())
+        Device(affine).tuner(target_batch_size=131, min_batch_size=2, exact=True).find(Shape())
+
+
+def test_a_target_that_no_large_size_divides() -> None:
+    """It is nearly met with a micro-batch that was tried, and said so; or exactly, where that is asked for."""
+    device = Device(affine)
+    found = device.tuner(target_batch_size=262).find(Shape())
+    assert found.plan == AccumulationPlan(262, 87, 3)
+    assert device.sizes[-1] == 87
+    assert "; accumulation 87 x 3 = 261 (1 fewer than the target of 262); " in str(found)
+    assert Device(affine).tuner(target_batch_size=262, exact=True).find(Shape()).plan == AccumulationPlan(262, 2, 131)
+    stepped = Device(affine).tuner(target_batch_size=8 * 31, multiple_of=8).find(Shape()).plan
+    assert stepped == AccumulationPlan(248, 128, 2)
 
 
 def test_a_target_is_made_up_by_all_devices() -> None:
@@ -333,7 +476,7 @@ FOUND = SearchResult(SHAPE, 216, StopReason.EXACT, SEEN, (Trial(200, SHAPE, SEEN
 
 def test_as_text_it_is_one_line() -> None:
     """Size, length, peak, headroom, accumulation, tries and seconds."""
-    found = TuningResult(FOUND, plan_accumulation(1024, 216), None, 1.234, 12 * GIB, GIB)
+    found = TuningResult(FOUND, plan_accumulation(1024, 128), None, 1.234, 12 * GIB, GIB)
     assert str(found) == (
         "batch size 216 at seq_len 512; peak 10.00 GiB of 12.00 GiB; headroom 1.00 GiB; accumulation 128 x 8 = 1024; "
         "2 probes in 1.23 s"
