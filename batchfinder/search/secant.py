@@ -78,13 +78,13 @@ class PeakModel:
         resting = seen.resting_bytes if self.resting_bytes is None else min(self.resting_bytes, seen.resting_bytes)
         return PeakModel(points, resting, (*self.forwards, (trial.batch_size, seen.forward_bytes)))
 
-    def crossing(self, limit_bytes: int) -> int | None:
+    def crossing(self, limit_bytes: int | None) -> int | None:
         """The largest size expected to have its peak within the limit.
 
         Returns:
-            The size; None when there is nothing to fit or the peaks fall.
+            The size; None when the limit is not known, there is nothing to fit or the peaks fall.
         """
-        if not self.points or self.points[-1][1] <= 0:
+        if limit_bytes is None or not self.points or self.points[-1][1] <= 0:
             return None
         (_, first_peak), (size, peak) = self.points[0], self.points[-1]
         left = limit_bytes - peak
@@ -295,8 +295,9 @@ class Secant(Search[SecantState]):
         sizes = [least]
         if guess > least:
             sizes.append(guess - int(self.tolerance * guess) // 2)
-        if late == 0:
-            sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * self._allocated_crossing(state)))
+        if late == 0 and state.surprises:
+            filled = state.allocated_peaks.crossing(state.limit_bytes) or 0
+            sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * filled))
         if state.tries == 1:
             sizes.append(under_prediction)
         return bracket.inside(max(sizes))
@@ -304,7 +305,8 @@ class Secant(Search[SecantState]):
     def update(self, state: SecantState, trial: Trial) -> SecantState:
         """Narrow the bracket, add the peak to the model, and count a guess that was too low."""
         guess, seen = self._guess(state), trial.measurement
-        surprised = trial.fits and guess is not None and trial.batch_size > max(guess, self._allocated_crossing(state))
+        filled = (state.allocated_peaks.crossing(state.limit_bytes) if state.surprises else None) or 0
+        surprised = trial.fits and guess is not None and trial.batch_size > max(guess, filled)
         allocated = state.allocated_peaks
         if seen.peak_allocated_bytes is not None and seen.peak_reserved_bytes is not None:
             allocated = allocated.add(replace(trial, measurement=replace(seen, peak_reserved_bytes=None)))
@@ -328,14 +330,8 @@ class Secant(Search[SecantState]):
 
     def _guess(self, state: SecantState) -> int | None:
         """The largest size thought to run: by the model, else by the prediction."""
-        fitted = None if state.limit_bytes is None else state.peaks.crossing(state.limit_bytes)
+        fitted = state.peaks.crossing(state.limit_bytes)
         return self.predicted if fitted is None else fitted
-
-    def _allocated_crossing(self, state: SecantState) -> int:
-        """The size at which what is allocated would fill the limit, once reserved peaks misled; else 0."""
-        if state.surprises == 0 or state.limit_bytes is None:
-            return 0
-        return state.allocated_peaks.crossing(state.limit_bytes) or 0
 
     def _tolerated_gap(self, bracket: Bracket) -> int:
         """How far above the low end a failure would end the search."""
