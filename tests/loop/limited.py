@@ -24,12 +24,14 @@ def respond(request: dict[str, Any]) -> dict[str, Any]:
     return train(**request)
 
 
-def train(limit_mib: int, tune: dict[str, Any], more: float | None = None) -> dict[str, Any]:
+def train(
+    limit_mib: int, tune: dict[str, Any] | None = None, more: float | None = None, batch_size: int = 0
+) -> dict[str, Any]:
     """Tune and train under a limit, in a process that ends afterwards.
 
     Args:
         limit_mib: by how much the process may grow.
-        tune: further arguments of `tune_batch_size`.
+        tune: further arguments of `tune_batch_size`; None to train at `batch_size` without a search.
         more: share of the size found by which to go beyond it afterwards.
 
     Returns:
@@ -67,6 +69,10 @@ def train(limit_mib: int, tune: dict[str, Any], more: float | None = None) -> di
 
     (torch.ones(4, requires_grad=True) * 2).sum().backward()  # the engine's threads exist before the limit does
     limit = limit_growth(limit_mib)
+    if tune is None:
+        answer: dict[str, Any] = {"at": trained(batch_size)}
+        lift_limit()
+        return answer
     found = tune_batch_size(train_step, make_batch, [model, optimizer], **tune).smallest
     size = found.result.max_batch_size
     answer = {
