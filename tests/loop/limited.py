@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from typing import Any
 
 from tests.forks import lift_limit, limit_growth, ready_to_search, verdict_of
@@ -20,8 +21,29 @@ def prepare() -> None:
 
 
 def respond(request: dict[str, Any]) -> dict[str, Any]:
-    """`train` with a request's entries."""
-    return train(**request)
+    """`train` with a request's entries, or `search_lengths` where it has lengths."""
+    return search_lengths(**request) if "seq_lens" in request else train(**request)
+
+
+def loop() -> tuple[Callable[[Any], None], Callable[[int, int | None], Any], list[Any]]:
+    """A step, what makes its batches, and its state."""
+    import torch
+    from torch import nn
+
+    from tests.loop.loops import WORDS, Transformer, tokens
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = Transformer(width=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train_step(batch: Any) -> None:
+        text, labels = batch
+        nn.functional.cross_entropy(model(text).view(-1, WORDS), labels.view(-1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train_step, lambda batch_size, seq_len: tokens(batch_size, seq_len or 128), [model, optimizer]
 
 
 def train(
@@ -38,24 +60,10 @@ def train(
         What happened, as JSON values.
     """
     import torch
-    from torch import nn
 
     from batchfinder import tune_batch_size
-    from tests.loop.loops import WORDS, Transformer, tokens
 
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    model = Transformer(width=16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def train_step(batch: Any) -> None:
-        text, labels = batch
-        nn.functional.cross_entropy(model(text).view(-1, WORDS), labels.view(-1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def make_batch(batch_size: int, seq_len: int | None) -> Any:
-        return tokens(batch_size, 128)
+    train_step, make_batch, state = loop()
 
     def trained(batch_size: int) -> dict[str, Any]:
         steps, verdict = 0, None
@@ -73,7 +81,7 @@ def train(
         answer: dict[str, Any] = {"at": trained(batch_size)}
         lift_limit()
         return answer
-    found = tune_batch_size(train_step, make_batch, [model, optimizer], **tune).smallest
+    found = tune_batch_size(train_step, make_batch, state, **tune).smallest
     size = found.result.max_batch_size
     answer = {
         "largest": size,
@@ -85,3 +93,15 @@ def train(
     }
     lift_limit()
     return answer
+
+
+def search_lengths(more_mib: int, seq_lens: list[int]) -> dict[str, int]:
+    """The batch size for each length, in the order given, under a budget of what the process holds and `more_mib`."""
+    from batchfinder import tune_batch_size
+    from batchfinder.measure.host_limits import status
+
+    train_step, make_batch, state = loop()
+    train_step(make_batch(2, None))
+    budget = (status("VmRSS") or 0) + (more_mib << 20)
+    found = tune_batch_size(train_step, make_batch, state, budget=budget, cache=False, seq_lens=seq_lens)
+    return {str(seq_len): found[seq_len].batch_size for seq_len in seq_lens}
