@@ -38,7 +38,7 @@ from batchfinder.find import find_max_batch_size
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.search import Secant
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import GIB
 

@@ -61,25 +61,12 @@ def encode(record: Record) -> bytes:
     if result.source == "cache":
         raise InvalidValue("source of a result to be cached", "cache", "simulated or measured, where it came from")
     try:
-        trials: list[Json] = [
-            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *_measurement_as_json(trial.measurement)]
-            for trial in result.trials
-        ]
         body: dict[str, Json] = {
             "schema": SCHEMA,
             "created": record.created.isoformat(),
             "label": record.label,
             "key": record.key.as_dict(),
-            "outcome": {
-                "seq_len": _index(result.shape.seq_len),
-                "max_batch_size": operator.index(result.max_batch_size),
-                "stop": result.stop.name,
-                "measurement": None if result.measurement is None else _measurement_as_json(result.measurement),
-                "trials": trials,
-                "source": result.source,
-                "unmodelled": list(result.unmodelled),
-                "free_bytes": _index(result.free_bytes),
-            },
+            "outcome": result_as_json(result),
         }
         body["checksum"] = hashlib.sha256(canonical_json(body).encode()).hexdigest()
         return write_members(body)
@@ -87,7 +74,24 @@ def encode(record: Record) -> bytes:
         raise InvalidValue("result to be cached", result, "text, whole numbers of bytes and finite seconds") from error
 
 
-def _measurement_as_json(seen: Measurement) -> list[Json]:
+def result_as_json(result: SearchResult) -> dict[str, Json]:
+    """A search's result as a record has it."""
+    return {
+        "seq_len": _index(result.shape.seq_len),
+        "max_batch_size": operator.index(result.max_batch_size),
+        "stop": result.stop.name,
+        "measurement": None if result.measurement is None else measurement_as_json(result.measurement),
+        "trials": [
+            [operator.index(trial.batch_size), _index(trial.shape.seq_len), *measurement_as_json(trial.measurement)]
+            for trial in result.trials
+        ],
+        "source": result.source,
+        "unmodelled": list(result.unmodelled),
+        "free_bytes": _index(result.free_bytes),
+    }
+
+
+def measurement_as_json(seen: Measurement) -> list[Json]:
     """[verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes, resting_bytes,
     forward_bytes]; in a trial the batch size and the sequence length stand before them.
     """
@@ -136,7 +140,7 @@ def decode(data: bytes) -> Record:
         label, key = _of(body["label"], "label", str), _of(body["key"], "key", dict)
         if set(key) != {item.name for item in fields(CacheKey)}:
             raise DamagedRecord(f"its key has other fields than this version's: {', '.join(sorted(key))}")
-        record = Record(CacheKey(**key), _result_from_json(body["outcome"]), created, label)
+        record = Record(CacheKey(**key), result_from_json(body["outcome"]), created, label)
         # The checksum covers the values; this covers the bytes between them as well.
         if encode(record) != data:
             raise DamagedRecord("it is not written the way batchfinder writes it")
@@ -202,43 +206,53 @@ def is_record(data: bytes) -> bool:
     return beginning.startswith(found) or found.startswith(beginning)
 
 
-def _result_from_json(value: object) -> SearchResult:
+def result_from_json(value: object) -> SearchResult:
+    """What `result_as_json` was given.
+
+    Raises:
+        DamagedRecord: it is something else.
+    """
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(value, "outcome", dict)
     if set(body) != names:
         raise DamagedRecord(f"its outcome is {shown(value)}")
-
-    def measurement(value: object) -> Measurement:
-        row = _of(value, "measurement", list)
-        if len(row) != 8:
-            raise DamagedRecord(f"its measurement is {shown(value)}")
-        return Measurement(
-            verdict=_of(row[0], "verdict", Verdict),
-            peak_allocated_bytes=_of(row[1], "peak_allocated_bytes", int, NoneType),
-            peak_reserved_bytes=_of(row[2], "peak_reserved_bytes", int, NoneType),
-            seconds=_of(row[3], "seconds", float),
-            message=_of(row[4], "message", str),
-            needed_bytes=_of(row[5], "needed_bytes", int, NoneType),
-            resting_bytes=_of(row[6], "resting_bytes", int, NoneType),
-            forward_bytes=_of(row[7], "forward_bytes", int, NoneType),
-        )
-
     trials = []
     for trial in _of(body["trials"], "trials", list):
         row = _of(trial, "trial", list)
         if len(row) != 10:
             raise DamagedRecord(f"its trial is {shown(trial)}")
         shape = Shape(_of(row[1], "seq_len", int, NoneType))
-        trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement(row[2:])))
+        trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement_from_json(row[2:])))
     return SearchResult(
         shape=Shape(_of(body["seq_len"], "seq_len", int, NoneType)),
         max_batch_size=_of(body["max_batch_size"], "max_batch_size", int),
         stop=_of(body["stop"], "stop", StopReason),
-        measurement=None if body["measurement"] is None else measurement(body["measurement"]),
+        measurement=None if body["measurement"] is None else measurement_from_json(body["measurement"]),
         trials=tuple(trials),
         source=_of(body["source"], "source", str),
         unmodelled=tuple(_of(text, "unmodelled", str) for text in _of(body["unmodelled"], "unmodelled", list)),
         free_bytes=_of(body["free_bytes"], "free_bytes", int, NoneType),
+    )
+
+
+def measurement_from_json(value: object) -> Measurement:
+    """What `measurement_as_json` was given.
+
+    Raises:
+        DamagedRecord: it is something else.
+    """
+    row = _of(value, "measurement", list)
+    if len(row) != 8:
+        raise DamagedRecord(f"its measurement is {shown(value)}")
+    return Measurement(
+        verdict=_of(row[0], "verdict", Verdict),
+        peak_allocated_bytes=_of(row[1], "peak_allocated_bytes", int, NoneType),
+        peak_reserved_bytes=_of(row[2], "peak_reserved_bytes", int, NoneType),
+        seconds=_of(row[3], "seconds", float),
+        message=_of(row[4], "message", str),
+        needed_bytes=_of(row[5], "needed_bytes", int, NoneType),
+        resting_bytes=_of(row[6], "resting_bytes", int, NoneType),
+        forward_bytes=_of(row[7], "forward_bytes", int, NoneType),
     )
 
 

@@ -1,20 +1,32 @@
-"""The cache: one record per key, in a directory at any fsspec URL."""
+"""The cache: one record per key, in a directory at any fsspec URL, each file replaced whole or not at all.
+
+On a local directory a write goes to a temporary file beside its target, is flushed to disk, and takes the target's
+place by `os.replace` (fsspec's own `mv` is `shutil.move`, which may copy, and moves *into* a directory). On other file
+systems it is one put of one object, which is atomic on object stores; where it is not (sftp, ftp), a reader may meet a
+record cut short, which the record's checksum finds.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import re
+import stat
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any, Protocol
 
 from batchfinder.cache.key import CacheKey
-from batchfinder.cache.record import DamagedRecord, Record, decode, encode, is_record
-from batchfinder.cache.storage import NotReadable, Storage
+from batchfinder.cache.record import MAX_RECORD_BYTES, DamagedRecord, Record, decode, encode, is_record
+from batchfinder.errors import CacheFailed
 from batchfinder.results import SearchResult
+from batchfinder.retry import retrying
+from batchfinder.units import format_bytes
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
@@ -204,3 +216,191 @@ class CacheEntry:
 
 def _name(key: CacheKey) -> str:
     return f"{key.digest}.json"
+
+
+STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
+
+_TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?::/?|//+)(?!/)")  # of a URL, with a colon or a slash too few
+_TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, ConnectionError | TimeoutError) or (
+        isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
+    )
+
+
+class NotReadable(OSError):
+    """One name's bytes cannot be read, though the others' may."""
+
+
+class Storage:
+    """A directory of named byte strings. Nothing is imported, opened or created before the first use.
+
+    Every method raises `CacheFailed` where the place cannot be used.
+
+    Args:
+        url: a path or any fsspec URL; a relative path means the current directory of now, not of the first use.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = self._asked = os.fspath(url)
+        self._problem = ""
+        if "://" not in self.url and "::" not in self.url:
+            path = os.path.expanduser(self.url)
+            if path.startswith("~"):
+                self._problem = "there is no such user on this machine"
+            try:
+                self.url = os.path.abspath(path)
+            except OSError:
+                self._problem = "it is relative to the current folder, which has been removed"
+        self._removed_stale = False
+
+    def read(self, name: str) -> bytes | None:
+        """Return a name's bytes, None when there are none.
+
+        Raises:
+            NotReadable: there are some, and they are no regular file, too many, or not for this user to read.
+        """
+
+        def read_file(path: str) -> bytes:
+            # A pipe would be waited for, and a device has no end.
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise NotReadable(errno.EINVAL, "it is not a regular file")
+                return file.read(MAX_RECORD_BYTES + 1)
+
+        with self._opened() as (fs, root, is_local):
+            path = _join(root, name)
+            try:
+                data: bytes = retrying(_is_transient)(read_file if is_local else fs.cat_file)(path)
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if is_local and not isinstance(error, NotReadable) and os.path.lexists(path):
+                    raise NotReadable(error.errno, error.strerror) from error
+                raise
+            if len(data) > MAX_RECORD_BYTES:
+                raise NotReadable(errno.EFBIG, f"it is larger than {format_bytes(MAX_RECORD_BYTES)}")
+            return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Give a name these bytes, in place of any it had."""
+        with self._opened() as (fs, root, is_local):
+
+            def replace_whole() -> None:
+                if not is_local:
+                    _put(fs, root, name, data)
+                    return
+                temporary = f".{name}.{os.urandom(16).hex()}.tmp"
+                try:
+                    _put(fs, root, temporary, data)
+                    os.replace(_join(root, temporary), _join(root, name))
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        os.unlink(_join(root, temporary))
+                    raise
+
+            # A FileNotFoundError: another process cleared the directory between two of our steps.
+            retrying(lambda error: _is_transient(error) or isinstance(error, FileNotFoundError))(replace_whole)()
+        if is_local and not self._removed_stale:
+            self._removed_stale = True
+            self.remove_temporary(older_than=STALE_SECONDS)
+
+    def names(self) -> list[str]:
+        """Return every name, sorted; temporary files have none."""
+        return sorted(name for name in self._files() if not _TEMPORARY.fullmatch(name))
+
+    def remove(self, name: str) -> bool:
+        """Remove a name; returns whether it was there."""
+        with self._opened() as (fs, root, _):
+            try:
+                retrying(_is_transient)(fs.rm_file)(_join(root, name))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def remove_temporary(self, older_than: float = 0.0) -> None:
+        """Remove the temporary files of every writer, but not those changed within so many seconds.
+
+        A writer that is at work starts its write again.
+        """
+        now = time.time()
+        for name, changed in self._files().items():
+            if _TEMPORARY.fullmatch(name) and now - changed >= older_than:
+                self.remove(name)
+
+    def check_writable(self) -> None:
+        """Write and remove a file, to check before any work is done that this is possible."""
+        with self._opened() as (fs, root, _):
+            name = f".writable.{os.urandom(16).hex()}.tmp"
+            _put(fs, root, name, b"batchfinder was here\n")
+            fs.rm_file(_join(root, name))
+
+    def _files(self) -> dict[str, float]:
+        """When each file was changed last, by its name; 0 where the file system does not say."""
+        with self._opened() as (fs, root, _):
+            fs.invalidate_cache(root)  # s3fs and others remember listings
+            try:
+                entries = fs.ls(root, detail=True)
+            except FileNotFoundError:
+                return {}
+            if not fs.isdir(root):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            files = (entry for entry in entries if entry["type"] == "file")
+            return {entry["name"].rsplit("/", 1)[-1]: entry.get("mtime", 0.0) for entry in files}
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[Any, str, bool]]:
+        """The file system, the directory's path in it, and whether it is this machine's.
+
+        Whatever a file system raises becomes `CacheFailed`: cloud libraries have trees of their own.
+        """
+        fs: Any = None
+        root = ""
+        try:
+            from fsspec.core import url_to_fs  # 45 ms, most of it asyncio
+            from fsspec.implementations.local import LocalFileSystem
+            from fsspec.registry import known_implementations
+
+            mistyped = _SCHEME.match(self._asked)
+            if mistyped and mistyped[1] in known_implementations:
+                self._problem = f"it is no URL; one begins with {mistyped[1]}://"
+            if self._problem:
+                raise CacheFailed(self._asked, self._problem)
+            fs, root = url_to_fs(self.url)
+            yield fs, root, isinstance(fs, LocalFileSystem)
+        except (CacheFailed, NotReadable):
+            raise
+        except Exception as error:
+            words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = words.rstrip(". \n") or type(error).__name__
+            with contextlib.suppress(Exception):
+                if isinstance(error, OSError) and fs.isfile(root):
+                    reason = "it is a file, not a directory"
+            raise CacheFailed(self.url, reason) from error
+
+
+def _join(root: str, name: str) -> str:
+    return f"{root.rstrip('/')}/{name}"
+
+
+def _put(fs: Any, root: str, name: str, data: bytes) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    path = _join(root, name)
+    if isinstance(fs, LocalFileSystem):
+        fs.makedirs(root, exist_ok=True)
+        with fs.open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return
+    try:
+        fs.pipe_file(path, data)
+    except FileNotFoundError:
+        # Object stores need no directories. Elsewhere make the last one only: with its parents, s3fs would create a
+        # bucket out of a misspelt name.
+        fs.mkdir(root, create_parents=False)
+        fs.pipe_file(path, data)

@@ -29,7 +29,7 @@ from batchfinder.report.plots import check_picture, draw_estimate
 from batchfinder.report.progress import StatusLine
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 
 # What holds less in its state than the optimizer that is the key.

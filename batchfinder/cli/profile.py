@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from batchfinder.cli.options import DEFAULT_GPU, card, check_file, seq_lens_of, step_options, whole_number, write_file
-from batchfinder.estimate.breakdown import bytes_over_time
+from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.plots import check_picture, draw_profile

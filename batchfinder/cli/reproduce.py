@@ -12,7 +12,7 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Table
 from batchfinder.reproductions import REPRODUCTIONS
-from batchfinder.reproductions.base import Context, Reproduction, require_card
+from batchfinder.reproductions.published import Context, Reproduction, require_card
 from batchfinder.training.spec import StepConfig
 
 ALL = "all"

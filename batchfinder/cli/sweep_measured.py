@@ -19,7 +19,7 @@ from batchfinder.probe import Probe
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.results import SearchResult, Shape, StopReason
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.steady_state import SimulatedProbe
 
 _NEED_IS_SIMULATED = "what a single sample needs is simulated"
 # What changes the number of PyTorch's threads, whose stacks count, or the memory allocator.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from batchfinder.cache import Store
 from batchfinder.cli.options import DEFAULT_GPU, card, instance_card, step_options, whole_number
 from batchfinder.devices import Card, Device, driver_version, find_gpu, host_name, present_gpus
-from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
+from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
 from batchfinder.measure.host_limits import available_bytes

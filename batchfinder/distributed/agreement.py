@@ -2,20 +2,30 @@
 
 A size fits where it fits on every rank, its peak is the largest, and what is free is the smallest, so that the search
 is the same on each. Ranks agree over gloo on the host, apart from the training's own group: that waits for no GPU, and
-a collective that fails leaves the training's group as it was.
+a collective that fails leaves the training's group as it was. What they tell each other is JSON, which runs no code
+where it is read, as a pickle would.
+
+A trial is taken by each rank alone: collectives of the model itself run on PyTorch's `fake` backend, so that a rank
+that runs out of memory leaves no other waiting. It gives outputs of the right size: `all_gather` copies this rank's
+tensor for each rank, `all_reduce` and `broadcast` leave tensors as they are. Only the default group is replaced; groups
+that the user's code has made are not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+from batchfinder.cache.key import Json
+from batchfinder.cache.record import measurement_as_json, measurement_from_json, result_as_json, result_from_json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.errors import CacheFailed, RankFailed, RankLost
 from batchfinder.measure.device_memory import Memory
@@ -86,17 +96,21 @@ class Ranks:
         self._collective(lambda group: dist.all_reduce(agreed, operation, group=group))
         return tuple(agreed.tolist())
 
-    def all_gather(self, thing: T) -> list[T]:
-        """The objects of all ranks, by rank.
-
-        Args:
-            thing: this rank's; anything that can be pickled.
-        """
+    def all_gather(self, value: Json) -> list[Any]:
+        """The JSON values of all ranks, by rank, as they are read back: tuples are lists then."""
+        text = json.dumps(value)
         if self.size == 1:
-            return [thing]
-        things: list[T] = [thing] * self.size
-        self._collective(lambda group: dist.all_gather_object(things, thing, group=group))
-        return things
+            return [json.loads(text)]
+        data = torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        length = torch.tensor([len(data)], device="cpu")
+        self._collective(lambda group: dist.all_gather(lengths, length, group=group))
+        longest = int(max(lengths))
+        texts = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
+        padded = torch.nn.functional.pad(data, (0, longest - len(data)))
+        self._collective(lambda group: dist.all_gather(texts, padded, group=group))
+        pairs = zip(texts, lengths, strict=True)
+        return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in pairs]
 
     def barrier_call(self, doing: Callable[[], T], what: str) -> T:
         """Call a function on every rank, wait until all ranks have, and return this rank's result.
@@ -128,11 +142,11 @@ class Ranks:
             failed = None  # its traceback holds this frame
         return result[0]
 
-    def all_gather_call(self, doing: Callable[[], T], what: str) -> list[T]:
+    def all_gather_call(self, doing: Callable[[], Json], what: str) -> list[Any]:
         """Like `barrier_call`, and returns the results of all ranks, by rank.
 
         Args:
-            doing: returns something that can be pickled; calls no collectives.
+            doing: returns a JSON value; calls no collectives.
             what: as for `barrier_call`.
         """
         return self.all_gather(self.barrier_call(doing, what))
@@ -180,9 +194,10 @@ class AgreedProbe:
         self.unmodelled = probe.unmodelled
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        return agree(
-            self._ranks.all_gather_call(lambda: self._probe(batch_size, shape), f"tried batch size {batch_size}")
+        seen = self._ranks.all_gather_call(
+            lambda: measurement_as_json(self._probe(batch_size, shape)), f"tried batch size {batch_size}"
         )
+        return agree([measurement_from_json(row) for row in seen])
 
 
 @dataclass
@@ -219,17 +234,52 @@ class AgreedEntry:
             CacheFailed: rank 0 cannot read it; on every rank.
         """
 
-        def read() -> tuple[SearchResult | None, tuple[str, str] | None]:
+        def read() -> Json:
             try:
-                return (self._entry.get() if self._ranks.rank == 0 else None), None
+                found = self._entry.get() if self._ranks.rank == 0 else None
+                return {"found": None if found is None else result_as_json(found)}
             except CacheFailed as error:
-                return None, (error.url, error.reason)
+                return {"failed": [error.url, error.reason]}
 
-        found, failed = self._ranks.all_gather_call(read, "read the cache")[0]
-        if failed is not None:
-            raise CacheFailed(*failed)
-        return found
+        heard = self._ranks.all_gather_call(read, "read the cache")[0]
+        if "failed" in heard:
+            raise CacheFailed(*heard["failed"])
+        return None if heard["found"] is None else result_from_json(heard["found"])
 
     def put(self, result: SearchResult) -> None:
         if self._ranks.rank == 0:
             self._entry.put(result)
+
+
+@contextmanager
+def local_collectives() -> Iterator[None]:
+    """Make the default group one of the fake backend. A single process keeps its own."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        yield
+        return
+    # Importing it registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    group = c10d._get_default_group()
+    rank, size = group.rank(), group.size()
+    new_group: Any = c10d._new_process_group_helper  # `dist.new_group` would wait for the other ranks
+    timeout = dist.default_pg_timeout
+    fake, _ = new_group(size, rank, list(range(size)), "fake", FakeStore(), "batchfinder", timeout=timeout)
+    c10d._world.pg_group_ranks[fake] = {member: member for member in range(size)}
+    c10d.GroupMember.WORLD = fake
+    try:
+        yield
+    finally:
+        c10d.GroupMember.WORLD = group
+        dist.destroy_process_group(fake)
+
+
+def leave_groups() -> None:
+    """In a forked child, which cannot use its parent's connections: `torch.distributed` is not initialized here."""
+    if dist.is_available() and dist.is_initialized():
+        c10d.GroupMember.WORLD = None
+
+
+def extra_groups() -> int:
+    """How many process groups of several ranks this process is in besides the default one."""
+    return sum(group.size() > 1 for group in c10d._world.pg_map if group is not c10d._get_default_group())

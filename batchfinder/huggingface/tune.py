@@ -94,6 +94,7 @@ def tune_trainer(
     trainer: Trainer,
     *,
     target_batch_size: int | None = None,
+    exact: bool = False,
     seq_len: int | None = None,
     make_batch: MakeBatch | None = None,
     state: Sequence[Any] = (),
@@ -114,13 +115,15 @@ def tune_trainer(
     collator, optimizer, precision, checkpointing and clipping, on batches of its own samples. Then everything is put
     back, down to the random numbers, and `per_device_train_batch_size` and `gradient_accumulation_steps` are set.
     Training is bit for bit what it would have been with these two given to TrainingArguments by hand. The effective
-    batch stays what the arguments say. A later start of the same program takes the answer from the cache and tries it
-    once.
+    batch stays what the arguments say, unless a `target_batch_size` is given. A later start of the same program takes
+    the answer from the cache and tries it once.
 
     Args:
         trainer: a `transformers.Trainer` or one of a derived class, not in training.
         target_batch_size: samples per optimizer step; None for `per_device_train_batch_size` times
-            `gradient_accumulation_steps`.
+            `gradient_accumulation_steps`, which is met exactly.
+        exact: meet a `target_batch_size` exactly, however small the micro-batch that divides it; see
+            `plan_accumulation`.
         seq_len: sequence length to try with; None for the longest in the data.
         make_batch: `make_batch(batch_size, seq_len)` returns a batch as the loader would, for data of which none can be
             made by the collator.
@@ -160,6 +163,7 @@ def tune_trainer(
         min_batch_size=min_batch_size,
         multiple_of=multiple_of,
         target_batch_size=target if target_batch_size is None else target_batch_size,
+        exact=exact or target_batch_size is None,
         certify=certify,
     )
     budget_bytes = None if budget is None else parse_budget(budget)

@@ -65,7 +65,7 @@ def warn_if_inexact_target(plan: AccumulationPlan) -> None:
     if plan.target_batch_size % plan.num_devices:
         rank_zero_warn(
             f"The target batch size of {plan.target_batch_size} is not a multiple of the {plan.num_devices} devices, so"
-            f" that each optimizer step sees {plan}. Choose a multiple of {plan.num_devices} to have it exactly."
+            f" that each optimizer step sees {plan}. Only a multiple of {plan.num_devices} can be met exactly."
         )
 
 

@@ -22,10 +22,16 @@ from batchfinder.cache import Store
 from batchfinder.cache.record import DamagedRecord, Record, decode, encode
 from batchfinder.cache.validity import lower
 from batchfinder.data.split import Weight
-from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
 from batchfinder.lightning.accumulation import Accumulating
-from batchfinder.lightning.batch_size import STAGES, Applied, apply_batch_size, check_loaders
+from batchfinder.lightning.batch_size import (
+    STAGES,
+    Applied,
+    EvaluationRestart,
+    SchedulerSetup,
+    apply_batch_size,
+    check_loaders,
+)
 from batchfinder.lightning.compat import (
     add_hyperparameters,
     callbacks_of,
@@ -42,7 +48,6 @@ from batchfinder.lightning.dry_run_scope import capture_data, move_ahead_of_tune
 from batchfinder.lightning.micro_batching.fit import MicroBatchingFit
 from batchfinder.lightning.options import FinderOptions, check_trainer
 from batchfinder.lightning.probe_batches import ProbeBatches
-from batchfinder.lightning.restart import EvaluationRestart, SchedulerSetup
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
@@ -90,6 +95,8 @@ class BatchFinder(Accumulating):
     Args:
         target_batch_size: samples per optimizer step, made up of micro-batches that fit by accumulation. None to set
             the largest size and leave accumulation as the trainer has it.
+        exact: meet the target exactly, however small the micro-batch that divides it. Else 254 with 64 fitting is made
+            up as 64 x 4 = 256, which the summary says; see `plan_accumulation`.
         seq_lens: lengths to find sizes for; the loader gets the size of the longest. None for the longest in the data,
             or for data of one fixed shape.
         make_batch: `make_batch(batch_size, seq_len)` returns a batch as a loader would; None to stretch the user's own.
@@ -137,6 +144,7 @@ class BatchFinder(Accumulating):
         self,
         target_batch_size: int | None = None,
         *,
+        exact: bool = False,
         seq_lens: Sequence[int] | None = None,
         make_batch: Callable[[int, int | None], Any] | None = None,
         also: str | Iterable[str] = (),
@@ -158,6 +166,7 @@ class BatchFinder(Accumulating):
         super().__init__()
         self.options = FinderOptions(
             target_batch_size=target_batch_size,
+            exact=exact,
             seq_lens=None if seq_lens is None else tuple(sorted(seq_lens, reverse=True)),
             make_batch=make_batch,
             also=(also,) if isinstance(also, str) else tuple(also),
@@ -183,7 +192,6 @@ class BatchFinder(Accumulating):
         self._scheduler_setup = SchedulerSetup()
         self._evaluation_restart = EvaluationRestart()
         self._train: TrainBatches | None = None
-        self._ranks = Ranks()
         self._micro_batching: MicroBatchingFit | None = None
         self._records: dict[str, list[Record]] = {}
         self._resumed: dict[str, SearchResult] = {}

@@ -15,8 +15,7 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfinder.distributed.agreement import Ranks
-from batchfinder.distributed.local_group import extra_groups, local_collectives
+from batchfinder.distributed.agreement import Ranks, extra_groups, local_collectives
 from batchfinder.lightning.compat import collective_timeout, synchronize_before_forward
 
 

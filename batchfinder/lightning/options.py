@@ -35,6 +35,7 @@ class FinderOptions:
     """
 
     target_batch_size: int | None
+    exact: bool
     seq_lens: tuple[int, ...] | None
     make_batch: Callable[[int, int | None], Any] | None
     also: tuple[str, ...]
@@ -67,8 +68,9 @@ class FinderOptions:
         for stage in self.also:
             if stage not in EVALUATION_STAGES:
                 raise InvalidValue("also", stage, f"any of {', '.join(EVALUATION_STAGES)}")
-        if not isinstance(self.certify, bool):
-            raise InvalidValue("certify", self.certify, "True or False")
+        for name in ("exact", "certify"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidValue(name, getattr(self, name), "True or False")
         if not (self.predict is None or isinstance(self.predict, bool)):
             raise InvalidValue("predict", self.predict, "True, False, or None for on a GPU only")
         if self.split_batches not in (True, False, IN_ORDER):
@@ -88,6 +90,7 @@ class FinderOptions:
                 "min_batch_size": self.min_batch_size,
                 "multiple_of": self.multiple_of,
                 "target_batch_size": self.target_batch_size,
+                "exact": self.exact,
                 "certify": self.certify,
                 **differing,
             }

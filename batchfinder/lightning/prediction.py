@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from batchfinder.data.batch import map_leaves, tensors
 from batchfinder.devices import Device
-from batchfinder.devices.device import DEFAULT_COMPUTE_CAPABILITY
-from batchfinder.distributed.local_group import leave_groups
+from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
+from batchfinder.distributed.agreement import leave_groups
 from batchfinder.find import find_max_batch_size
 from batchfinder.lightning.batch_size import set_attribute
 from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own
@@ -40,8 +40,8 @@ from batchfinder.results import Shape
 from batchfinder.search import Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.workload import Workload

@@ -213,7 +213,7 @@ class StageTuner:
         before = capture_data(self._trainer, self._finder)
         try:
             for shape in shapes:
-                first, *others = self._ranks.all_gather_call(
+                gathered = self._ranks.all_gather_call(
                     lambda shape=shape: make_key(  # type: ignore[misc]
                         self._trainer,
                         self._config,
@@ -222,9 +222,10 @@ class StageTuner:
                         self._memory,
                         self._limits,
                         self._callbacks.active,
-                    ),
+                    ).as_dict(),
                     "looked at the model and its data",
                 )
+                first, *others = [CacheKey(**key) for key in gathered]
                 if others:  # the other ranks' keys count where they differ
                     differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
                     first = replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
@@ -274,7 +275,8 @@ class StageTuner:
             ),
             "asked for a prediction",
         )
-        return predicted[0]
+        answer: int | None = predicted[0]
+        return answer
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,12 +19,20 @@ from batchfinder.loop.result import MicroBatches
 from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.probe import Probe
-from batchfinder.results import Measurement, Shape
+from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
+
+_CALLS_AS_OFTEN = 8
+"""Times the calls of earlier trials that one may take until all optimizers have stepped: a loss scaler skips some."""
 
 
 class StepCounter:
-    """Counts the calls in which each optimizer stepped, and refuses what the session's copy could not put back."""
+    """Counts the calls in which each optimizer stepped, and refuses what the session's copy could not put back.
+
+    Attributes:
+        stopped_stepping: whether optimizers stepped less often in this trial than in earlier ones, however many calls
+            were made.
+    """
 
     def __init__(self, session: TrialSession, config: LoopConfig) -> None:
         self._session = session
@@ -33,6 +42,8 @@ class StepCounter:
         self._steps: dict[int, int] = {}
         self._in_this_call: set[int] = set()
         self._stepped_before: set[int] = set()
+        self._most_calls = 0
+        self.stopped_stepping = False
         self._checked_modules = False
 
     @contextmanager
@@ -42,7 +53,7 @@ class StepCounter:
         Raises:
             InvalidValue: something would be changed that the copy does not hold.
         """
-        self._calls, self._steps, self._in_this_call = 0, {}, set()
+        self._calls, self._steps, self._in_this_call, self.stopped_stepping = 0, {}, set(), False
         state, named = self._session.open(), [type(item).__name__ for item in self._config.state]
 
         def unnamed(item: object, does: str) -> InvalidValue:
@@ -78,11 +89,16 @@ class StepCounter:
         self._stepped_before |= self._in_this_call
         self._in_this_call.clear()
         named = {id(one) for one in self._config.optimizers}
-        if self._calls >= MAX_BATCHES_WITHOUT_STEP:
-            self._idle |= named - self._stepped_before
-            return False
         expected = named - self._idle | self._steps.keys()
-        return self._calls < PEAK_STEPS or any(self._steps.get(one, 0) < PEAK_STEPS for one in expected)
+        if self._calls < PEAK_STEPS or any(self._steps.get(one, 0) < PEAK_STEPS for one in expected):
+            enough = _CALLS_AS_OFTEN * self._most_calls or MAX_BATCHES_WITHOUT_STEP
+            if self._calls < min(enough, MAX_BATCHES_WITHOUT_STEP):
+                return True
+            self._idle |= named - self._stepped_before
+            self.stopped_stepping = self._most_calls > 0
+            return False
+        self._most_calls = max(self._most_calls, self._calls)
+        return False
 
     @property
     def idle(self) -> list[str]:
@@ -155,6 +171,9 @@ class LoopProbe:
                     "step, whose length is how many there are."
                 )
             raise
+        if seen.fits and self._counter.stopped_stepping:
+            message = "optimizers stopped stepping, as they do not at other sizes: the step may catch an out-of-memory"
+            return replace(seen, verdict=Verdict.OUT_OF_MEMORY, message=message)
         if self._counter.idle and not self._warned:
             self._warned = True
             warnings.warn(

@@ -89,6 +89,7 @@ def tune_batch_size(
     device: torch.device | str | None = None,
     seq_lens: Sequence[int] | None = None,
     target_batch_size: int | None = None,
+    exact: bool = False,
     headroom: float | int | str = 0.0,
     min_batch_size: int = 1,
     max_batch_size: int | None = None,
@@ -118,6 +119,7 @@ def tune_batch_size(
         device: `cpu`, `cuda` or `cuda:N`; None for where the model is.
         seq_lens: lengths to find sizes for, the longest first; None for data of one fixed shape.
         target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
+        exact: meet the target exactly, however small the micro-batch that divides it; see `plan_accumulation`.
         headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
         min_batch_size: no smaller size is tried; 2 for a step that fails with a single sample, as BatchNorm may.
         max_batch_size: no larger size is tried.
@@ -147,6 +149,7 @@ def tune_batch_size(
         min_batch_size=min_batch_size,
         multiple_of=multiple_of,
         target_batch_size=target_batch_size,
+        exact=exact,
         certify=certify,
     )
     budget_bytes = None if budget is None else parse_budget(budget)

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
+from batchfinder.devices.catalog import memory_fraction
 from batchfinder.devices.detect import host_name
-from batchfinder.devices.device import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.measure.host_limits import available_bytes, cgroup, meminfo, reset_resident_peak, soft_limit, status
 from batchfinder.units import MIB, format_bytes

@@ -34,9 +34,9 @@ from batchfinder.units import format_bytes
 _BELOW_A_FAILURE = 0.95
 """Share of a size that ran before and fails now from which a search starts, where memory alone does not say less."""
 
-_AFTER_A_LEAK = 0.02
-"""The least tolerance of a search that goes on because trials have left memory behind, doubled each time: each further
-trial leaves more, so that a finer search would end lower."""
+_AFTER_A_LEAK, _MOST_AFTER_A_LEAK = 0.02, 0.05
+"""The least tolerance of a search that goes on because trials have left memory behind, doubled each time up to the
+second: each further trial leaves more, so that a finer search would end lower."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class SearchLimits:
         multiple_of: every size tried is a multiple of this; the target must be one as well.
         target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
         num_devices: devices that train side by side and make up the target together.
+        exact: whether the target is met exactly, however slow; see `plan_accumulation`.
         certify: whether a cached result is tried once before it is used, however much memory is free.
 
     Raises:
@@ -66,6 +67,7 @@ class SearchLimits:
     multiple_of: int = 1
     target_batch_size: int | None = None
     num_devices: int = 1
+    exact: bool = False
     certify: bool = True
 
     def __post_init__(self) -> None:
@@ -138,7 +140,8 @@ class TuningResult:
     def raise_if_nothing_fits(self) -> None:
         """Raise `OutOfMemory` where not even the smallest size runs: with it, the device's words and advice."""
         if self.result.max_batch_size == 0:
-            smallest = min(self.result.trials, key=lambda trial: trial.batch_size)
+            failed = [trial for trial in self.result.trials if not trial.fits]
+            smallest = min(failed, key=lambda trial: trial.batch_size)
             raise _out_of_memory(smallest, self.limit_bytes - self.reserve_bytes, self.held_bytes)
 
     def __str__(self) -> str:
@@ -271,7 +274,7 @@ class Tuner:
             The result, and the last trial of a size that had run before and failed: `failed`, the trial of what is
             cached, or one of this search.
         """
-        tolerance = self._limits.tolerance
+        tolerance, start = self._limits.tolerance, 0
         while True:
             limits = self._limits
             probe, max_peak_bytes = self._open()
@@ -280,7 +283,9 @@ class Tuner:
             trials: tuple[Trial, ...] = ()
             if failed is not None:
                 predicted: int | None = int(min(share, _BELOW_A_FAILURE) * failed.batch_size)
-                ran = {t.batch_size: t for t in self._trials if t.fits and t.batch_size < failed.batch_size}
+                # Not those that ran before an earlier failure: memory may be gone since, for all of them.
+                since, start = self._trials[start:], len(self._trials)
+                ran = {t.batch_size: t for t in since if t.fits and t.batch_size < failed.batch_size}
                 trials = (*(ran[size] for size in sorted(ran)), failed)
             else:
                 predicted = None if self._hint is None else self._hint(shape, max_peak_bytes)
@@ -311,7 +316,7 @@ class Tuner:
             again = self._try(found.max_batch_size, shape)
             if again.fits:
                 return replace(found, measurement=again.measurement), failed
-            failed, tolerance = again, max(2 * tolerance, _AFTER_A_LEAK)
+            failed, tolerance = again, max(tolerance, min(2 * tolerance, _MOST_AFTER_A_LEAK), _AFTER_A_LEAK)
 
     def _may_need_two(self, error: Exception) -> bool:
         """Whether what a step raised may be for want of a second sample, as BatchNorm's and pair losses' errors are."""
@@ -366,22 +371,25 @@ class Tuner:
 
     def _plan(self, result: SearchResult) -> AccumulationPlan | None:
         """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        target, step, limit = self._limits.target_batch_size, self._limits.multiple_of, result.max_batch_size
-        if target is None or limit == 0:
+        limits, limit, smallest = self._limits, result.max_batch_size, self._bounds.first
+        if limits.target_batch_size is None or limit == 0:
             return None
         while True:
-            plan = plan_accumulation(target // step, limit // step, self._limits.num_devices)
-            plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
-            if plan.micro_batch_size < self._bounds.first:
-                expected = f"a multiple of any size from {self._bounds.first} to {limit}, which fit"
-                raise InvalidValue("target_batch_size", target, expected)
+            plan = plan_accumulation(
+                limits.target_batch_size,
+                limit,
+                limits.num_devices,
+                min_batch_size=smallest,
+                multiple_of=limits.multiple_of,
+                exact=limits.exact,
+            )
             seen = {trial.batch_size: trial for trial in (*result.trials, *self._trials)}
             trial = seen.get(plan.micro_batch_size) or self._try(plan.micro_batch_size, result.shape)
             if trial.fits:
                 return plan
             limit = plan.micro_batch_size - 1
-            if limit < self._bounds.first:
-                raise _out_of_memory(trial, self._limit_bytes - self._limits.reserve_bytes, self._held_bytes)
+            if limit < smallest:
+                raise _out_of_memory(trial, self._limit_bytes - limits.reserve_bytes, self._held_bytes)
 
     @contextmanager
     def _cache_errors(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torch._guards import active_fake_mode
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
-from batchfinder.models.synthetic_batches import TextBatches
+from batchfinder.models.pretrained import TextBatches
 from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.workload import Workload
@@ -87,7 +87,24 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
     if attention is not None and attention not in ATTENTION_NAMES:
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
     from_factory = is_factory(spec)
-    workload = workload_from_factory(spec) if from_factory else _from_name_or_path(spec, attention)
+    if from_factory:
+        workload = workload_from_factory(spec)
+    else:
+        from batchfinder.models.pretrained import workload_from_path, workload_from_row
+
+        # Unlike Path's, these take a name that is too long, a loop of links, a zero byte and the home of nobody.
+        path = Path(os.path.expanduser(spec))
+        exists = os.path.exists(path)
+        is_file = spec.endswith(".json")
+        try:
+            row = None if (os.sep in spec or is_file) and exists else find_model(spec)
+        except UnknownName:
+            if not exists and (is_file or spec.startswith((".", "~", os.sep))):
+                raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
+            if not exists:
+                raise
+            row = None
+        workload = workload_from_path(path, attention) if row is None else workload_from_row(row, attention)
     model: Any = workload.model
     if from_factory and attention is not None:
         if not hasattr(model, "set_attn_implementation"):
@@ -110,25 +127,6 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
             raise InvalidValue("gradient_checkpointing", True, expected)
         enable()
     return workload
-
-
-def _from_name_or_path(spec: str, attention: str | None) -> Workload:
-    from batchfinder.models.pretrained import workload_from_path, workload_from_row
-
-    # Unlike Path's, these take a name that is too long, a loop of links, a zero byte and the home of nobody.
-    path = Path(os.path.expanduser(spec))
-    exists = os.path.exists(path)
-    if (os.sep in spec or spec.endswith(".json")) and exists:
-        return workload_from_path(path, attention)
-    try:
-        row = find_model(spec)
-    except UnknownName:
-        if exists:
-            return workload_from_path(path, attention)
-        if spec.endswith(".json") or spec.startswith((".", "~", os.sep)):
-            raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
-        raise
-    return workload_from_row(row, attention)
 
 
 def is_factory(spec: str) -> bool:

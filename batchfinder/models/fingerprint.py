@@ -85,15 +85,21 @@ def fingerprint_module(module: nn.Module, *code: Any) -> str:
 
     # A library's name and version for a class or function of its, the hash of the source of a user's own.
     origins: set[str] = set()
+    libraries: set[str] = set()
     for base in (base for kind in kinds for base in (kind.__mro__ if isinstance(kind, type) else [kind])):
         of = str(getattr(base, "__module__", ""))
         if _is_library(of):
-            origins.add(_library_version(of.partition(".")[0]))
+            libraries.add(of.partition(".")[0])
             continue
         try:
             origins.add(hashlib.sha256(inspect.getsource(base).encode("utf-8", "surrogatepass")).hexdigest())
         except Exception:  # it was typed in, or its file is gone or cannot be parsed
             origins.add(_qualified(base))
+    for top in libraries:
+        try:
+            origins.add(f"{top} {version(top)}")
+        except PackageNotFoundError:  # the standard library, or a package of another name
+            origins.add(top)
 
     tensors = [*module.named_parameters(), *module.named_buffers()]
     whole = [
@@ -176,14 +182,6 @@ def _is_installed(file: str) -> bool:
 def _is_library(module: str) -> bool:
     top = module.partition(".")[0]
     return top in sys.stdlib_module_names or top in _LIBRARIES or _is_installed(_file_of(module))
-
-
-@functools.cache
-def _library_version(top: str) -> str:
-    try:
-        return f"{top} {version(top)}"
-    except PackageNotFoundError:  # the standard library, or a package of another name
-        return top
 
 
 def _setting(value: Any) -> Json:

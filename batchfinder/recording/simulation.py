@@ -18,8 +18,8 @@ from batchfinder.results import SearchResult, Shape
 from batchfinder.search import Capped, Floored, Multiples, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, revive

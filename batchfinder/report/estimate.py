@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchfinder.devices import Card
-from batchfinder.estimate.breakdown import ModuleBytes, fold_lists, module_tree
-from batchfinder.estimate.estimate import NAMES, Estimate, Peak
+from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepOptions
@@ -135,7 +134,24 @@ def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: b
     if by_module:
         tables.append(_by_module(found.estimate))
     if found.strategies:
-        tables.append(_sharded(found, explain))
+        each, kinds = found.strategies, [one.kinds for one in found.strategies.values()]
+        sharded: Columns = {
+            "strategy": list(each),
+            "each takes": [format_bytes(one.peak_bytes) for one in each.values()],
+            "model states": [format_bytes(one.parameters + one.gradients + one.optimizer) for one in kinds],
+            "communication": [format_bytes(one.communication) for one in kinds],
+            "smallest GPU": [format_bytes(one.required_bytes) for one in each.values()],
+            "fits": ["yes" if one.fits else "no" for one in each.values()],
+        }
+        several = (
+            f"On {found.request.card.count} GPUs, each with a batch of {found.estimate.trace.batch_size} of its own"
+        )
+        left_out = (
+            "model states: parameters, gradients and optimizer state at the peak",
+            "communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them",
+            *assumptions(_SHARDING_ASSUMPTIONS, explain),
+        )
+        tables.append(Table(several, (), sharded, left_out))
     if found.alternatives is not None:
         tried, size = found.alternatives, found.estimate.trace.batch_size
         columns: Columns = {
@@ -228,22 +244,3 @@ def _by_module(one: Estimate) -> Table:
     if len(shown) < len(rows):
         notes.append(f"modules with less than 0.1 % are not shown: {len(rows) - len(shown)}")
     return Table("By module, at the peak", (), columns, tuple(notes))
-
-
-def _sharded(found: EstimateFindings, explain: bool) -> Table:
-    each = found.strategies
-    kinds = [one.kinds for one in each.values()]
-    columns: Columns = {
-        "strategy": list(each),
-        "each takes": [format_bytes(one.peak_bytes) for one in each.values()],
-        "model states": [format_bytes(one.parameters + one.gradients + one.optimizer) for one in kinds],
-        "communication": [format_bytes(one.communication) for one in kinds],
-        "smallest GPU": [format_bytes(one.required_bytes) for one in each.values()],
-        "fits": ["yes" if one.fits else "no" for one in each.values()],
-    }
-    title = f"On {found.request.card.count} GPUs, each with a batch of {found.estimate.trace.batch_size} of its own"
-    notes = (
-        "model states: parameters, gradients and optimizer state at the peak",
-        "communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them",
-    )
-    return Table(title, (), columns, (*notes, *assumptions(_SHARDING_ASSUMPTIONS, explain)))

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfinder.errors import InvalidValue, MissingExtra
-from batchfinder.estimate.breakdown import OverTime
-from batchfinder.estimate.estimate import NAMES
+from batchfinder.estimate.estimate import NAMES, OverTime
 from batchfinder.report.estimate import EstimateFindings
 from batchfinder.report.sweep import SweepRow
 from batchfinder.units import GIB, format_bytes
@@ -197,7 +196,15 @@ def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
     several = len({gpu for _, gpu in series}) > 1
     with drawn("--plot", path, columns=2, width=12.0, height=5.2) as (sizes, memory):
         for ((model, gpu), found), colour, marker in zip(series.items(), cycle(COLOURS[:6]), cycle(MARKERS)):
-            _draw_sizes(sizes, found, colour, marker, f"{model}, {gpu}" if several else model)
+            # The series' largest batches, and the published ones beside them.
+            label = f"{model}, {gpu}" if several else model
+            look: dict[str, Any] = {"color": colour, "marker": marker}
+            fits = [row for row in found if row.result.max_batch_size]
+            places = [row.cell.seq_len or 1 for row in fits]
+            sizes.plot(places, [row.result.max_batch_size for row in fits], **look, label=label)
+            if published := {row.cell.seq_len or 1: row.cell.published for row in fits if row.cell.published}:
+                dotted = {**look, "linestyle": ":", "markerfacecolor": "white"}
+                sizes.plot(list(published), list(published.values()), **dotted, label=f"{label}, published")
             for row in found:
                 if points := _points(row):
                     tried, peaks = zip(*points, strict=True)
@@ -232,24 +239,6 @@ def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
         if memory.figure is not None:
             memory.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         sizes.legend(loc="best")
-
-
-def _draw_sizes(axes: Axes, rows: list[SweepRow], colour: str, marker: str, label: str) -> None:
-    """One series' largest batches, and the published ones beside them."""
-    fits = [row for row in rows if row.result.max_batch_size]
-    places = [row.cell.seq_len or 1 for row in fits]
-    axes.plot(places, [row.result.max_batch_size for row in fits], color=colour, marker=marker, label=label)
-    published = {row.cell.seq_len or 1: row.cell.published for row in fits if row.cell.published}
-    if published:
-        axes.plot(
-            list(published),
-            list(published.values()),
-            color=colour,
-            marker=marker,
-            linestyle=":",
-            markerfacecolor="white",
-            label=f"{label}, published",
-        )
 
 
 def _points(row: SweepRow) -> list[tuple[int, int]]:

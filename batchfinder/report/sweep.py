@@ -10,6 +10,7 @@ from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card
+from batchfinder.errors import InvalidValue
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, SearchResult, StopReason, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -88,12 +89,19 @@ class SweepRow:
     @property
     def plan(self) -> AccumulationPlan | None:
         """How the effective batch is made up, where one was asked for and sizes that may be tried make it up."""
-        target, size, step = self.cell.target_batch_size, self.result.max_batch_size, self.cell.multiple_of
-        if target is None or not size:
+        cell, size = self.cell, self.result.max_batch_size
+        if cell.target_batch_size is None or not size:
             return None
-        plan = plan_accumulation(target // step, size // step, self.cell.card.count)
-        plan = replace(plan, target_batch_size=target, micro_batch_size=plan.micro_batch_size * step)
-        return plan if plan.micro_batch_size >= self.cell.smallest else None
+        try:
+            return plan_accumulation(
+                cell.target_batch_size,
+                size,
+                cell.card.count,
+                min_batch_size=cell.smallest,
+                multiple_of=cell.multiple_of,
+            )
+        except InvalidValue:
+            return None
 
     @property
     def stopped_by(self) -> Verdict | None:
@@ -192,27 +200,17 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
                 words = f"{plan.micro_batch_size} x {plan.accumulation}{devices} = {plan.effective_batch_size}"
             plans.append(words)
     columns["source"] = [row.result.source for row in rows]
-    return Table(title, (step, each), columns, _notes(rows, explain))
-
-
-def comma_separated(rows: Sequence[SweepRow]) -> str:
-    """All figures as CSV with a heading; lists are joined by semicolons."""
-    values = [row.to_json() for row in rows]
-    text = io.StringIO()
-    names = list(dict.fromkeys(name for row in values for name in row))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for row in values:
-        writer.writerow({name: "; ".join(value) if isinstance(value, list) else value for name, value in row.items()})
-    return text.getvalue()
-
-
-def _notes(rows: Sequence[SweepRow], explain: bool) -> tuple[str, ...]:
     notes = []
     if any(row.cell.published is not None for row in rows):
         notes.append("published: by google-research/bert for a 12 GB Titan X, TensorFlow 1.11 with Adam in fp32")
     if any(row.plan is not None and row.plan.num_devices > 1 for row in rows):
         notes.append("where a plan has three factors, the last is the number of GPUs")
+    if missed := [row.plan for row in rows if row.plan is not None and not row.plan.exact]:
+        off = max(abs(plan.deviation) for plan in missed)
+        notes.append(
+            f"the effective batch of {missed[0].target_batch_size} is missed by up to {off}, where no large "
+            f"micro-batch divides it: {len(missed)} of {len(rows)} rows"
+        )
     if capped := sorted({row.result.max_batch_size for row in rows if row.result.stop is StopReason.CAP}):
         notes.append(f"nothing above {' or '.join(map(str, capped))} was tried: --max-batch-size")
     if near := sum(row.result.stop is StopReason.TOLERANCE for row in rows):
@@ -233,4 +231,16 @@ def _notes(rows: Sequence[SweepRow], explain: bool) -> tuple[str, ...]:
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)
     if explain and (unscaled := sum(row.unscaled for row in rows)):
         notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
-    return tuple(notes)
+    return Table(title, (step, each), columns, tuple(notes))
+
+
+def comma_separated(rows: Sequence[SweepRow]) -> str:
+    """All figures as CSV with a heading; lists are joined by semicolons."""
+    values = [row.to_json() for row in rows]
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in values for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in values:
+        writer.writerow({name: "; ".join(value) if isinstance(value, list) else value for name, value in row.items()})
+    return text.getvalue()

@@ -78,14 +78,13 @@ class Table:
 
     def to_markdown(self) -> str:
         """The same for GitHub, ending with a line break."""
-
-        def cell_text(cell: str) -> str:
-            cell = printable(cell)
-            text = cell.lstrip(" ")  # Markdown would drop blanks in front
-            return "&nbsp;" * (len(cell) - len(text)) + text.replace("|", r"\|").replace("*", r"\*")
-
         rows = [list(self.columns), ["---" if heading in _LEFT else "---:" for heading in self.columns]]
-        rows += [[cell_text(cell) for cell in row] for row in zip(*self.columns.values(), strict=True)]
+        for row in zip(*self.columns.values(), strict=True):
+            rows.append([])
+            for cell in map(printable, row):
+                text = cell.lstrip(" ")  # Markdown would drop blanks in front
+                escaped = text.replace("|", r"\|").replace("*", r"\*")
+                rows[-1].append("&nbsp;" * (len(cell) - len(text)) + escaped)
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         blocks = [f"**{self.title}**", *self.details, table]
         blocks += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []

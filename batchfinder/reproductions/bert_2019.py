@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from batchfinder.devices import find_gpu
+from batchfinder.measure.child_probe import ChildProcessProbe
+from batchfinder.probe import Probe
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
-from batchfinder.reproductions.published import RUNGS, Figure, published_bert_2019
+from batchfinder.reproductions.published import (
+    RUNGS,
+    Context,
+    Figure,
+    Reproduction,
+    published_bert_2019,
+    row,
+)
 from batchfinder.results import Shape
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
-from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import MIB, format_bytes
@@ -34,10 +43,10 @@ def without_workspaces(trace: Trace) -> Trace:
     return replace(trace, sizes=tuple(0 if k == "workspace" else n for k, n in zip(kinds, trace.sizes, strict=True)))
 
 
-def last_rung(probe: SimulatedProbe, seq_len: int) -> int:
-    """The last of the ladder's batch sizes before the first that does not fit; 0 if that is the first."""
+def last_rung(probe: Probe, seq_len: int, rungs: Sequence[int] = RUNGS) -> int:
+    """The last of a ladder's batch sizes before the first that does not fit; 0 if that is the first."""
     largest = 0
-    for batch_size in RUNGS:
+    for batch_size in rungs:
         if not probe(batch_size, Shape(seq_len)).fits:
             break
         largest = batch_size
@@ -61,31 +70,30 @@ def allocated_mib(traces: TraceSource, memory: DeviceMemory, figures: Sequence[F
         (start,) = (mark.position for mark in trace.structure.marks if mark.stage == "batch")
         return trace, start
 
-    def forward(batch_size: int, seq_len: int) -> int:
+    trace, start = traced(2, figures[0].seq_len)  # the model is the same in all
+    for number in trace.structure.order[:start]:
+        allocator.allocate(trace.sizes[number])
+    model = allocator.allocated // MIB
+    runs: list[tuple[int, int, bool]] = []  # batch size, length, and whether it is one of the figures
+    for figure, following in zip(figures, [*figures[1:], None], strict=True):
+        runs.append((figure.batch_size, figure.seq_len, True))
+        last = following is None or following.seq_len != figure.seq_len
+        if last and figure.batch_size > 1:
+            runs.append((2 * figure.batch_size, figure.seq_len, False))
+    found = []
+    for batch_size, seq_len, printed in runs:
         trace, start = traced(batch_size, seq_len)
         live: dict[int, Block | None] = {}
-        try:
+        with contextlib.suppress(SimulatedOutOfMemory):
             for event in trace.structure.order[start : trace.structure.marks[-1].position]:
                 if event >= 0:
                     live[event] = allocator.allocate(trace.sizes[event])
                 else:
                     allocator.free(live.pop(~event))
-        except SimulatedOutOfMemory:
-            pass
-        allocated = allocator.allocated // MIB
+        if printed:
+            found.append(allocator.allocated // MIB)
         for block in live.values():  # all but the model
             allocator.free(block)
-        return allocated
-
-    trace, start = traced(2, figures[0].seq_len)  # the model is the same in all
-    for block in trace.structure.order[:start]:
-        allocator.allocate(trace.sizes[block])
-    model, found = allocator.allocated // MIB, []
-    for figure, following in zip(figures, [*figures[1:], None], strict=True):
-        found.append(forward(figure.batch_size, figure.seq_len))
-        last = following is None or following.seq_len != figure.seq_len
-        if last and figure.batch_size > 1:
-            forward(2 * figure.batch_size, figure.seq_len)
     return model, found
 
 
@@ -118,10 +126,6 @@ def reproduce(context: Context) -> Reproduction:
                 how = StepConfig(mode=mode)
                 traces[*model, mode] = context.source(_workload(*model), how, _CAPABILITY, sorted(seq_lens))
 
-    def measured(head: str, size: str, mode: str, seq_len: int) -> MeasuredStep:
-        assert context.device is not None
-        return MeasuredStep(context.device, _workload(head, size), StepConfig(mode=mode), NEEDED_BYTES, seq_len)
-
     rows: list[dict[str, Any]] = []
     models = {}
     for head, size in notebook.model_mib:
@@ -132,7 +136,9 @@ def reproduce(context: Context) -> Reproduction:
             more: dict[str, Any] = {"unit": "MiB"}
             if context.device is not None:
                 context.status(f"running {cell}")
-                peak = measured(head, size, "forward", figure.seq_len).peak_bytes(figure.batch_size)
+                step = StepConfig(mode="forward")
+                with ChildProcessProbe(_workload(head, size), step, context.device, NEEDED_BYTES) as real:
+                    peak = real(figure.batch_size, Shape(figure.seq_len)).peak_allocated_bytes
                 more["measured_peak"] = None if peak is None else peak // MIB
             rows.append(row(cell, figure.allocated_mib, mib, **more))
     ladders = []
@@ -143,12 +149,17 @@ def reproduce(context: Context) -> Reproduction:
         more = {"unit": "samples", "exact_maximum": search_simulated(probe, Shape(ladder.seq_len)).max_batch_size}
         if context.device is not None:
             context.status(f"running {cell}")
-            more["measured"] = measured(ladder.head, ladder.size, mode, ladder.seq_len).last_rung(RUNGS)
+            workload = _workload(ladder.head, ladder.size)
+            with ChildProcessProbe(workload, StepConfig(mode=mode), context.device, NEEDED_BYTES) as real:
+                more["measured"] = last_rung(real, ladder.seq_len)
         ladders.append(row(cell, ladder.largest, last_rung(probe, ladder.seq_len), **more))
-    return Reproduction(NAME, (*rows, *ladders), _tables(rows, ladders), _notes(models))
+    return _reproduction(rows, ladders, models)
 
 
-def _tables(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tuple[Table, ...]:
+def _reproduction(
+    figures: list[dict[str, Any]], ladders: list[dict[str, Any]], models: dict[tuple[str, str], int]
+) -> Reproduction:
+    """The rows with the tables and notes that are made of them."""
     notebook = published_bert_2019()
     usable = f"{format_bytes(notebook.usable_bytes)} usable of {format_bytes(notebook.total_bytes)}"
     memory = {
@@ -168,7 +179,7 @@ def _tables(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tup
             "-" if row["measured_peak"] is None else str(row["measured_peak"]) for row in figures
         ]
         steps["measured"] = [str(row["measured"]) for row in ladders]
-    return (
+    tables = (
         Table(
             "BERT of 2019: MiB allocated after one forward pass on a Tesla K80, simulated",
             ("fp32, eval mode; the output and its graph are alive", usable),
@@ -180,17 +191,13 @@ def _tables(figures: list[dict[str, Any]], ladders: list[dict[str, Any]]) -> tup
             steps,
         ),
     )
-
-
-def _notes(models: dict[tuple[str, str], int]) -> tuple[str, ...]:
-    notebook = published_bert_2019()
     k80, v100 = find_gpu("K80"), find_gpu("V100 16GB")
     larger = [
         f"{published} MiB for {head} {size}, which takes {models[head, size]}"
         for (head, size), published in notebook.model_mib.items()
         if published != models[head, size]
     ]
-    return (
+    notes = (
         'published: the notebook "Bert Memory Consumption" (krishan), run on 2019-09-18 with pytorch-transformers on '
         "PyTorch 1.2",
         "where it went wrong: its text speaks of an Azure NC24s v3 with four V100s. Every out-of-memory message it "
@@ -206,3 +213,4 @@ def _notes(models: dict[tuple[str, str], int]) -> tuple[str, ...]:
         "forwards of one model run one after the other in one process and share the allocator's cache, as in the "
         "notebook; each ladder starts afresh",
     )
+    return Reproduction(NAME, (*figures, *ladders), tables, notes)

@@ -37,6 +37,7 @@ class _Size(NamedTuple):
 
 
 _SIZES = {"base": _Size(768, 12, 12, 3072), "large": _Size(1024, 24, 16, 4096)}
+_PRETRAINING = {"classification": False, "pretraining": True}
 
 
 class _LayerNorm(nn.Module):
@@ -70,10 +71,6 @@ class _KeepingSoftmax(torch.autograd.Function):
         return grad_scores
 
 
-def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(left.contiguous(), right.contiguous())
-
-
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
 
@@ -104,19 +101,17 @@ class _SelfAttention(nn.Module):
         self.key = nn.Linear(size.hidden, size.hidden)
         self.value = nn.Linear(size.hidden, size.hidden)
 
-    def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(x.size(0), x.size(1), self.heads, x.size(2) // self.heads).permute(0, 2, 1, 3)
-
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         query = self.query(hidden)
         key = self.key(hidden)
         value = self.value(hidden)
-        query, key, value = self._by_head(query), self._by_head(key), self._by_head(value)
-        scores = _matmul(query, key.transpose(-1, -2))
+        by_head = (*hidden.shape[:2], self.heads, hidden.size(2) // self.heads)
+        query, key, value = (each.view(by_head).permute(0, 2, 1, 3) for each in (query, key, value))
+        scores = torch.matmul(query.contiguous(), key.transpose(-1, -2).contiguous())
         scores = scores / math.sqrt(query.size(-1))
         scores = scores + mask
         shares: torch.Tensor = _KeepingSoftmax.apply(scores)  # type: ignore[no-untyped-call]
-        context = _matmul(shares, value)
+        context = torch.matmul(shares.contiguous(), value.contiguous())
         context = context.permute(0, 2, 1, 3).contiguous()
         return context.view(hidden.shape)
 
@@ -143,18 +138,9 @@ class _Layer(nn.Module):
         self.intermediate = nn.Linear(size.hidden, size.intermediate)
         self.output = _Output(size.intermediate, size.hidden)
 
-    def _attend(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        context = self.attention(hidden, mask)
-        attended: torch.Tensor = self.attention_output(context, hidden)
-        return attended
-
-    def _expand(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self.intermediate(hidden)
-        return _gelu(hidden)
-
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        attended = self._attend(hidden, mask)
-        expanded = self._expand(attended)
+        attended = self.attention_output(self.attention(hidden, mask), hidden)
+        expanded = _gelu(self.intermediate(attended))
         output: torch.Tensor = self.output(expanded, attended)
         return output
 
@@ -178,24 +164,7 @@ class _Bert(nn.Module):
         hidden = embedded
         for layer in self.layers:
             hidden = layer(hidden, mask)
-        return hidden, self._pool(hidden)
-
-    def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
-        pooled = self.pooler(hidden[:, 0])
-        return torch.tanh(pooled)
-
-
-class _Classification(nn.Module):
-    def __init__(self, size: _Size) -> None:
-        super().__init__()
-        self.bert = _Bert(size)
-        self.classifier = nn.Linear(size.hidden, _LABELS)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        outputs = self.bert(ids)
-        pooled = outputs[1]
-        logits: torch.Tensor = self.classifier(pooled)
-        return logits
+        return hidden, torch.tanh(self.pooler(hidden[:, 0]))
 
 
 class _Predictions(nn.Module):
@@ -207,38 +176,37 @@ class _Predictions(nn.Module):
         self.decoder = nn.Linear(size.hidden, _VOCABULARY, bias=False)
         self.decoder.weight = words.weight
 
-    def _transform(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = self.dense(hidden)
         hidden = _gelu(hidden)
-        normed: torch.Tensor = self.norm(hidden)
-        return normed
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = self._transform(hidden)
+        hidden = self.norm(hidden)
         scores: torch.Tensor = self.decoder(hidden) + self.bias
         return scores
 
 
-class _Pretraining(nn.Module):
-    def __init__(self, size: _Size) -> None:
+class _BertWithHead(nn.Module):
+    """The logits of a classification, or in pretraining the scores of words and those of the next sentence."""
+
+    def __init__(self, size: _Size, pretraining: bool) -> None:
         super().__init__()
         self.bert = _Bert(size)
-        self.predictions = _Predictions(size, self.bert.embeddings.words)
-        self.next_sentence = nn.Linear(size.hidden, 2)
+        self.predictions: _Predictions | None = None
+        if pretraining:
+            self.predictions = _Predictions(size, self.bert.embeddings.words)
+        self.pooled_head = nn.Linear(size.hidden, _LABELS)
 
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, ids: torch.Tensor) -> Any:
         hidden, pooled = self.bert(ids)
+        if self.predictions is None:
+            return self.pooled_head(pooled)
         scores = self.predictions(hidden)
-        return scores, self.next_sentence(pooled)
-
-
-_HEADS = {"classification": _Classification, "pretraining": _Pretraining}
+        return scores, self.pooled_head(pooled)
 
 
 def build(head: str, size: str) -> Workload:
     """A `classification` or `pretraining` model, `base` or `large`, on token ids alone, as the notebook ran it."""
-    return Workload(_HEADS[head](_SIZES[size]).eval(), _token_ids, max_seq_len=_POSITIONS)
 
+    def token_ids(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
+        return (torch.zeros(batch_size, seq_len or _POSITIONS, dtype=torch.long),)
 
-def _token_ids(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
-    return (torch.zeros(batch_size, seq_len or _POSITIONS, dtype=torch.long),)
+    return Workload(_BertWithHead(_SIZES[size], _PRETRAINING[head]).eval(), token_ids, max_seq_len=_POSITIONS)

@@ -176,13 +176,7 @@ class Seq2Seq(nn.Module):
         """The scores; `source` and `target` are words, (batch, length)."""
         features, last = self.encoder(source)
         mask = source.eq(0)
-        # The script's variable, which held its logits until those of the next step took their place.
-        self.last_logits = self._decode(features, torch.tanh(self.start(last[-1])), mask, target)
-        return self.last_logits
-
-    def _decode(
-        self, features: torch.Tensor, state: torch.Tensor, mask: torch.Tensor, target: torch.Tensor
-    ) -> torch.Tensor:
+        state = torch.tanh(self.start(last[-1]))
         keys, words = self.keys(features), self.words(target)
         states, contexts = [], []
         for word in words.unbind(1):
@@ -193,7 +187,9 @@ class Seq2Seq(nn.Module):
             contexts.append(context)
         all_states, all_contexts = torch.stack(states, 1), torch.stack(contexts, 1)
         read = torch.tanh(self.readout(torch.cat([words, all_states, all_contexts], -1)))
+        # The script's variable, which held its logits until those of the next step took their place.
         scores: torch.Tensor = self.logits(read)
+        self.last_logits = scores
         return scores
 
 

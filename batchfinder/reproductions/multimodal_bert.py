@@ -10,11 +10,10 @@ from batchfinder.estimate.estimate import Estimate, estimate
 from batchfinder.estimate.sharding import STRATEGIES, sharded_step
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
-from batchfinder.reproductions.published import published_multimodal_bert
+from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_multimodal_bert, row
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
@@ -73,8 +72,9 @@ def reproduce(context: Context) -> Reproduction:
     measured = None
     if context.device is not None:
         context.status("training Multimodal BERT")
-        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), NEEDED_BYTES, paper.seq_len)
-        measured = step.largest(outcome.max_batch_size)
+        measured = largest_measured(
+            context.device, WORKLOAD, StepConfig(), NEEDED_BYTES, paper.seq_len, outcome.max_batch_size
+        )
     kinds = ours.kinds.shown()
     rows = [
         row(line, paper.mb_per_gpu.get(line), 0.0 if kind is None else round(kinds[kind] / 1e6, 1), unit="MB")
@@ -87,11 +87,12 @@ def reproduce(context: Context) -> Reproduction:
     more = {} if measured is None else {"measured": measured}
     rows.append(row("largest batch on one GPU", None, largest, unit="samples", **more))
     rows.append(row("largest batch on the instance", None, largest * instance.num_gpus, unit="samples"))
-    return Reproduction(NAME, tuple(rows), _tables(rows, ours), _notes(ours, outcome.unmodelled))
+    return _reproduction(rows, ours, outcome.unmodelled)
 
 
-def _tables(rows: list[dict[str, Any]], estimate: Estimate) -> tuple[Table, ...]:
-    paper = published_multimodal_bert()
+def _reproduction(rows: list[dict[str, Any]], estimate: Estimate, unmodelled: Iterable[str]) -> Reproduction:
+    """The rows with the tables and notes that are made of them."""
+    paper, kinds = published_multimodal_bert(), estimate.kinds
     instance = find_instance(paper.instance)
     usable = format_bytes(device_for(instance.gpu).usable_bytes)
     memory = [row for row in rows if row.get("unit") == "MB"]
@@ -109,7 +110,7 @@ def _tables(rows: list[dict[str, Any]], estimate: Estimate) -> tuple[Table, ...]
     measured = samples[0].get("measured")
     if measured is not None:
         verdict["measured"] = ["", str(measured), str(measured * instance.num_gpus)]
-    return (
+    tables = (
         Table(
             f"Multimodal BERT at batch size {paper.batch_size_per_gpu}, sequence length {paper.seq_len}, "
             f"on one of {instance.num_gpus} {instance.gpu.name}, simulated",
@@ -125,17 +126,13 @@ def _tables(rows: list[dict[str, Any]], estimate: Estimate) -> tuple[Table, ...]
             verdict,
         ),
     )
-
-
-def _notes(estimate: Estimate, unmodelled: Iterable[str]) -> tuple[str, ...]:
-    paper, kinds = published_multimodal_bert(), estimate.kinds
-    gpus = find_instance(paper.instance).num_gpus
+    gpus = instance.num_gpus
     numbers = sum(paper.parameters.values())
     whole = numbers * _FP32_BYTES
     shared = paper.mb_per_gpu["parameters"]
     tokens = paper.batch_size_per_gpu * paper.seq_len
     one_per_layer = _LAYERS * tokens * _HIDDEN * _FP32_BYTES
-    return (
+    notes = (
         f'published: "{paper.source}", worked on paper on 2025-04-12; nothing was measured',
         f"where it went wrong: it divides parameters and gradients by {gpus} GPUs. Under data parallelism every GPU "
         f"holds a whole copy of both, and the reducer's buckets are a third ({kinds.communication / 1e6:,.0f} MB)",
@@ -153,3 +150,4 @@ def _notes(estimate: Estimate, unmodelled: Iterable[str]) -> tuple[str, ...]:
         "that they are",
         *(f"left out: {text}" for text in unmodelled),
     )
+    return Reproduction(NAME, tuple(rows), tables, notes)

@@ -1,13 +1,24 @@
-"""The published figures, each with its source."""
+"""The published figures, each with its source, and what every table of them shares."""
 
 from __future__ import annotations
 
 import functools
 import tomllib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
-from batchfinder.units import GIB
+from batchfinder.errors import CardNeeded, InvalidValue
+from batchfinder.find import find_max_batch_size
+from batchfinder.measure.child_probe import ChildProcessProbe, query_gpu
+from batchfinder.recording.simulation import Simulation
+from batchfinder.report.table import Table
+from batchfinder.results import Shape
+from batchfinder.search import Secant
+from batchfinder.simulator.scaling import TraceSource
+from batchfinder.training.spec import StepConfig, WorkloadSpec
+from batchfinder.units import GIB, format_bytes
 
 
 @functools.cache
@@ -151,3 +162,90 @@ def published_seq2seq() -> Seq2SeqThread:
         length=table["length"],
         stages=tuple(StageFigures(step, *row) for step in (0, 1) for row in table[f"step_{step}"]),
     )
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a table's figures are found.
+
+    Attributes:
+        simulation: whose recording process, with its libraries imported, serves all tables.
+        status: is told what is being done.
+        device: where the cells are measured as well, such as `cuda:0`; None for the simulation alone.
+    """
+
+    simulation: Simulation
+    status: Callable[[str], object]
+    device: str | None = None
+
+    def source(
+        self, spec: WorkloadSpec, step: StepConfig, capability: tuple[int, int], seq_lens: Iterable[int | None]
+    ) -> TraceSource:
+        """A workload's traces at any size, the first recordings of which are under way."""
+        source = self.simulation.with_spec(spec, step).source(capability, seq_lens)
+        source.prefetch()
+        return source
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """A published table and ours.
+
+    Attributes:
+        rows: one for each published cell, as JSON values; each begins as `row` makes it.
+        tables: the same for people, as one or more tables.
+        notes: sources, what is emulated or left out, and where the original went wrong.
+    """
+
+    name: str
+    rows: tuple[dict[str, Any], ...]
+    tables: tuple[Table, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Its name, rows and notes as JSON values."""
+        return {"name": self.name, "rows": list(self.rows), "notes": list(self.notes)}
+
+
+def row(cell: str, published: float | None, ours: float | None, **more: Any) -> dict[str, Any]:
+    """One cell as JSON values, with `ratio`: ours by published, None where one is missing or the published one is 0."""
+    ratio = round(ours / published, 4) if published and ours is not None else None
+    return {"cell": cell, "published": published, "ours": ours, "ratio": ratio, **more}
+
+
+DEVICE = "cuda:0"
+
+
+def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
+    """A GPU that is here and has room for the cells.
+
+    Args:
+        needed_bytes: what PyTorch's allocator must be able to take of it, by table.
+
+    Raises:
+        CardNeeded: there is none, or too little of it is free.
+    """
+    table = max(needed_bytes, key=needed_bytes.__getitem__)
+    needed = needed_bytes[table]
+    needs = f"reproduce {table} --measured needs a GPU with {format_bytes(needed)} free beside its CUDA context"
+    try:
+        card = query_gpu(device)
+    except InvalidValue:
+        raise CardNeeded(needed, f"{needs}; there is none here that PyTorch can use") from None
+    if card.free_bytes < needed:
+        raise CardNeeded(needed, f"{needs}; of the {card.name} here {format_bytes(card.free_bytes)} is free")
+    return device
+
+
+def largest_measured(
+    device: str, spec: WorkloadSpec, step: StepConfig, limit_bytes: int, seq_len: int, predicted: int
+) -> int:
+    """The largest batch that trains on a device that is here: it ran, and the next one up did not.
+
+    Args:
+        limit_bytes: what PyTorch's allocator may reserve.
+        predicted: the size that is looked at first.
+    """
+    with ChildProcessProbe(spec, step, device, limit_bytes) as probe:
+        search = Secant(limit_bytes, tolerance=0.0, predicted=max(predicted, 1))
+        return find_max_batch_size(probe, Shape(seq_len), search=search).max_batch_size

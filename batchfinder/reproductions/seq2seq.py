@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from batchfinder.measure.child_probe import ChildProcessProbe
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
 from batchfinder.reproductions.bert_2019 import without_workspaces
-from batchfinder.reproductions.published import published_seq2seq
+from batchfinder.reproductions.published import Context, Reproduction, published_seq2seq, row
+from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import SMALL_BLOCK_BYTES, Block, DeviceMemory, round_up
@@ -72,8 +72,8 @@ def reproduce(context: Context) -> Reproduction:
     measured = None
     if context.device is not None:
         context.status("training the model of the thread")
-        step = MeasuredStep(context.device, WORKLOAD, StepConfig(), NEEDED_BYTES, thread.length)
-        measured = step.peak_bytes(thread.batch_size)
+        with ChildProcessProbe(WORKLOAD, StepConfig(), context.device, NEEDED_BYTES) as probe:
+            measured = probe(thread.batch_size, Shape(thread.length)).peak_allocated_bytes
     smallest = smallest_usable_bytes(trace.structure, trace.sizes, AllocatorSettings())
     rows = []
     for published in thread.stages:
@@ -86,55 +86,38 @@ def reproduce(context: Context) -> Reproduction:
             if context.device is not None and cell == LARGEST:
                 more["measured"] = None if measured is None else round(measured / MIB)
             rows.append(row(cell, getattr(published, counter), round(getattr(ours, f"{counter}_bytes") / MIB), **more))
-    least = row(SMALLEST, None, round(smallest / MIB), unit="MiB")
-    return Reproduction(NAME, (*rows, least), _tables(rows), _notes(trace, timeline, rows, smallest))
+    return _reproduction(rows, trace, timeline, smallest)
 
 
-def _tables(rows: Sequence[dict[str, Any]]) -> tuple[Table, ...]:
+def _reproduction(rows: list[dict[str, Any]], trace: Trace, timeline: Timeline, smallest: int) -> Reproduction:
+    """The rows with the tables and notes that are made of them."""
     thread = published_seq2seq()
     conditions = f"fp32, Adam, batch size {thread.batch_size}, {thread.length} words on both sides; MiB"
     by_cell = {row["cell"]: row for row in rows}
-
-    def columns(counters: Sequence[str]) -> dict[str, list[str]]:
-        made = {"stage": [f"step {figures.step} {figures.stage}" for figures in thread.stages]}
-        for counter in counters:
-            heading = counter.replace("_", " ")
-            cells = [by_cell[f"{stage} {counter}"] for stage in made["stage"]]
-            made[f"{heading}, published"] = [str(cell["published"]) for cell in cells]
-            made[f"{heading}, ours"] = [str(cell["ours"]) for cell in cells]
-        return made
-
-    def worst(counters: Sequence[str]) -> str:
-        off = [row["ratio"] - 1 for row in rows if row["cell"].rpartition(" ")[2] in counters]
-        return f"{max(off, key=abs):+.2%}"
-
     largest = by_cell[LARGEST]
     beside = (f"max allocated of both steps, measured: {largest['measured'] or '-'}",) if "measured" in largest else ()
-    return (
-        Table(
-            "A sequence-to-sequence model with attention: allocated after each stage, simulated",
-            (conditions, f"off by {worst(COUNTERS[:2])} at most", *beside),
-            columns(COUNTERS[:2]),
-        ),
-        Table(
-            "The same: reserved after each stage, simulated",
-            (conditions, f"off by {worst(COUNTERS[2:])} at most"),
-            columns(COUNTERS[2:]),
-        ),
-    )
-
-
-def _notes(trace: Trace, timeline: Timeline, rows: Sequence[dict[str, Any]], smallest: int) -> tuple[str, ...]:
-    thread, ours = published_seq2seq(), {row["cell"]: row["ours"] for row in rows}
+    tables = []
+    for title, counters, more in (
+        ("A sequence-to-sequence model with attention: allocated after each stage, simulated", COUNTERS[:2], beside),
+        ("The same: reserved after each stage, simulated", COUNTERS[2:], ()),
+    ):
+        off = [row["ratio"] - 1 for row in rows if row["cell"].rpartition(" ")[2] in counters]
+        columns = {"stage": [f"step {figures.step} {figures.stage}" for figures in thread.stages]}
+        for counter in counters:
+            heading = counter.replace("_", " ")
+            cells = [by_cell[f"{stage} {counter}"] for stage in columns["stage"]]
+            columns[f"{heading}, published"] = [str(cell["published"]) for cell in cells]
+            columns[f"{heading}, ours"] = [str(cell["ours"]) for cell in cells]
+        tables.append(Table(title, (conditions, f"off by {max(off, key=abs):+.2%} at most", *more), columns))
     # The largest block that a module made; of cuDNN's forward that is its reserve space.
     logits = max(n for n, module in zip(trace.sizes, trace.structure.modules, strict=True) if module == "logits")
     reserve = max(n for n, made_by in zip(trace.sizes, trace.structure.operators, strict=True) if made_by == _CUDNN)
     tanh = thread.batch_size * thread.length * _HIDDEN * _FP32_BYTES
     peak = timeline.allocated_peak
     assert peak is not None
-    first, second = ours["step 0 optimizer max_allocated"], ours["step 1 optimizer max_allocated"]
+    first, second = (by_cell[f"step {step} optimizer max_allocated"]["ours"] for step in (0, 1))
     today = replay(trace.structure, trace.sizes, CachingAllocator())
-    return (
+    notes = (
         f'published: the thread "{thread.source.partition(",")[0]}" on discuss.pytorch.org '
         "(https://discuss.pytorch.org/t/high-gpu-memory-usage-problem/34694), with the PyTorch of that time; it names "
         "no card",
@@ -162,3 +145,5 @@ def _notes(trace: Trace, timeline: Timeline, rows: Sequence[dict[str, Any]], sma
         f"{format_bytes(reserve)}, 6 numbers per unit, step and direction, as users saw it in 2017; the "
         "figures above agree with it",
     )
+    least = row(SMALLEST, None, round(smallest / MIB), unit="MiB")
+    return Reproduction(NAME, (*rows, least), tuple(tables), notes)

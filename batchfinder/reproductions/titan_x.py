@@ -11,12 +11,11 @@ from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.models.catalog import find_model
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, row
-from batchfinder.reproductions.published import published_titan_x
+from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_titan_x, row
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
 
@@ -219,25 +218,23 @@ def reproduce(context: Context) -> Reproduction:
         unmodelled.update(dict.fromkeys(outcome.unmodelled))
         return outcome.max_batch_size
 
-    def plan(max_batch_size: int) -> dict[str, int] | None:
-        if not max_batch_size:
-            return None
-        made = plan_accumulation(TARGET_BATCH_SIZE, max_batch_size)
-        return {"micro_batch_size": made.micro_batch_size, "accumulation": made.accumulation}
-
     rows = []
     for (model, seq_len), size in published.items():
         context.status(f"{model} at {seq_len}")
         found = {name: largest(sources[model, name], seq_len) for name in SETUPS}
+        beside_gradients = {name: largest(accumulating[model, name], seq_len) for name in PLANNED}
+        plans: dict[str, dict[str, int] | None] = {}
+        for name, most in {"published": size, **beside_gradients}.items():
+            plans[name] = None
+            if most:
+                plan = plan_accumulation(TARGET_BATCH_SIZE, most, exact=True)
+                plans[name] = {"micro_batch_size": plan.micro_batch_size, "accumulation": plan.accumulation}
         more: dict[str, Any] = {
             "model": model,
             "seq_len": seq_len,
             "max_batch_sizes": found,
             "target_batch_size": TARGET_BATCH_SIZE,
-            "plans": {
-                "published": plan(size),
-                **{name: plan(largest(accumulating[model, name], seq_len)) for name in PLANNED},
-            },
+            "plans": plans,
             "checkpointing_flops_ratio": round(checkpointing_cost(find_model(model).config, seq_len), 4),
         }
         if size == 0:
@@ -249,7 +246,8 @@ def reproduce(context: Context) -> Reproduction:
             more["measured"] = {}
             for name, setup in SETUPS.items():
                 context.status(f"training {model} at {seq_len}, {name}")
-                step = MeasuredStep(context.device, setup.spec(model), setup.how(), CARD.usable_bytes, seq_len)
-                more["measured"][name] = step.largest(found[name])
+                more["measured"][name] = largest_measured(
+                    context.device, setup.spec(model), setup.how(), CARD.usable_bytes, seq_len, found[name]
+                )
         rows.append(row(f"{model} {seq_len}", size, found[LIKE_FOR_LIKE], **more))
     return Reproduction(NAME, tuple(rows), tables(rows, CARD), notes(rows, unmodelled))

@@ -116,11 +116,32 @@ class AllocatorSettings:
         expandable = values.get("expandable_segments", "False")
         if expandable not in ("True", "False"):
             raise InvalidValue(f"{option} expandable_segments", expandable, "True or False")
+        # One number for all sizes, or `[64:8,256:4,>:1]` with the start of an interval in MiB. The first interval given
+        # also holds below it, `>` holds above the last one, and intervals in between that are not named are not rounded
+        # (seen by calling the parser of torch 2.13.0).
+        rounding = values.get("roundup_power2_divisions", "")
+        divisions: list[int] = []
+        if rounding and not rounding.startswith("["):
+            divisions = [_power_of_two(option, rounding)] * _INTERVALS
+        elif rounding:
+            divisions = [0] * _INTERVALS
+            last = -1
+            for pair in rounding[1:-1].split(","):
+                start, _, number = pair.partition(":")
+                steps = 0 if number == "0" else _power_of_two(option, number)
+                if start == ">":
+                    divisions[last + 1 :] = [steps] * (_INTERVALS - last - 1)
+                    continue
+                index = min(_power_of_two(option, start).bit_length() - 1, _INTERVALS - 1)
+                if last < 0:
+                    divisions[:index] = [steps] * index
+                divisions[index] = steps
+                last = index
         segment = _mebibytes(option, values, "large_segment_size_mb", least=11) or 20 * MIB
         least = segment // MIB
         return cls(
             expandable_segments=expandable == "True",
-            roundup_power2_divisions=_divisions(option, values.get("roundup_power2_divisions", "")),
+            roundup_power2_divisions=tuple(divisions),
             max_split_size_bytes=_mebibytes(option, values, "max_split_size_mb", least),
             max_non_split_rounding_bytes=_mebibytes(option, values, "max_non_split_rounding_mb", least) or 20 * MIB,
             large_segment_bytes=segment,
@@ -147,35 +168,9 @@ def _mebibytes(option: str, values: dict[str, str], key: str, least: int) -> int
     return int(value) * MIB
 
 
-def _divisions(option: str, value: str) -> tuple[int, ...]:
-    """One number for all sizes, or `[64:8,256:4,>:1]` with the start of an interval in MiB.
-
-    The first interval given also holds below it, `>` holds above the last one, and intervals in between that are not
-    named are not rounded (seen by calling the parser of torch 2.13.0).
-    """
-    name = f"{option} roundup_power2_divisions"
-    if not value:
-        return ()
-    if not value.startswith("["):
-        return (_power_of_two(name, value),) * _INTERVALS
-    divisions = [0] * _INTERVALS
-    last = -1
-    for pair in value[1:-1].split(","):
-        start, _, number = pair.partition(":")
-        steps = 0 if number == "0" else _power_of_two(name, number)
-        if start == ">":
-            divisions[last + 1 :] = [steps] * (_INTERVALS - last - 1)
-            continue
-        index = min(_power_of_two(name, start).bit_length() - 1, _INTERVALS - 1)
-        if last < 0:
-            divisions[:index] = [steps] * index
-        divisions[index] = steps
-        last = index
-    return tuple(divisions)
-
-
-def _power_of_two(name: str, value: str) -> int:
+def _power_of_two(option: str, value: str) -> int:
     number = int(value) if value.isdecimal() else 0
     if number.bit_count() != 1:
+        name = f"{option} roundup_power2_divisions"
         raise InvalidValue(name, value, "powers of two, as in 4 or [64:8,256:4,>:1]")
     return number

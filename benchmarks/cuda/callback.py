@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from batchfinder.devices.device import memory_fraction
+from batchfinder.devices.catalog import memory_fraction
 from batchfinder.lightning.callback import BatchFinder
 
 _VOCABULARY = 500

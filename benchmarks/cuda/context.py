@@ -20,7 +20,7 @@ from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.child_process import Child, ChildDied
 from batchfinder.training.spec import StepConfig, WorkloadSpec

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.initialization import no_init_weights
 
-from batchfinder.devices.device import memory_fraction
+from batchfinder.devices.catalog import memory_fraction
 from batchfinder.measure.cleanup import Failure, attempt, clear
 from batchfinder.models import build_workload
 from batchfinder.simulator.allocator import CachingAllocator

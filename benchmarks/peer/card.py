@@ -15,9 +15,8 @@ from batchfinder.measure.oom import classify
 from batchfinder.results import Shape
 from batchfinder.search import Secant
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.replay import StageMemory, Timeline, replay
-from batchfinder.simulator.steady_state import MORE_STEPS, repeat_last_step
+from batchfinder.simulator.steady_state import MORE_STEPS, SimulatedProbe, predict_max_batch_size, repeat_last_step
 
 T = TypeVar("T")
 

@@ -26,8 +26,8 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.results import Shape
 from batchfinder.simulator.allocator import UNLIMITED
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import GIB, MIB, format_bytes
 from benchmarks.peer.card import Meter, SimulatedCard

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import nn
 
-from batchfinder.devices.device import memory_fraction
+from batchfinder.devices.catalog import memory_fraction
 from batchfinder.measure import host_limits
 from benchmarks.peer.card import Meter, SimulatedCard
 

@@ -18,8 +18,8 @@ import torch
 
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.units import MIB
 from benchmarks.peer.card import Meter, SimulatedCard
 from benchmarks.peer.comparison import SIMULATED, simulated_works

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from batchfinder.cache import storage
-from batchfinder.cache.storage import Storage
+from batchfinder.cache import store
+from batchfinder.cache.store import Storage
 from batchfinder.errors import CacheFailed
 
 NAME = "0" * 64 + ".json"
@@ -60,7 +60,7 @@ def test_a_failed_write_keeps_the_old_bytes(broken, tmp_path, monkeypatch):
 
     place = Storage(tmp_path)
     place.write(NAME, b"old")
-    monkeypatch.setattr(storage.os, broken, fail)
+    monkeypatch.setattr(store.os, broken, fail)
     with pytest.raises(CacheFailed) as caught:
         place.write(NAME, b"new")
     assert str(caught.value) == (
@@ -86,7 +86,7 @@ def test_an_interrupted_write_leaves_no_temporary_file(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage.os, "replace", interrupt)
+    monkeypatch.setattr(store.os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         Storage(tmp_path).write(NAME, b"new")
     assert os.listdir(tmp_path) == []
@@ -98,7 +98,7 @@ def test_a_killed_writers_file_is_no_name_and_goes_in_time(tmp_path):
     Storage(tmp_path).write(NAME, b"data")
     assert Storage(tmp_path).names() == [NAME]
     assert STALE in os.listdir(tmp_path)
-    old = time.time() - storage.STALE_SECONDS - 1
+    old = time.time() - store.STALE_SECONDS - 1
     os.utime(tmp_path / STALE, (old, old))
     Storage(tmp_path).write(NAME, b"data")
     assert os.listdir(tmp_path) == [NAME]
@@ -113,7 +113,7 @@ def test_a_write_survives_the_folder_being_cleared(tmp_path, monkeypatch):
         Storage(tmp_path).remove_temporary()
         replace(source, target)
 
-    monkeypatch.setattr(storage.os, "replace", clear_first)
+    monkeypatch.setattr(store.os, "replace", clear_first)
     place.write(NAME, b"data")
     assert place.read(NAME) == b"data"
 
@@ -128,11 +128,11 @@ def test_two_writers_of_one_name_do_not_share_a_file(tmp_path, monkeypatch):
             seen.append(place.read(NAME))
             fsync(descriptor)
 
-        monkeypatch.setattr(storage.os, "replace", replace)
-        monkeypatch.setattr(storage.os, "fsync", finish_the_first)
+        monkeypatch.setattr(store.os, "replace", replace)
+        monkeypatch.setattr(store.os, "fsync", finish_the_first)
         Storage(tmp_path).write(NAME, b"second")
 
-    monkeypatch.setattr(storage.os, "replace", replace_during_another_write)
+    monkeypatch.setattr(store.os, "replace", replace_during_another_write)
     place.write(NAME, b"first")
     assert (seen, place.read(NAME)) == ([b"first"], b"second")
 
@@ -148,7 +148,7 @@ def test_a_passing_failure_is_tried_again(code, tmp_path, monkeypatch):
             raise OSError(code, os.strerror(code))
         fsync(descriptor)
 
-    monkeypatch.setattr(storage.os, "fsync", fail_twice)
+    monkeypatch.setattr(store.os, "fsync", fail_twice)
     place.write(NAME, b"data")
     assert (place.read(NAME), len(calls), os.listdir(tmp_path)) == (b"data", 3, [NAME])
 

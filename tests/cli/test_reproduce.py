@@ -18,8 +18,7 @@ import batchfinder.cli.reproduce
 from batchfinder.devices import present_gpus
 from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions import REPRODUCTIONS
-from batchfinder.reproductions.base import Context
-from batchfinder.reproductions.published import published_bert_2019, published_titan_x
+from batchfinder.reproductions.published import Context, published_bert_2019, published_titan_x
 from batchfinder.reproductions.titan_x import CARD, WORKLOAD, notes, tables
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.training.spec import StepConfig

@@ -81,7 +81,8 @@ def test_plan(small_json: Done) -> None:
         assert row["num_devices"] == (8 if row["gpu"] == INSTANCE else 1)
         assert row["micro_batch_size"] <= row["max_batch_size"]
         assert row["micro_batch_size"] * row["accumulation"] * row["num_devices"] == row["effective_batch_size"]
-        assert row["effective_batch_size"] == row["target_batch_size"] == 100000
+        assert row["target_batch_size"] == 100000
+        assert abs(row["effective_batch_size"] - 100000) < row["num_devices"] * row["accumulation"]
 
 
 def test_progress_is_plain_lines_on_stderr(small_json: Done) -> None:
@@ -105,6 +106,7 @@ def test_the_second_run_comes_from_the_cache(small_json: Done, small_table: Done
 def test_table(small_json: Done, small_table: Done) -> None:
     """The whole of stdout is plain text without escape codes or trailing blanks; figures are called "simulated"."""
     rows = small_json.json["rows"]
+    missed = [abs(row["effective_batch_size"] - 100000) for row in rows if row["effective_batch_size"] != 100000]
     cells = [
         [
             "mine:tiny",
@@ -127,6 +129,8 @@ def test_table(small_json: Done, small_table: Done) -> None:
         *("  ".join(row) for row in cells),
         "",
         "where a plan has three factors, the last is the number of GPUs",
+        f"the effective batch of 100000 is missed by up to {max(missed)}, where no large micro-batch divides it: "
+        f"{len(missed)} of 4 rows",
         "from the cache: 4 of 4 rows",
         "1 assumption; --explain says which",
     ]

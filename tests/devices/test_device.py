@@ -12,7 +12,7 @@ from batchfinder.devices import (
     device_with_budget,
     find_gpu,
 )
-from batchfinder.devices.device import memory_fraction
+from batchfinder.devices.catalog import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.units import GIB
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
@@ -10,11 +12,12 @@ from typing import Any
 
 import torch
 
+from batchfinder.cache.record import measurement_as_json, measurement_from_json
 from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks, agree
 from batchfinder.errors import CacheFailed, RankLost
 from batchfinder.measure.device_memory import HostMemory
 from batchfinder.probe import FunctionProbe
-from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Verdict
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
 from tests.forked import at_once
 
 
@@ -99,6 +102,12 @@ def absent(rank: int) -> list[Any]:
     return [ended.partition(":")[0], ended.partition(" (")[2].partition(")")[0]]
 
 
+FITS = Measurement(Verdict.FITS, None, 5 << 40, 0.1, resting_bytes=1, forward_bytes=0)
+FAILS = Measurement(Verdict.OUT_OF_MEMORY, seconds=1.0, message="kein Speicher für 2 GiB", needed_bytes=7)
+TRIALS = (Trial(5, Shape(8), FITS), Trial(6, Shape(8), FAILS))
+FOUND = SearchResult(Shape(8), 5, StopReason.EXACT, FITS, TRIALS, unmodelled=("none",), free_bytes=9)
+
+
 class Place:
     """A cache entry that counts its calls and may fail."""
 
@@ -111,7 +120,7 @@ class Place:
         self.calls += 1
         if self.fails:
             raise CacheFailed("s3://bucket", "no credentials")
-        return SearchResult(Shape(8), 5, StopReason.CAP, None)
+        return FOUND
 
     def put(self, outcome: SearchResult) -> None:
         """Keep."""
@@ -125,7 +134,7 @@ def places(rank: int) -> list[Any]:
         works, fails = Place(False), Place(rank == 0)
         entry = AgreedEntry(works, ranks)
         found = entry.get()
-        assert found is not None
+        assert found == FOUND
         entry.put(found)
         return [found.max_batch_size, works.calls, _ended(AgreedEntry(fails, ranks).get)]
 
@@ -151,10 +160,21 @@ def readings(rank: int) -> list[Any]:
     """The largest of what is known."""
     with closing(Ranks.open()) as ranks:
         mine = Measurement(Verdict.FITS, None, 10 + rank, 1.0 + rank, resting_bytes=None if rank else 5)
-        seen = asdict(agree(ranks.all_gather(mine)))
+        gathered = ranks.all_gather(measurement_as_json(mine))
+        seen = asdict(agree([measurement_from_json(row) for row in gathered]))
         return [seen["peak_allocated_bytes"], seen["peak_reserved_bytes"], seen["seconds"], seen["resting_bytes"]]
 
 
+def audited(rank: int) -> list[Any]:
+    """What is unpickled while ranks agree: functions and classes, which a pickle may call."""
+    found: list[Any] = []
+    sys.addaudithook(lambda event, names: found.append(names) if event == "pickle.find_class" else None)
+    pickle.loads(pickle.dumps(Verdict.FITS))
+    for case in (numbers, calls, places, probes, readings):
+        case(rank)
+    return [".".join(names) for names in found]
+
+
 CASES: dict[str, Callable[[int], list[Any]]] = {
-    case.__name__: case for case in (numbers, calls, leaves, late, absent, places, probes, readings)
+    case.__name__: case for case in (numbers, calls, leaves, late, absent, places, probes, readings, audited)
 }

@@ -115,6 +115,11 @@ def test_the_first_ranks_cache(ranks: Forks) -> None:
     assert ranks.run(size=2, case="places") == [[5, 2, failed], [5, 0, failed]]
 
 
+def test_nothing_is_unpickled(ranks: Forks) -> None:
+    """A pickle runs code of its sender's; ranks send each other JSON. The one name is the case's own, which is seen."""
+    assert ranks.run(size=2, case="audited") == [["batchfinder.results.Verdict"]] * 2
+
+
 def test_a_size_fits_where_it_fits_on_all(ranks: Forks) -> None:
     """The verdict is that of the first rank it fails on, the peak the largest, what is free the least."""
     seen = [[True, True, False], ["", "", "on rank 0"], 91, [999, 106]]

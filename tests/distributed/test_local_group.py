@@ -1,4 +1,4 @@
-"""Tests of batchfinder/distributed/local_group.py: collectives of one rank that wait for no other."""
+"""Tests of batchfinder/distributed/agreement.py: collectives of one rank that wait for no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from batchfinder.distributed.local_group import extra_groups, local_collectives
+from batchfinder.distributed.agreement import extra_groups, local_collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the new names are not in all PyTorch that we serve
 

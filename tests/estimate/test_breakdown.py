@@ -1,9 +1,8 @@
-"""Tests of batchfinder/estimate/breakdown.py."""
+"""Tests of batchfinder/estimate/estimate.py."""
 
 from __future__ import annotations
 
-from batchfinder.estimate.breakdown import ModuleBytes, fold_lists, module_tree
-from batchfinder.estimate.estimate import estimate
+from batchfinder.estimate.estimate import ModuleBytes, estimate, fold_lists, module_tree
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.units import GIB

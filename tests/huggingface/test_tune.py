@@ -47,6 +47,18 @@ def test_the_effective_batch_is_the_arguments_own_or_the_target(tmp_path: Path) 
     assert trainer.state.train_batch_size == 5
 
 
+def test_a_target_that_no_large_micro_batch_divides(tmp_path: Path) -> None:
+    """Is met nearly, or exactly where that is asked for; what the arguments make up is always met exactly."""
+    trainer = make_trainer(tmp_path)
+    found = tune_trainer(trainer, target_batch_size=34, tolerance=0, cache=False)
+    assert sizes(trainer) == (5, 7, 5)
+    assert "; accumulation 5 x 7 = 35 (1 more than the target of 34); " in str(found)
+    tune_trainer(trainer, target_batch_size=34, exact=True, tolerance=0, cache=False)
+    assert sizes(trainer) == (2, 17, 2)
+    tune_trainer(trainer, tolerance=0, cache=False)
+    assert sizes(trainer) == (2, 17, 2)
+
+
 def test_what_fits_in_one_piece_is_not_divided(tmp_path: Path) -> None:
     """No larger size than the effective batch is tried, and accumulation goes."""
     MOST[0] = 1000

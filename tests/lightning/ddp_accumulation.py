@@ -16,7 +16,7 @@ def prepare() -> None:
 
 
 def respond(request: dict[str, Any]) -> list[Any]:
-    """Each rank's optimizer steps: the gradients, the samples they are of, and the weights they were taken at.
+    """Each rank's optimizer steps: the gradients, the samples they are of, and the weights before and after.
 
     Args:
         request: `{"rows": [123, 122]}`, how many samples the stream of each rank has; `{"rows": 44}` for so many that a
@@ -69,11 +69,9 @@ def _steps(net: Any, callback: Any, loader: Any, **options: Any) -> list[Any]:
         enable_model_summary=False,
         **options,
     ).fit(net, loader)
+    weights = [weights for _, _, weights in net.steps] + [net.net.state_dict()]
+    listed = [{name: weight.tolist() for name, weight in step.items()} for step in weights]
     return [
-        (
-            [gradient.tolist() for gradient in gradients],
-            torch.cat(window).tolist(),
-            {name: weight.tolist() for name, weight in weights.items()},
-        )
-        for gradients, window, weights in net.steps
+        ([gradient.tolist() for gradient in gradients], torch.cat(window).tolist(), before, after)
+        for (gradients, window, _), before, after in zip(net.steps, listed[:-1], listed[1:], strict=True)
     ]

@@ -71,10 +71,10 @@ def test_deviation_is_stated(monkeypatch):
     """A target that the devices do not divide is warned about with the numbers."""
     runner = attached(world_size=3, monkeypatch=monkeypatch)
     with pytest.warns(UserWarning, match="not a multiple") as caught:
-        apply_accumulation(runner, plan_accumulation(100, 30, 3))
+        apply_accumulation(runner, plan_accumulation(100, 11, 3))
     assert str(caught[0].message) == (
         "The target batch size of 100 is not a multiple of the 3 devices, so that each optimizer step sees 11 x 3 x 3"
-        " devices = 99 (1 fewer than the target of 100). Choose a multiple of 3 to have it exactly."
+        " devices = 99 (1 fewer than the target of 100). Only a multiple of 3 can be met exactly."
     )
 
 
@@ -116,6 +116,19 @@ def test_epoch_just_long_enough():
 
 
 pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
+
+
+@pytest.mark.parametrize(
+    ("exact", "plan"), [(False, "8 x 4 = 32 (1 more than the target of 31)"), (True, "1 x 31 = 31")], ids=str
+)
+def test_a_target_that_no_large_micro_batch_divides(exact: bool, plan: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is met nearly, and the line says by how much it is missed; or exactly, where that is asked for."""
+    finder = BatchFinder(31, exact=exact, max_batch_size=8, tolerance=0, cache=False)
+    trainer, module = nets.trainer(callbacks=[finder], max_steps=1), Bounded()
+    with caplog.at_level(logging.INFO, logger="lightning_utilities.core.rank_zero"):
+        trainer.fit(module)
+    assert str(finder.plan) == plan
+    assert f"; accumulation {plan}; " in "".join(caplog.messages)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from batchfinder.accumulation import plan_accumulation
 from batchfinder.lightning.accumulation import Accumulating
 from batchfinder.lightning.ddp import ranks_of
-from tests.forks import forks
+from tests.forks import Forks, forks
 from tests.lightning.tiny import Rows, Stream, trainer
 
 
@@ -217,17 +218,23 @@ def test_grad_scaler(fused):
     assert len(module.steps) == 2
 
 
-def test_two_processes():
-    """With DDP each gradient is that of the mean over both processes' samples of the window, and both have it."""
+@pytest.fixture(scope="module")
+def several_ranks() -> Iterator[Forks]:
+    """Runs a fit on some ranks."""
     with forks("tests.lightning.ddp_accumulation") as started:
-        ranks = started.run(rows=44)
+        yield started
+
+
+def test_two_processes(several_ranks: Forks) -> None:
+    """With DDP each gradient is that of the mean over both processes' samples of the window, and both have it."""
+    ranks = several_ranks.run(rows=44)
     # the sampler deals rows out in the order of a permutation; both halves together are what the mean is over
     order = torch.randperm(44, generator=torch.Generator().manual_seed(0)).tolist()
     rows = torch.stack([Rows(44)[index] for index in order])
     halves = [rows[0::2], rows[1::2]]
     for steps, half in zip(ranks, halves, strict=True):
         assert len(steps) == 2
-        for (gradients, window, weights), (start, stop) in zip(steps, [(0, 16), (16, 22)], strict=True):
+        for (gradients, window, weights, _), (start, stop) in zip(steps, [(0, 16), (16, 22)], strict=True):
             assert torch.equal(_exact(window), half[start:stop])
             again = Net()
             again.net.load_state_dict({name: _exact(weight) for name, weight in weights.items()})
@@ -236,18 +243,22 @@ def test_two_processes():
                 assert float((_exact(have) - parameter.grad).norm() / parameter.grad.norm()) < 1e-12
 
 
-@pytest.mark.parametrize("rows", [[123, 122], [253, 230], [123, 122, 97, 128]], ids=str)
-def test_streams_of_other_lengths_on_each_rank(rows: list[int]) -> None:
-    """Each step's gradient is that of the mean over all ranks' samples, so that the ranks' weights stay the same."""
-    with forks("tests.lightning.ddp_accumulation") as started:
-        ranks = started.run(rows=rows)
+@pytest.mark.parametrize(
+    "rows",
+    [[123, 122], *(pytest.param(rows, marks=pytest.mark.slow) for rows in ([253, 230], [123, 122, 97, 128]))],
+    ids=str,
+)
+def test_streams_of_other_lengths_on_each_rank(several_ranks: Forks, rows: list[int]) -> None:
+    """Each step's gradient is that of the mean over all ranks' samples, and after each their weights are the same."""
+    ranks = several_ranks.run(rows=rows)
     assert [len(steps) for steps in ranks] == [2 * -(-rows[0] // 128)] * len(rows)
     for step in zip(*ranks, strict=True):
-        gradients, weights = step[0][0], step[0][2]
-        assert all((other[0], other[2]) == (gradients, weights) for other in step)
+        gradients, _, weights, after = step[0]
+        assert all((other[0], other[2], other[3]) == (gradients, weights, after) for other in step)
+        assert after != weights
         again = Net()
         again.net.load_state_dict({name: _exact(weight) for name, weight in weights.items()})
-        again.loss(torch.cat([_exact(window) for _, window, _ in step])).backward()
+        again.loss(torch.cat([_exact(window) for _, window, _, _ in step])).backward()
         for have, parameter in zip(gradients, again.parameters(), strict=True):
             assert float((_exact(have) - parameter.grad).norm() / parameter.grad.norm()) < 1e-12
 

@@ -45,8 +45,8 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.results import Shape
 from batchfinder.search import Secant
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import MIB

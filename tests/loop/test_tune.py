@@ -357,11 +357,13 @@ def test_a_bug_says_at_which_size_and_what_the_step_was_given() -> None:
 def test_a_target_that_no_size_divides_is_refused() -> None:
     """Where the floor forbids the micro-batch of 1 that a prime would need."""
     with pytest.raises(InvalidValue) as caught:
-        tune(Loop(), target_batch_size=23, min_batch_size=2, cache=False)
+        tune(Loop(), target_batch_size=23, min_batch_size=2, exact=True, cache=False)
     assert (
         str(caught.value)
         == "target_batch_size: invalid value 23; expected a multiple of any size from 2 to 20, which fit."
     )
+    nearly = tune(Loop(), target_batch_size=23, min_batch_size=2, cache=False)
+    assert (nearly[None].batch_size, nearly[None].accumulation) == (12, 2)
 
 
 def test_a_cache_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:

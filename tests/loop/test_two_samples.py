@@ -86,3 +86,35 @@ def test_a_step_that_catches_an_out_of_memory_does_not_fit() -> None:
     failed = [trial.measurement.message for trial in found.result.trials if not trial.fits]
     assert failed
     assert all("no optimizer stepped, as they do at other sizes" in message for message in failed)
+
+
+def test_a_step_that_catches_it_after_the_first_does_not_fit() -> None:
+    """Adam's state comes with the first step, and the peak with the second: that one step is not enough. Nor is it
+    waited for long where earlier sizes stepped in each call.
+    """
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    calls: list[int] = []
+
+    def train_step(batch: torch.Tensor) -> None:
+        calls.append(len(batch))
+        try:
+            if len(batch) > 9 and optimizer.state:
+                raise torch.OutOfMemoryError(MESSAGE)
+            net(batch).mean().backward()
+            optimizer.step()
+        except RuntimeError:
+            pass
+        optimizer.zero_grad()
+
+    def make_batch(batch_size: int, seq_len: int | None) -> torch.Tensor:
+        return torch.randn(batch_size, 4)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = tune_batch_size(train_step, make_batch, [net, optimizer], max_batch_size=12, tolerance=0, cache=False)
+    assert found.batch_size == 9
+    failed = [trial for trial in found.result.trials if not trial.fits]
+    assert failed
+    assert all("optimizers stopped stepping" in trial.measurement.message for trial in failed)
+    assert all(calls.count(trial.batch_size) <= 32 for trial in failed)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchfinder.devices.device import memory_fraction
+from batchfinder.devices.catalog import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.measure import device_memory, host_limits
 from batchfinder.measure.cleanup import clear

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 
 from batchfinder.cli.main import main
 from batchfinder.devices import Card, Device
-from batchfinder.estimate.breakdown import bytes_over_time
-from batchfinder.estimate.estimate import estimate
+from batchfinder.estimate.estimate import bytes_over_time, estimate
 from batchfinder.estimate.sharding import STRATEGIES, sharded_step
 from batchfinder.report.estimate import EstimateFindings, EstimateRequest
 from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep

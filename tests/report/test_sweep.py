@@ -117,9 +117,22 @@ def test_plans() -> None:
     """A plan is the product it is; a third factor is explained."""
     one, eight = row(target_batch_size=256), row(10, target_batch_size=256, card=replace(T4, count=8))
     table = sweep_table([one, eight])
-    assert table.columns["micro-batch x accumulation"] == ["64 x 4 = 256", "8 x 4 x 8 = 256"]
-    assert table.notes[0] == "where a plan has three factors, the last is the number of GPUs"
-    assert len(sweep_table([one]).notes) == 1
+    assert table.columns["micro-batch x accumulation"] == ["85 x 3 = 255", "8 x 4 x 8 = 256"]
+    factors, missed, _ = table.notes
+    assert factors == "where a plan has three factors, the last is the number of GPUs"
+    assert missed == (
+        "the effective batch of 256 is missed by up to 1, where no large micro-batch divides it: 1 of 2 rows"
+    )
+    assert sweep_table([one]).notes[0].startswith("the effective batch of 256 is missed")
+    assert len(sweep_table([row(64, target_batch_size=256)]).notes) == 1
+
+
+def test_a_plan_is_made_of_multiples() -> None:
+    """Of sizes that may be tried, and there is none where these do not make it up."""
+    (plan,) = sweep_table([row(target_batch_size=240, multiple_of=16)]).columns["micro-batch x accumulation"]
+    assert plan == "80 x 3 = 240"
+    assert row(target_batch_size=240, multiple_of=16).to_json()["effective_batch_size"] == 240
+    assert row(5, target_batch_size=6, min_batch_size=4).plan is None
 
 
 def test_published_figures_have_their_source() -> None:

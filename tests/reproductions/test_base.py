@@ -9,10 +9,11 @@ import pytest
 
 from batchfinder.devices import present_gpus
 from batchfinder.errors import CardNeeded, UserCodeFailed
-from batchfinder.measure.child_probe import GpuFacts
+from batchfinder.measure.child_probe import ChildProcessProbe, GpuFacts
 from batchfinder.recording.simulation import RecordingClient, Simulation
-from batchfinder.reproductions import base
-from batchfinder.reproductions.base import Context, MeasuredStep, Reproduction, require_card, row
+from batchfinder.reproductions import published
+from batchfinder.reproductions.bert_2019 import last_rung
+from batchfinder.reproductions.published import Context, Reproduction, largest_measured, require_card, row
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 from batchfinder.units import GIB, MIB
 
@@ -76,7 +77,7 @@ def test_more() -> None:
 
 
 VECTORS = WorkloadSpec("tests.builders.small:mlp")
-STEP = MeasuredStep("cpu", VECTORS, StepConfig(), limit_bytes=48 * MIB, seq_len=1)
+LIMIT = 48 * MIB
 # A sample takes a kilobyte for itself and some more for its activations.
 SURELY, SURELY_NOT = 1 << 8, 1 << 17
 
@@ -84,14 +85,15 @@ SURELY, SURELY_NOT = 1 << 8, 1 << 17
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
 def test_rungs() -> None:
     """A ladder's answer is the last rung that ran before the first that did not, and 0 where none did."""
-    assert STEP.last_rung((64, SURELY, SURELY_NOT, 2)) == SURELY
-    assert STEP.last_rung((SURELY_NOT, 2)) == 0
+    with ChildProcessProbe(VECTORS, StepConfig(), "cpu", LIMIT) as probe:
+        assert last_rung(probe, 1, (64, SURELY, SURELY_NOT, 2)) == SURELY
+        assert last_rung(probe, 1, (SURELY_NOT, 2)) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
 def test_largest() -> None:
     """The largest batch is found within the limit, from a prediction that is off."""
-    assert SURELY < STEP.largest(predicted=1500) < SURELY_NOT
+    assert SURELY < largest_measured("cpu", VECTORS, StepConfig(), LIMIT, seq_len=1, predicted=1500) < SURELY_NOT
 
 
 @pytest.mark.skipif(bool(present_gpus()), reason="this machine has a GPU")
@@ -107,7 +109,7 @@ def test_no_card() -> None:
 def test_a_card_that_is_too_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is free decides, not what the card has; enough is enough."""
     card = GpuFacts("Tesla K80", 11 * GIB, 2 * GIB, (3, 7))
-    monkeypatch.setattr(base, "query_gpu", lambda device: card)
+    monkeypatch.setattr(published, "query_gpu", lambda device: card)
     with pytest.raises(CardNeeded, match=r"of the Tesla K80 here 2\.00 GiB is free"):
         require_card({"table": 2 * GIB + 1})
     assert require_card({"table": 2 * GIB}) == "cuda:0"

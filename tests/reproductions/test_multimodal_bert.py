@@ -6,10 +6,9 @@ import pytest
 
 from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions import multimodal_bert
-from batchfinder.reproductions.base import Context
-from batchfinder.reproductions.published import published_multimodal_bert
+from batchfinder.reproductions.published import Context, published_multimodal_bert
 from batchfinder.results import Shape, Verdict
-from batchfinder.simulator.probe import SimulatedProbe
+from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepConfig
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")

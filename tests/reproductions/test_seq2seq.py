@@ -9,9 +9,8 @@ from rich.console import Console
 
 from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions import seq2seq
-from batchfinder.reproductions.base import Context, Reproduction
 from batchfinder.reproductions.bert_2019 import without_workspaces
-from batchfinder.reproductions.published import published_seq2seq
+from batchfinder.reproductions.published import Context, Reproduction, published_seq2seq
 from batchfinder.reproductions.seq2seq import Allocator2018
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory, SimulatedOutOfMemory

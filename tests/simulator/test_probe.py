@@ -11,8 +11,8 @@ from batchfinder.results import Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.probe import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 from tests.builders.retaking import retaking

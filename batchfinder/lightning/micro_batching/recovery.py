@@ -22,7 +22,7 @@ from batchfinder.cache.validity import lower
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import CacheFailed, RankFailed, SampleDoesNotFit
 from batchfinder.lightning.micro_batching.micro_batch import LengthTable, MicroBatch, smaller
-from batchfinder.snapshot.process_state import ProcessState
+from batchfinder.snapshot.training_state import ProcessState
 
 _PLAIN = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, tuple})
 """What most attributes of a module are; with hundreds of modules a look at each of them would be felt."""

@@ -106,6 +106,19 @@ def test_the_gradient_is_that_of_the_whole_batch(reduction: Any) -> None:
                 assert ours == pytest.approx(theirs, rel=1e-6)
 
 
+def test_a_target_that_nothing_divides() -> None:
+    """254 samples with 64 fitting are four micro-batches, and make one gradient of all of them."""
+    whole = fit(Reader(batch_size=254, rows=254), max_epochs=1)
+    module = Reader(rows=254)
+    split = fit(
+        module,
+        BatchFinder(254, split_batches="in_order", weight="tokens", seq_lens=[16], max_batch_size=64, cache=False),
+        max_epochs=1,
+    )
+    assert module.sizes == [64, 64, 63, 63]
+    assert close(split.gradients[0], whole.gradients[0])
+
+
 def test_sorted_micro_batches_are_fewer_and_shorter() -> None:
     """Each micro-batch has the size of its own longest sample, and is padded no further."""
 

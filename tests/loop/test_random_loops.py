@@ -1,0 +1,42 @@
+"""Any loop under any limit: the answer trains in a fresh process, and nothing clearly larger does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.forks import Forks, forks
+from tests.loop.random_loops import STEPS, draw, searching, training
+
+SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "16")))
+"""As many as take a minute of two cores; the variable asks for more."""
+
+NOISE_MIB = 6
+"""By how much two processes with the same room differ: 2 MiB which a search leaves of a ulimit for what training maps
+besides, and what it holds beside its trials (the copy of the state, a thread's stack, what leaking steps left)."""
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Forks]:
+    """Forks of one process."""
+    with forks("tests.loop.random_loops") as started:
+        yield started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_answer_trains_and_nothing_clearly_larger(processes: Forks, seed: int) -> None:
+    """BatchNorm, group losses, swallowed errors and leaks, under a ulimit or a budget: three steps at each size."""
+    loop = draw(seed)
+    found = processes.run(**searching(loop))
+    answer = found["answer"]
+    assert answer >= loop.smallest, (loop, found)
+    assert answer % loop.group == 0, (loop, found)
+    at = processes.run(**training(loop, answer))
+    assert (at["trained"], at["steps"]) == (True, STEPS), (loop, found, at)
+    for share in (1 + loop.tolerance + NOISE_MIB / loop.limit_mib, 1.5):
+        larger = (int(share * answer) // loop.group + 1) * loop.group
+        beyond = processes.run(**training(loop, larger))
+        assert not beyond["trained"], (loop, found, larger, beyond)
