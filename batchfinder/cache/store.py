@@ -109,7 +109,12 @@ class Store:
 
     def put_record(self, record: Record) -> None:
         """Keep a record as it is, with the time it was made; see `put`."""
-        self._storage.write(_name(record.key), encode(record))
+        name = _name(record.key)
+        try:
+            self._storage.write(name, encode(record))
+        except NotUsable as error:
+            path = f"{self.url.rstrip('/')}/{name}"
+            warnings.warn(f"{path} was left alone, and its result is not cached: {error.strerror}", stacklevel=2)
 
     def entry(self, key: CacheKey, label: str = "") -> CacheEntry:
         """One key's place, which `find_max_batch_size` takes as its cache."""
@@ -155,7 +160,7 @@ class Store:
                 continue
             try:
                 data = self._storage.read(name)
-            except NotReadable:
+            except NotUsable:
                 data = b"not known"
             if data is not None and not is_record(data):
                 path = f"{self.url.rstrip('/')}/{name}"
@@ -180,7 +185,7 @@ class Store:
             record = decode(data)
             if _name(record.key) != name:
                 raise DamagedRecord("it holds another key's result")
-        except (DamagedRecord, NotReadable) as damage:
+        except (DamagedRecord, NotUsable) as damage:
             reason = damage.reason if isinstance(damage, DamagedRecord) else f"it cannot be read: {damage.strerror}"
             warnings.warn(DamagedRecordWarning(f"{self.url.rstrip('/')}/{name}", reason), stacklevel=3)
             return None
@@ -231,8 +236,8 @@ def _is_transient(error: Exception) -> bool:
     )
 
 
-class NotReadable(OSError):
-    """One name's bytes cannot be read, though the others' may."""
+class NotUsable(OSError):
+    """One name's bytes cannot be read or replaced, though the others' may."""
 
 
 class Storage:
@@ -261,14 +266,14 @@ class Storage:
         """Return a name's bytes, None when there are none.
 
         Raises:
-            NotReadable: there are some, and they are no regular file, too many, or not for this user to read.
+            NotUsable: there are some, and they are no regular file, too many, or not for this user to read.
         """
 
         def read_file(path: str) -> bytes:
             # A pipe would be waited for, and a device has no end.
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise NotReadable(errno.EINVAL, "it is not a regular file")
+                    raise NotUsable(errno.EINVAL, "it is not a regular file")
                 return file.read(MAX_RECORD_BYTES + 1)
 
         with self._opened() as (fs, root, is_local):
@@ -278,15 +283,19 @@ class Storage:
             except FileNotFoundError:
                 return None
             except OSError as error:
-                if is_local and not isinstance(error, NotReadable) and os.path.lexists(path):
-                    raise NotReadable(error.errno, error.strerror) from error
+                if is_local and not isinstance(error, NotUsable) and os.path.lexists(path):
+                    raise NotUsable(error.errno, error.strerror) from error
                 raise
             if len(data) > MAX_RECORD_BYTES:
-                raise NotReadable(errno.EFBIG, f"it is larger than {format_bytes(MAX_RECORD_BYTES)}")
+                raise NotUsable(errno.EFBIG, f"it is larger than {format_bytes(MAX_RECORD_BYTES)}")
             return data
 
     def write(self, name: str, data: bytes) -> None:
-        """Give a name these bytes, in place of any it had."""
+        """Give a name these bytes, in place of any it had.
+
+        Raises:
+            NotUsable: it is the name of a folder.
+        """
         with self._opened() as (fs, root, is_local):
 
             def replace_whole() -> None:
@@ -297,9 +306,11 @@ class Storage:
                 try:
                     _put(fs, root, temporary, data)
                     os.replace(_join(root, temporary), _join(root, name))
-                except BaseException:
+                except BaseException as error:
                     with contextlib.suppress(OSError):
                         os.unlink(_join(root, temporary))
+                    if isinstance(error, IsADirectoryError):
+                        raise NotUsable(error.errno, error.strerror) from error
                     raise
 
             # A FileNotFoundError: another process cleared the directory between two of our steps.
@@ -371,7 +382,7 @@ class Storage:
                 raise CacheFailed(self._asked, self._problem)
             fs, root = url_to_fs(self.url)
             yield fs, root, isinstance(fs, LocalFileSystem)
-        except (CacheFailed, NotReadable):
+        except (CacheFailed, NotUsable):
             raise
         except Exception as error:
             words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -264,15 +264,34 @@ class Secant(Search[SecantState]):
             share = _FIRST_TRY_SHARE_OF_PREDICTION
             useful = predicted is not None and state.limit_bytes is not None
             return bracket.inside(int(share * (predicted or 0)) if useful else under_prediction)
-        guess = self._guess(state)
-        if bracket.high is not None:
-            return bracket.inside(self._between(state, guess, bracket.high))
+        low, high, guess, gap = bracket.low, bracket.high, self._guess(state), self._tolerated_gap(bracket)
+        if high is not None:
+            # Something failed: probe near the guess if it lies between, else in the middle. On a curve that grows
+            # steeper the guess is no more than an upper bound, and may lie above what failed.
+            impatient = state.tries > self.patience
+            size, enough = (low + high) // 2, high - int(self.tolerance * high)
+            if guess is None or not low <= guess < high or impatient:
+                if state.limit_bytes is not None and state.peaks.points:
+                    sure = 0 if impatient else state.peaks.lower_bound(state.limit_bytes) or 0
+                    if low + gap < sure < high:
+                        size = sure
+                    elif high > _WIDE_BRACKET_RATIO * low > 0:
+                        # A line led so far too high that the answer's order of magnitude is in question.
+                        size = math.isqrt(low * high)
+            elif guess >= enough:
+                size = enough
+            else:
+                size = max(low + gap, guess - int(self.tolerance * guess) // 2)
+                if len(state.peaks.points) == 1 and 4 * high <= 5 * low:
+                    # The prediction was a little too high. One point says little, and a second next to it no more.
+                    size = max(size, low + (high - low) // 3)
+            return bracket.inside(size)
         if guess is None:
             return bracket.step()
         # Nothing failed yet: jump to just under the guess, or once there to where a failure would end the search. The
         # third surprise, and each probe past the patience, doubles the least step: this ends for any curve.
         late = max(0, state.surprises - _MAX_SURPRISES) + max(0, state.tries - self.patience)
-        least = bracket.low + (self._tolerated_gap(bracket) << late)
+        least = low + (gap << late)
         sizes = [least]
         if guess > least:
             sizes.append(guess - int(self.tolerance * guess) // 2)
@@ -281,30 +300,6 @@ class Secant(Search[SecantState]):
         if state.tries == 1:
             sizes.append(under_prediction)
         return bracket.inside(max(sizes))
-
-    def _between(self, state: SecantState, guess: int | None, high: int) -> int:
-        """Something failed: probe near the guess if it lies between, else in the middle.
-
-        On a curve that grows steeper the guess is no more than an upper bound, and may lie above what failed.
-        """
-        low, gap, impatient = state.bracket.low, self._tolerated_gap(state.bracket), state.tries > self.patience
-        if guess is None or not low <= guess < high or impatient:
-            if state.limit_bytes is not None and state.peaks.points:
-                sure = 0 if impatient else state.peaks.lower_bound(state.limit_bytes) or 0
-                if low + gap < sure < high:
-                    return sure
-                # A line led so far too high that the answer's order of magnitude is in question.
-                if high > _WIDE_BRACKET_RATIO * low > 0:
-                    return math.isqrt(low * high)
-            return (low + high) // 2
-        enough = high - int(self.tolerance * high)
-        if guess >= enough:
-            return enough
-        near = max(low + gap, guess - int(self.tolerance * guess) // 2)
-        if len(state.peaks.points) == 1 and 4 * high <= 5 * low:
-            # The prediction was a little too high. One point says little, and a second next to it no more.
-            near = max(near, low + (high - low) // 3)
-        return near
 
     def update(self, state: SecantState, trial: Trial) -> SecantState:
         """Narrow the bracket, add the peak to the model, and count a guess that was too low."""

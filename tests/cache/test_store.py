@@ -279,6 +279,20 @@ def test_one_bad_record_disables_nothing(spoil, reason, listed, two, make_key):
     assert store.get(make_key(seq_len=128)) == _outcome(128, 128)
 
 
+def test_a_folder_in_a_records_place_disables_nothing(two, make_key):
+    """No result can take its place, which is told; nothing else is lost, and no temporary file is left."""
+    store, path = two
+    _folder(path)
+    with pytest.warns(UserWarning, match=r"was left alone, and its result is not cached: Is a directory$") as caught:
+        store.put(make_key(seq_len=64), _outcome(64, 64))
+    assert [str(warning.message).split(" ")[0] for warning in caught] == [path]
+    store.put(make_key(seq_len=256), _outcome(256, 256))
+    assert [record.key.seq_len for record in store.records()] == [
+        length for _, length in sorted((make_key(seq_len=each).digest, each) for each in (128, 256))
+    ]
+    assert len(os.listdir(store.url)) == 3
+
+
 def test_a_record_that_is_not_ours_to_read(make_key):
     """Mode 000: a warning, and the other one is found. Nothing is hidden from root, which becomes another user."""
     with tempfile.TemporaryDirectory() as folder:

@@ -274,3 +274,21 @@ def test_the_sizes_that_may_be_tried(run: Run) -> None:
     table = run(*asked[:-1], "--min-batch-size", str(2 * largest)).out
     assert f"at least {2 * largest}" in table
     assert f"{2 * largest} needs " in table
+
+
+@pytest.mark.slow
+def test_a_bad_record_does_not_end_a_sweep(run: Run, tmp_path: Path) -> None:
+    """One that is no text is warned of and replaced; a folder in its place is warned of, and the row is printed."""
+    arguments = ("sweep", "--budget", "1GiB", "--model", "mine:shapeless", "--json")
+    row = run(*arguments, cache=tmp_path).row
+    (path,) = tmp_path.glob("*.json")
+    path.write_bytes(b"\xff\xfe")
+    again = run(*arguments, cache=tmp_path)
+    assert (again.row["max_batch_size"], again.row["source"]) == (row["max_batch_size"], "simulated")
+    assert f"ignoring the damaged cache record {path}: it is cut short or not JSON." in again.err
+    assert run(*arguments, cache=tmp_path).row["source"] == "cache"
+    path.unlink()
+    path.mkdir()
+    again = run(*arguments, cache=tmp_path)
+    assert (again.row["max_batch_size"], again.row["source"]) == (row["max_batch_size"], "simulated")
+    assert f"{path} was left alone, and its result is not cached: Is a directory" in again.err
