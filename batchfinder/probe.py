@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from batchfinder.results import Measurement, Shape, Verdict
 
@@ -31,6 +32,7 @@ class Probe(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class FunctionProbe:
     """A probe made of a memory curve, for tests and for planning from a formula of one's own.
 
@@ -44,12 +46,10 @@ class FunctionProbe:
         (True, False)
     """
 
-    source = "simulated"
-    unmodelled: tuple[str, ...] = ()
-
-    def __init__(self, peak_bytes: Callable[[int, Shape], int], capacity_bytes: int) -> None:
-        self.peak_bytes = peak_bytes
-        self.capacity_bytes = capacity_bytes
+    peak_bytes: Callable[[int, Shape], int]
+    capacity_bytes: int
+    source: ClassVar[str] = "simulated"
+    unmodelled: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         peak = self.peak_bytes(batch_size, shape)

@@ -80,8 +80,12 @@ def parse_share(value: float | str, option: str) -> float:
     Raises:
         InvalidValue: the value is not a number, or not within the range.
     """
-    share = _share(value)
-    if share is None:
+    try:
+        text = value.strip() if isinstance(value, str) else value
+        share = float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
+    except (TypeError, ValueError):
+        share = -1.0
+    if not 0 <= share < 1:
         raise InvalidValue(option, value, "a share from 0 to below 1, such as 0.01 or 1%")
     return share
 
@@ -99,19 +103,9 @@ def parse_headroom(value: float | str, option: str = "headroom") -> float | int:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    share = _share(value)
-    if share is not None:
-        return share
+    with contextlib.suppress(InvalidValue):
+        return parse_share(value, option)
     if isinstance(value, str) and value.strip()[-1:].isalpha():
         with contextlib.suppress(InvalidValue):
             return parse_bytes(value, option)
     raise InvalidValue(option, value, "a share such as 0.1 or 10%, or a size such as 1GiB")
-
-
-def _share(value: float | str) -> float | None:
-    try:
-        text = value.strip() if isinstance(value, str) else value
-        number = float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
-    except (TypeError, ValueError):
-        return None
-    return number if 0 <= number < 1 else None

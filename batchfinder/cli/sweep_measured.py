@@ -91,6 +91,8 @@ class MeasuredCells:
         cache = self._request.cache
         entry = None if cache is None else cache.entry(self._key(cell), self._cells.model)
         found = self._tuner.find(Shape(seq_len), entry)
+        if found.raised:
+            self._cell = cell = replace(cell, min_batch_size=2)
         cached, trials = found.result.source == "cache", found.result.trials
         result = replace(found.result, source=ChildProcessProbe.source, trials=(*found.earlier_trials, *trials))
         if result.max_batch_size == 0 and result.measurement is not None:
@@ -106,7 +108,7 @@ class MeasuredCells:
                 seen = replace(result.measurement, needed_bytes=needed)
                 result = replace(result, measurement=seen, unmodelled=(*result.unmodelled, *unmodelled))
         self._longer = None if result.stop is StopReason.CAP else result
-        return SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached)
+        return SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached, raised=found.raised)
 
     def _predicted(self, shape: Shape, max_peak_bytes: int) -> int | None:
         """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before.

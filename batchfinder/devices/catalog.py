@@ -45,10 +45,6 @@ class GpuKey:
         """One string for both: `v10032gb`."""
         return self.model if self.size_gb is None else f"{self.model}{self.size_gb}gb"
 
-    def without_form(self) -> GpuKey:
-        """The same without board and memory type: `NVIDIA H100 80GB HBM3` and `V100-SXM2-32GB` lose their tails."""
-        return GpuKey(_FORM.sub("", self.model), self.size_gb)
-
 
 def gpu_key(name: str) -> GpuKey:
     """Take a GPU's name apart."""
@@ -141,11 +137,13 @@ def find_gpu(name: str) -> Gpu:
     """
     key = gpu_key(name)
     known = _gpus_by_key()
-    for attempt in (key, key.without_form()):
+    # Without board and memory type: `NVIDIA H100 80GB HBM3` and `V100-SXM2-32GB` lose their tails.
+    bare = GpuKey(_FORM.sub("", key.model), key.size_gb)
+    for attempt in (key, bare):
         if attempt.text in known:
             return known[attempt.text]
     if key.size_gb is not None:  # the cards whose name differs from this one in the size only
-        models = {key.model, key.without_form().model}
+        models = {key.model, bare.model}
         family = [gpu.name for gpu in all_gpus() if {gpu_key(each).model for each in (gpu.name, *gpu.aliases)} & models]
         if family:
             raise UnknownName("GPU", name, family)

@@ -72,11 +72,6 @@ class Kinds:
     fragmentation: int = 0
     context: int = 0
 
-    @property
-    def total(self) -> int:
-        """The sum of all kinds."""
-        return sum(asdict(self).values())
-
     def shown(self) -> dict[str, int]:
         """By name in this module's order; communication only where there is some."""
         values = asdict(self)
@@ -312,25 +307,20 @@ def module_tree(trace: Trace, blocks: Iterable[int]) -> ModuleBytes:
     return root
 
 
-def fold_lists(module: ModuleBytes) -> ModuleBytes:
-    """The same tree with the modules of each list merged into one, as a model's layers are alike."""
+def fold_lists(*like: ModuleBytes, name: str | None = None) -> ModuleBytes:
+    """A module's tree with the modules of each list merged into one, as a model's layers are alike.
+
+    Of several modules, such as those of a list: one with their own bytes added up, and with children of one name merged
+    in turn.
+    """
+    one = ModuleBytes(like[0].name if name is None else name, sum(module.count for module in like))
     children: dict[str, list[ModuleBytes]] = {}
-    for child in module.children:
-        children.setdefault("*" if child.name.isdecimal() else child.name, []).append(child)
-    folded = [fold_lists(_merge(name, like) if name == "*" else like[0]) for name, like in children.items()]
-    return ModuleBytes(module.name, module.count, module.own, folded)
-
-
-def _merge(name: str, like: list[ModuleBytes]) -> ModuleBytes:
-    """Several modules as one: their own bytes added up, and children of one name merged in turn."""
-    one = ModuleBytes(name, sum(module.count for module in like))
-    namesakes: dict[str, list[ModuleBytes]] = {}
     for module in like:
         for kind, size in module.own.items():
             one.own[kind] = one.own.get(kind, 0) + size
         for child in module.children:
-            namesakes.setdefault(child.name, []).append(child)
-    one.children = [_merge(child_name, children) for child_name, children in namesakes.items()]
+            children.setdefault("*" if child.name.isdecimal() else child.name, []).append(child)
+    one.children = [fold_lists(*alike, name=child_name) for child_name, alike in children.items()]
     return one
 
 

@@ -90,11 +90,6 @@ def sharded_step(trace: Trace, stage: int, num_gpus: int, computed_share: float 
     structure = trace.structure
     sizes = list(trace.sizes)
 
-    def share(kind: str) -> None:
-        for block, size in enumerate(sizes):
-            if structure.kinds[block] == kind:
-                sizes[block] = -(-size // num_gpus)
-
     if stage >= 1:
         for start, end in _spans(trace, "optimizer", ("optimizer",)):
             for event in structure.order[start:end]:
@@ -108,12 +103,14 @@ def sharded_step(trace: Trace, stage: int, num_gpus: int, computed_share: float 
         what = "the reducer's bucket"
         buckets = [AddedBlock(size, start, None, "communication", what) for size in bucket_sizes(gradients)]
         return add_blocks(replace(trace, sizes=tuple(sizes)), buckets)
-    share("gradient")
+    shared = ("gradient", "parameter") if stage >= 3 else ("gradient",)
+    for block, kind in enumerate(structure.kinds):
+        if kind in shared:
+            sizes[block] = -(-sizes[block] // num_gpus)
     layers = layers_of(trace)
     rest, largest = int(layers.rest * computed_share), int(layers.largest * computed_share)
     added = []
     if stage >= 3:
-        share("parameter")
         gathered = (
             (rest, "gathered: what is in no layer"),
             (largest, "gathered: the largest layer"),

@@ -164,6 +164,8 @@ class StageTuner:
                 hint=self._predict,
                 on_trial=on_trial,
                 held_bytes=self._memory.held_bytes(),
+                # A split batch's last micro-batch may be one sample.
+                from_two=not self._options.split_batches,
                 warn=lambda error: rank_zero_warn(
                     f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run "
                     "are not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."

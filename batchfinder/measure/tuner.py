@@ -15,7 +15,15 @@ from typing import Any
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cache.store import ResultEntry
 from batchfinder.cache.validity import holds, outgrown
-from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, OutOfMemory, RankFailed, UserCodeFailed
+from batchfinder.errors import (
+    BatchFinderError,
+    CacheFailed,
+    InvalidValue,
+    OutOfMemory,
+    RankFailed,
+    UserCodeFailed,
+    shortened,
+)
 from batchfinder.find import find_max_batch_size
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
@@ -176,6 +184,7 @@ class Tuner:
         on_trial: called after each trial.
         warn: called once when results cannot be cached; None to raise the `CacheFailed` instead.
         held_bytes: what the process holds, for the message where nothing fits; None where it is not known.
+        from_two: whether to go on from 2 samples where 1 raises and 2 run, which is for want of a second sample.
     """
 
     def __init__(
@@ -188,6 +197,7 @@ class Tuner:
         on_trial: Callable[[Trial], object] | None = None,
         warn: Callable[[CacheFailed], object] | None = None,
         held_bytes: int | None = None,
+        from_two: bool = True,
     ) -> None:
         self._limits = limits
         self._bounds = limits.bounds
@@ -196,6 +206,7 @@ class Tuner:
         self._on_trial = on_trial
         self._warn = warn
         self._held_bytes = held_bytes
+        self._from_two = from_two
         self._raised = ""
         self._cache_failed = False
         self._ask_free_bytes = free_bytes
@@ -311,7 +322,7 @@ class Tuner:
         """Whether what a step raised may be for want of a second sample, as BatchNorm's and pair losses' errors are."""
         ours = isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed)
         ran = any(trial.fits for trial in self._trials)
-        return not ours and not ran and self._bounds.first == 1 and self._bounds.last > 1
+        return self._from_two and not ours and not ran and self._bounds.first == 1 and self._bounds.last > 1
 
     def _go_on_from_two(self, raised: Exception, shape: Shape) -> None:
         """Search from 2 samples on where they run and 1 raises each time.
@@ -330,7 +341,7 @@ class Tuner:
             del raised  # whose traceback has this frame: a cycle
         self._limits = replace(self._limits, min_batch_size=after)
         self._bounds = self._limits.bounds
-        self._raised = text
+        self._raised = shortened(text)
 
     def _raises(self, batch_size: int, shape: Shape) -> bool:
         try:

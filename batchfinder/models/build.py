@@ -110,9 +110,9 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
         if not hasattr(model, "set_attn_implementation"):
             expected = f"no --attention: {spec} chooses the attention of its model itself"
             raise InvalidValue("attention", attention, expected)
-        from batchfinder.models.pretrained import use_attention
+        from batchfinder.models.pretrained import attention_of
 
-        use_attention(model, attention, spec)
+        model.set_attn_implementation(attention_of(type(model), attention, spec))
     if gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
@@ -195,11 +195,11 @@ def workload_from_object(made: Any, spec: str) -> Workload:
     if callable(make_batch):
         return Workload(made, make_batch)
     # A transformers model cannot exist unless the user's code has imported the library already.
-    if "transformers.modeling_utils" in sys.modules:
-        from batchfinder.models.pretrained import is_pretrained, workload_from_model
+    transformers: Any = sys.modules.get("transformers.modeling_utils")
+    if transformers is not None and isinstance(made, transformers.PreTrainedModel):
+        from batchfinder.models.pretrained import workload_from_model
 
-        if is_pretrained(made):
-            return workload_from_model(made, spec)
+        return workload_from_model(made, spec)
     config = getattr(made, "config", None)
     vocab_size = config.get("vocab_size") if isinstance(config, dict) else getattr(config, "vocab_size", None)
     if not isinstance(vocab_size, int):

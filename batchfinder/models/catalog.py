@@ -55,23 +55,17 @@ class Families:
         return self.heads[max(fitting, key=len)] if fitting else None
 
 
-def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads(resources.files(__package__).joinpath(name).read_text(encoding="utf-8"))
-
-
 @functools.cache
 def models() -> tuple[ModelRow, ...]:
     """Return every named model, in the order it is listed."""
-    return tuple(
-        ModelRow(**{**row, "aliases": tuple(row["aliases"]), "config": row["config"]})
-        for row in _read("models.toml")["models"]
-    )
+    table = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
+    return tuple(ModelRow(**{**row, "aliases": tuple(row["aliases"])}) for row in table["models"])
 
 
 @functools.cache
 def families() -> Families:
     """Return what is known of heads, positions and image sides."""
-    data = _read("families.toml")
+    data = tomllib.loads(resources.files(__package__).joinpath("families.toml").read_text(encoding="utf-8"))
     return Families(
         heads={row["suffix"]: tuple(Label(**label) for label in row["labels"]) for row in data["heads"]},
         unlimited=frozenset(data["positions"]["unlimited"]),

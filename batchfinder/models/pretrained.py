@@ -186,25 +186,23 @@ def workload_from_model(model: nn.Module, what: str) -> Workload:
     raise InvalidValue("model", what, expected)
 
 
-def is_pretrained(model: object) -> bool:
-    """Whether this is a transformers model."""
-    return isinstance(model, transformers.PreTrainedModel)
-
-
-def use_attention(model: Any, attention: str, what: str) -> None:
-    """Change the attention of a transformers model that exists already.
+def attention_of(model_class: Any, attention: str, what: str) -> str:
+    """What transformers calls an attention of ours, for a model of one of its classes.
 
     Raises:
         InvalidValue: the model does not have this attention.
     """
-    model.set_attn_implementation(_attention(type(model), attention, what))
+    has = [ours for ours, (_, flag) in ATTENTION.items() if not flag or getattr(model_class, flag, False)]
+    if attention not in has:
+        raise InvalidValue("attention", attention, f"{' or '.join(has)}, which {what} supports")
+    return ATTENTION[attention][0]
 
 
 def _build(model_class: Any, config: Any, attention: str | None, what: str) -> Workload:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if attention is not None:
-        config._attn_implementation = _attention(model_class, attention, what)
+        config._attn_implementation = attention_of(model_class, attention, what)
     if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
     # Without log lines, without moving the random generators, and without code or files of the hub, which transformers
@@ -233,13 +231,6 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # the library's own fallback, which it takes with a warning
     return workload_from_model(model, what)
-
-
-def _attention(model_class: Any, attention: str, what: str) -> str:
-    has = [ours for ours, (_, flag) in ATTENTION.items() if not flag or getattr(model_class, flag, False)]
-    if attention not in has:
-        raise InvalidValue("attention", attention, f"{' or '.join(has)}, which {what} supports")
-    return ATTENTION[attention][0]
 
 
 @dataclass(frozen=True)

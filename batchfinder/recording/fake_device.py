@@ -75,15 +75,11 @@ class FakeDeviceMode(FakeTensorMode):
         kwargs = kwargs or {}
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        on_cpu = all(
-            not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" for tensor in tensors
-        ) and not any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves)
+        elsewhere = any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor in tensors) or any(
+            isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves
+        )
         # An operator that PyTorch composes of others for fake tensors, as a copy to the CPU, comes back here for each.
-        if (
-            self._composing
-            or not on_cpu
-            or any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves)
-        ):
+        if self._composing or elsewhere:
             return self._fake(func, types, args, kwargs)
         if not tensors or not (func.is_view or func._schema.is_mutable):
             try:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from batchfinder.recording.fake_device import DEVICE_TYPE
+from batchfinder.simulator.blocks import round_up
 
 aten = torch.ops.aten
 _FP32 = 4
@@ -69,7 +70,7 @@ def _grouped_mm(
     """
     dtype = out_dtype or left.dtype
     rows, columns = left.size(-2), right.size(-1)
-    padded = _round_up(columns, 16 // dtype.itemsize)
+    padded = round_up(columns, 16 // dtype.itemsize)
     if left.dim() != right.dim():
         return left.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
     groups = left.size(0) if offsets is None else offsets.size(0)
@@ -144,7 +145,7 @@ def flash_backward_bytes(
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
     """
     batch, heads, tokens, head = query.shape
-    padded, head_padded = _round_up(tokens, 128), _round_up(head, 32 if head <= 128 else 64)
+    padded, head_padded = round_up(tokens, 128), round_up(head, 32 if head <= 128 else 64)
     sizes = [tensor.nbytes for tensor in (grad, out) if not _in_token_order(tensor)]
     sizes += [_FP32 * batch * heads * padded, _FP32 * batch * padded * heads * head_padded]
     if key.size(1) != heads:
@@ -200,14 +201,14 @@ def efficient_backward_bytes(
         products = 1
     elif not in_registers and (7, 0) <= capability < (7, 5):
         products = 3
-    columns = _round_up(head, tile_keys) if half or capability >= (7, 0) else 0
+    columns = round_up(head, tile_keys) if half or capability >= (7, 0) else 0
     # Decided by the heads alone, so that it is the same at every length.
     if products * value_head > columns:
         return [*copies, delta, *(products * [_FP32 * rows * tokens * value_head]), delta]
 
-    workspace = _FP32 * rows * _round_up(tokens, tile_queries) * columns
+    workspace = _FP32 * rows * round_up(tokens, tile_queries) * columns
     if half and not in_registers:
-        workspace += _FP32 * rows * tile_keys * (_round_up(head, tile_queries) + _round_up(value_head, tile_queries))
+        workspace += _FP32 * rows * tile_keys * (round_up(head, tile_queries) + round_up(value_head, tile_queries))
     return [*copies, delta, workspace]
 
 
@@ -256,7 +257,3 @@ def _in_token_order(tensor: torch.Tensor) -> bool:
                 return False
             expected *= tensor.size(dim)
     return True
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -25,6 +25,7 @@ from typing import Any
 
 from batchfinder.errors import UserCodeFailed
 from batchfinder.training.child_process import (
+    SILENCE,
     answer,
     build_with,
     busy_ticks,
@@ -32,7 +33,6 @@ from batchfinder.training.child_process import (
     end_with_parent,
     ended,
     pipe,
-    silence,
 )
 
 _LOOK_SECONDS = 0.5  # how often recordings are looked at
@@ -51,6 +51,7 @@ class _Running:
     ticks: int | None = None
 
 
+@dataclass(eq=False)
 class RecordingServer:
     """Serves requests until its pipe of requests closes; up to `workers` recordings run at once.
 
@@ -58,15 +59,14 @@ class RecordingServer:
     is ended.
     """
 
-    def __init__(self, requests: int, answers: int, folder: Path, workers: int, silent_seconds: float) -> None:
-        self.requests = requests
-        self.answers = answers
-        self.folder = folder
-        self.workers = workers
-        self.silent_seconds = silent_seconds
-        self.workload: Any = None
-        self.not_built: BaseException | None = None
-        self.mode: Any = None
+    requests: int
+    answers: int
+    folder: Path
+    workers: int
+    silent_seconds: float
+    workload: Any = None
+    not_built: BaseException | None = None
+    mode: Any = None
 
     def serve(self) -> None:
         """Answer until the parent hangs up."""
@@ -88,7 +88,7 @@ class RecordingServer:
                 elif now - each.busy_at > self.silent_seconds:
                     os.kill(each.process, signal.SIGKILL)
                     with (self.folder / f"{each.number}.log").open("a") as log:
-                        log.write(f"\n{silence(self.silent_seconds)}\n")
+                        log.write(f"\n{SILENCE.format(self.silent_seconds)}\n")
                     code = ended(each.process, wait=True)
                 if code is not None:
                     del running[done]

@@ -217,7 +217,23 @@ def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
             memory.axhline(limit / GIB, color=GREY, linestyle="--", linewidth=1)
             words, place = f"{gpu}: {format_bytes(limit)}", ("axes fraction", "data")
             memory.annotate(words, (0.01, limit / GIB), (0, 3), xycoords=place, textcoords="offset points", fontsize=9)
-        _name_lengths(memory, rows)
+        # Each curve's sequence length at its upper end, where there is room between its neighbours' names. On the GPU
+        # with the most memory: the others' curves end earlier, on nearly the same lines.
+        named = max(rows, key=lambda row: row.cell.card.device.usable_bytes).cell.card.name
+        upper_ends = sorted(
+            (points[-1], row.cell.seq_len)
+            for row in rows
+            if (points := _points(row)) and row.cell.seq_len and row.cell.card.name == named
+        )
+        drawn_sizes = [size for row in rows for size, _ in _points(row)]
+        least = _NAME_WIDTH * math.log2(max(drawn_sizes, default=1) / min(drawn_sizes, default=1) or 1)
+        last = -math.inf
+        for (size, peak), seq_len in upper_ends:
+            if math.log2(size) - last < least:
+                continue
+            last = math.log2(size)
+            style: dict[str, Any] = {"fontsize": 8, "rotation": 90, "ha": "center", "va": "bottom"}
+            memory.annotate(str(seq_len), (size, peak / GIB), (0, 3), textcoords="offset points", **style)
         sizes.set_yscale("log", base=2)
         sizes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
         if lengths := sorted({row.cell.seq_len for row in rows if row.cell.seq_len is not None}):
@@ -245,24 +261,3 @@ def _points(row: SweepRow) -> list[tuple[int, int]]:
     """(batch size, peak reserved bytes): the curve, or without one the sizes that ran."""
     tried = {trial.batch_size: trial.measurement.peak_reserved_bytes for trial in row.result.trials if trial.fits}
     return list(row.curve) or [(size, peak) for size, peak in sorted(tried.items()) if peak is not None]
-
-
-def _name_lengths(axes: Axes, rows: Sequence[SweepRow]) -> None:
-    """Write each curve's sequence length at its upper end, where there is room between its neighbours' names."""
-    # On the GPU with the most memory: the others' curves end earlier, on nearly the same lines.
-    named = max(rows, key=lambda row: row.cell.card.device.usable_bytes).cell.card.name
-    ends = sorted(
-        (points[-1], row.cell.seq_len)
-        for row in rows
-        if (points := _points(row)) and row.cell.seq_len and row.cell.card.name == named
-    )
-    sizes = [size for row in rows for size, _ in _points(row)]
-    least = _NAME_WIDTH * math.log2(max(sizes, default=1) / min(sizes, default=1) or 1)
-    last = -math.inf
-    for (size, peak), seq_len in ends:
-        if math.log2(size) - last < least:
-            continue
-        last = math.log2(size)
-        where = (size, peak / GIB)
-        words: dict[str, Any] = {"fontsize": 8, "rotation": 90, "ha": "center", "va": "bottom"}
-        axes.annotate(str(seq_len), where, (0, 3), textcoords="offset points", **words)

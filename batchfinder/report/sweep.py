@@ -62,6 +62,7 @@ class SweepRow:
         trials: of this run; none where the result came from the cache.
         seconds: spent on this row, with the recordings that it was the first to need.
         unscaled: how many of the sizes tried were recorded themselves, not scaled; 0 from the cache.
+        raised: what a single sample raised, where sizes from 2 on were tried for that; not part of the JSON.
         curve: (batch size, peak reserved bytes) for the picture, where one was asked for; not part of the JSON.
     """
 
@@ -71,6 +72,7 @@ class SweepRow:
     seconds: float = 0.0
     cached: bool = False
     unscaled: int = 0
+    raised: str = ""
     curve: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -223,6 +225,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
             samples = "one sample" if row.cell.smallest == 1 else f"{row.cell.smallest} samples"
             words = " ".join(row.result.measurement.message.split())
             notes.append(f"{samples} of {row.cell.where} failed: {words}")
+    notes += [f"{row.cell.where} from 2 on, since batch size 1 raised {row.raised}" for row in rows if row.raised]
     if cached := sum(row.cached for row in rows):
         notes.append(f"from the cache: {cached} of {len(rows)} rows")
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)

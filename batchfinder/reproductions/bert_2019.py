@@ -30,15 +30,8 @@ from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import MIB, format_bytes
 
 
-class Torch12Probe(SimulatedProbe):
-    """A probe without the cuBLAS workspaces, which torch 1.2 did not take from its own allocator."""
-
-    def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
-        return without_workspaces(super().trace(batch_size, shape, exact))
-
-
 def without_workspaces(trace: Trace) -> Trace:
-    """A trace whose cuBLAS workspaces take nothing."""
+    """A trace whose cuBLAS workspaces take nothing: torch 1.2 did not take them from its own allocator."""
     kinds = trace.structure.kinds
     return replace(trace, sizes=tuple(0 if k == "workspace" else n for k, n in zip(kinds, trace.sizes, strict=True)))
 
@@ -145,7 +138,7 @@ def reproduce(context: Context) -> Reproduction:
     for ladder in notebook.ladders:
         mode = "inference" if ladder.no_grad else "forward"
         cell = f"ladder {ladder.head} {ladder.size} {ladder.seq_len}" + (" no_grad" if ladder.no_grad else "")
-        probe = Torch12Probe(traces[ladder.head, ladder.size, mode], card)
+        probe = SimulatedProbe(traces[ladder.head, ladder.size, mode], card, edit=without_workspaces)
         more = {"unit": "samples", "exact_maximum": search_simulated(probe, Shape(ladder.seq_len)).max_batch_size}
         if context.device is not None:
             context.status(f"running {cell}")

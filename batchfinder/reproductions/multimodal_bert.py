@@ -14,7 +14,6 @@ from batchfinder.reproductions.published import Context, Reproduction, largest_m
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
-from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
 
@@ -39,24 +38,21 @@ _LINES = {
 """Each line of the estimate, then what it leaves out, with the kind of bytes that is ours."""
 
 
-class DistributedProbe(SimulatedProbe):
-    """One of several GPUs that train side by side under DistributedDataParallel."""
-
-    def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
-        """The step's trace at one size, with the reducer's buckets, which are the same for any number of GPUs."""
-        num_gpus = find_instance(published_multimodal_bert().instance).num_gpus
-        return sharded_step(super().trace(batch_size, shape, exact), STRATEGIES["DDP"], num_gpus)
-
-
 NEEDED_BYTES = device_for(find_instance(published_multimodal_bert().instance).gpu).usable_bytes
 """What one GPU of the instance leaves to PyTorch's allocator."""
 
 
-def one_gpu(context: Context) -> DistributedProbe:
-    """One GPU of the instance, as one of all that train."""
-    device = device_for(find_instance(published_multimodal_bert().instance).gpu)
+def one_gpu(context: Context) -> SimulatedProbe:
+    """One GPU of the instance, as one of all that train side by side under DistributedDataParallel."""
+    instance = find_instance(published_multimodal_bert().instance)
+    device = device_for(instance.gpu)
     source = context.source(WORKLOAD, StepConfig(), device.compute_capability, [published_multimodal_bert().seq_len])
-    return DistributedProbe(source, DeviceMemory(device.total_bytes, device.usable_bytes))
+    return SimulatedProbe(
+        source,
+        DeviceMemory(device.total_bytes, device.usable_bytes),
+        # The reducer's buckets are the same for any number of GPUs.
+        edit=lambda trace: sharded_step(trace, STRATEGIES["DDP"], instance.num_gpus),
+    )
 
 
 def reproduce(context: Context) -> Reproduction:

@@ -191,11 +191,8 @@ def reproduce(context: Context) -> Reproduction:
     published = published_titan_x()
     models = tuple(dict.fromkeys(model for model, _ in published))
     seq_lens = tuple(dict.fromkeys(seq_len for _, seq_len in published))
-    memory = DeviceMemory(CARD.total_bytes, CARD.usable_bytes)
+    memory, capability = DeviceMemory(CARD.total_bytes, CARD.usable_bytes), CARD.compute_capability
     unmodelled: dict[str, None] = {}
-
-    def record(model: str, setup: Setup, lengths: Iterable[int], micro_batches: int = 1) -> TraceSource:
-        return context.source(setup.spec(model), setup.how(micro_batches), CARD.compute_capability, lengths)
 
     # All recordings of both models are under way from the start.
     context.status(f"recording {' and '.join(models)}")
@@ -207,11 +204,12 @@ def reproduce(context: Context) -> Reproduction:
         for name, setup in SETUPS.items():
             # All lengths at once, as lengths between two recorded ones need no recording of their own.
             lengths = (*seq_lens, *changed) if name == LIKE_FOR_LIKE else seq_lens
-            sources[model, name] = record(model, setup, lengths)
+            sources[model, name] = context.source(setup.spec(model), setup.how(), capability, lengths)
         for name in PLANNED:
-            accumulating[model, name] = record(model, SETUPS[name], seq_lens, micro_batches=2)
+            twice = SETUPS[name].how(micro_batches=2)
+            accumulating[model, name] = context.source(SETUPS[name].spec(model), twice, capability, seq_lens)
         for name, setup in CHANGES.items() if changed else ():
-            sources[model, name] = record(model, setup, changed)
+            sources[model, name] = context.source(setup.spec(model), setup.how(), capability, changed)
 
     def largest(source: TraceSource, seq_len: int) -> int:
         outcome = search_simulated(SimulatedProbe(source, memory), Shape(seq_len))

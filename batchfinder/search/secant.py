@@ -78,13 +78,13 @@ class PeakModel:
         resting = seen.resting_bytes if self.resting_bytes is None else min(self.resting_bytes, seen.resting_bytes)
         return PeakModel(points, resting, (*self.forwards, (trial.batch_size, seen.forward_bytes)))
 
-    def crossing(self, limit_bytes: int) -> int | None:
+    def crossing(self, limit_bytes: int | None) -> int | None:
         """The largest size expected to have its peak within the limit.
 
         Returns:
-            The size; None when there is nothing to fit or the peaks fall.
+            The size; None when the limit is not known, there is nothing to fit or the peaks fall.
         """
-        if not self.points or self.points[-1][1] <= 0:
+        if limit_bytes is None or not self.points or self.points[-1][1] <= 0:
             return None
         (_, first_peak), (size, peak) = self.points[0], self.points[-1]
         left = limit_bytes - peak
@@ -264,52 +264,49 @@ class Secant(Search[SecantState]):
             share = _FIRST_TRY_SHARE_OF_PREDICTION
             useful = predicted is not None and state.limit_bytes is not None
             return bracket.inside(int(share * (predicted or 0)) if useful else under_prediction)
-        guess = self._guess(state)
-        if bracket.high is not None:
-            return bracket.inside(self._between(state, guess, bracket.high))
+        low, high, guess, gap = bracket.low, bracket.high, self._guess(state), self._tolerated_gap(bracket)
+        if high is not None:
+            # Something failed: probe near the guess if it lies between, else in the middle. On a curve that grows
+            # steeper the guess is no more than an upper bound, and may lie above what failed.
+            impatient = state.tries > self.patience
+            size, enough = (low + high) // 2, high - int(self.tolerance * high)
+            if guess is None or not low <= guess < high or impatient:
+                if state.limit_bytes is not None and state.peaks.points:
+                    sure = 0 if impatient else state.peaks.lower_bound(state.limit_bytes) or 0
+                    if low + gap < sure < high:
+                        size = sure
+                    elif high > _WIDE_BRACKET_RATIO * low > 0:
+                        # A line led so far too high that the answer's order of magnitude is in question.
+                        size = math.isqrt(low * high)
+            elif guess >= enough:
+                size = enough
+            else:
+                size = max(low + gap, guess - int(self.tolerance * guess) // 2)
+                if len(state.peaks.points) == 1 and 4 * high <= 5 * low:
+                    # The prediction was a little too high. One point says little, and a second next to it no more.
+                    size = max(size, low + (high - low) // 3)
+            return bracket.inside(size)
         if guess is None:
             return bracket.step()
         # Nothing failed yet: jump to just under the guess, or once there to where a failure would end the search. The
         # third surprise, and each probe past the patience, doubles the least step: this ends for any curve.
         late = max(0, state.surprises - _MAX_SURPRISES) + max(0, state.tries - self.patience)
-        least = bracket.low + (self._tolerated_gap(bracket) << late)
+        least = low + (gap << late)
         sizes = [least]
         if guess > least:
             sizes.append(guess - int(self.tolerance * guess) // 2)
-        if late == 0:
-            sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * self._allocated_crossing(state)))
+        if late == 0 and state.surprises:
+            filled = state.allocated_peaks.crossing(state.limit_bytes) or 0
+            sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * filled))
         if state.tries == 1:
             sizes.append(under_prediction)
         return bracket.inside(max(sizes))
 
-    def _between(self, state: SecantState, guess: int | None, high: int) -> int:
-        """Something failed: probe near the guess if it lies between, else in the middle.
-
-        On a curve that grows steeper the guess is no more than an upper bound, and may lie above what failed.
-        """
-        low, gap, impatient = state.bracket.low, self._tolerated_gap(state.bracket), state.tries > self.patience
-        if guess is None or not low <= guess < high or impatient:
-            if state.limit_bytes is not None and state.peaks.points:
-                sure = 0 if impatient else state.peaks.lower_bound(state.limit_bytes) or 0
-                if low + gap < sure < high:
-                    return sure
-                # A line led so far too high that the answer's order of magnitude is in question.
-                if high > _WIDE_BRACKET_RATIO * low > 0:
-                    return math.isqrt(low * high)
-            return (low + high) // 2
-        enough = high - int(self.tolerance * high)
-        if guess >= enough:
-            return enough
-        near = max(low + gap, guess - int(self.tolerance * guess) // 2)
-        if len(state.peaks.points) == 1 and 4 * high <= 5 * low:
-            # The prediction was a little too high. One point says little, and a second next to it no more.
-            near = max(near, low + (high - low) // 3)
-        return near
-
     def update(self, state: SecantState, trial: Trial) -> SecantState:
         """Narrow the bracket, add the peak to the model, and count a guess that was too low."""
         guess, seen = self._guess(state), trial.measurement
-        surprised = trial.fits and guess is not None and trial.batch_size > max(guess, self._allocated_crossing(state))
+        filled = (state.allocated_peaks.crossing(state.limit_bytes) if state.surprises else None) or 0
+        surprised = trial.fits and guess is not None and trial.batch_size > max(guess, filled)
         allocated = state.allocated_peaks
         if seen.peak_allocated_bytes is not None and seen.peak_reserved_bytes is not None:
             allocated = allocated.add(replace(trial, measurement=replace(seen, peak_reserved_bytes=None)))
@@ -333,14 +330,8 @@ class Secant(Search[SecantState]):
 
     def _guess(self, state: SecantState) -> int | None:
         """The largest size thought to run: by the model, else by the prediction."""
-        fitted = None if state.limit_bytes is None else state.peaks.crossing(state.limit_bytes)
+        fitted = state.peaks.crossing(state.limit_bytes)
         return self.predicted if fitted is None else fitted
-
-    def _allocated_crossing(self, state: SecantState) -> int:
-        """The size at which what is allocated would fill the limit, once reserved peaks misled; else 0."""
-        if state.surprises == 0 or state.limit_bytes is None:
-            return 0
-        return state.allocated_peaks.crossing(state.limit_bytes) or 0
 
     def _tolerated_gap(self, bracket: Bracket) -> int:
         """How far above the low end a failure would end the search."""

@@ -116,6 +116,8 @@ class AllocatorSettings:
         expandable = values.get("expandable_segments", "False")
         if expandable not in ("True", "False"):
             raise InvalidValue(f"{option} expandable_segments", expandable, "True or False")
+        segment = _mebibytes(option, values, "large_segment_size_mb", least=11) or 20 * MIB
+        least = segment // MIB
         # One number for all sizes, or `[64:8,256:4,>:1]` with the start of an interval in MiB. The first interval given
         # also holds below it, `>` holds above the last one, and intervals in between that are not named are not rounded
         # (seen by calling the parser of torch 2.13.0).
@@ -137,8 +139,6 @@ class AllocatorSettings:
                     divisions[:index] = [steps] * index
                 divisions[index] = steps
                 last = index
-        segment = _mebibytes(option, values, "large_segment_size_mb", least=11) or 20 * MIB
-        least = segment // MIB
         return cls(
             expandable_segments=expandable == "True",
             roundup_power2_divisions=tuple(divisions),

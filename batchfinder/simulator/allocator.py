@@ -121,7 +121,24 @@ class CachingAllocator:
             del keys[index]
             block = pool.blocks.pop(index)
         else:
-            block = self._grow(pool, size, nbytes)
+            # malloc: take new memory, and when the card is full release what is cached and try again.
+            segment, allowed = segment_size(size, self.settings), self.memory.allowed_bytes
+            max_split = self.settings.max_split_size_bytes
+            for first_release in (None, "oversize", "all"):
+                if first_release == "oversize":
+                    if max_split is None or not self._segments.release_oversize(pool, size, max_split):
+                        continue
+                elif first_release == "all":
+                    self.empty_cache()
+                    self.num_alloc_retries += 1  # alloc_block counts the try, not its success
+                # alloc_block: under a memory fraction a whole segment must be allowed, even if fewer pages would do.
+                if allowed is None or self.reserved + segment <= allowed:
+                    grown = self._segments.grow(pool, size)
+                    if grown is not None:
+                        block = grown
+                        break
+            else:
+                raise SimulatedOutOfMemory(nbytes, segment, self.memory, self.allocated, self.reserved)
         left = block.size - size
         if left >= pool.least_remainder and size < pool.unsplit_from:
             # alloc_found_block: the block keeps its lower part, the rest is free. The same as Block.cut, for speed.
@@ -226,21 +243,3 @@ class CachingAllocator:
             if size >= max_split and found >= size + settings.max_non_split_rounding_bytes:
                 return -1  # nor a large request one that is much too large
         return index
-
-    def _grow(self, pool: FreeList, size: int, nbytes: int) -> Block:
-        """Take new memory; when the card is full release what is cached and try again, as `malloc` does."""
-        segment, allowed = segment_size(size, self.settings), self.memory.allowed_bytes
-        max_split = self.settings.max_split_size_bytes
-        for first_release in (None, "oversize", "all"):
-            if first_release == "oversize":
-                if max_split is None or not self._segments.release_oversize(pool, size, max_split):
-                    continue
-            elif first_release == "all":
-                self.empty_cache()
-                self.num_alloc_retries += 1  # alloc_block counts the try, not its success
-            # alloc_block: under a memory fraction a whole segment must be allowed, even if fewer pages would do.
-            if allowed is None or self.reserved + segment <= allowed:
-                block = self._segments.grow(pool, size)
-                if block is not None:
-                    return block
-        raise SimulatedOutOfMemory(nbytes, segment, self.memory, self.allocated, self.reserved)

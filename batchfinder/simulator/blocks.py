@@ -7,7 +7,7 @@ its constants in https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/Alloca
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchfinder.errors import InvalidValue, OutOfMemory
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -46,6 +46,7 @@ def segment_size(size: int, settings: AllocatorSettings) -> int:
 ADDRESS_BITS = 64
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A stretch of a segment: in use, free, or (in an expandable segment) not backed by memory.
 
@@ -58,18 +59,15 @@ class Block:
         key: its place in the free list, while it is free.
     """
 
-    __slots__ = ("address", "free", "key", "mapped", "next", "pool", "previous", "requested", "size")
-
-    def __init__(self, address: int, size: int, pool: FreeList, previous: Block | None, next: Block | None) -> None:
-        self.address = address
-        self.size = size
-        self.pool = pool
-        self.previous = previous
-        self.next = next
-        self.requested = 0
-        self.free = False
-        self.mapped = True
-        self.key = 0
+    address: int
+    size: int
+    pool: FreeList
+    previous: Block | None
+    next: Block | None
+    requested: int = 0
+    free: bool = False
+    mapped: bool = True
+    key: int = 0
 
     def cut(self, size: int) -> Block:
         """Keep the first `size` bytes and return the rest as a new block, with memory behind it if this one has."""
@@ -89,6 +87,7 @@ class Block:
             follower.next.previous = self
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class FreeList:
     """The free blocks of one pool, smallest first, the lower address first among equals (`BlockComparatorSize`).
 
@@ -98,14 +97,11 @@ class FreeList:
         unsplit_from: and when the size that is needed is under this.
     """
 
-    __slots__ = ("blocks", "keys", "least_remainder", "small", "unsplit_from")
-
-    def __init__(self, small: bool, least_remainder: int, unsplit_from: int = 1 << 63) -> None:
-        self.small = small
-        self.least_remainder = least_remainder
-        self.unsplit_from = unsplit_from
-        self.keys: list[int] = []
-        self.blocks: list[Block] = []
+    small: bool
+    least_remainder: int
+    unsplit_from: int = 1 << 63
+    keys: list[int] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
 
     def add(self, block: Block) -> None:
         block.key = key = (block.size << ADDRESS_BITS) + block.address

@@ -15,7 +15,6 @@ from typing import Any
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory, block_size
-from batchfinder.simulator.segments import Segment
 from batchfinder.simulator.trace import Trace
 
 Entry = dict[str, Any]
@@ -70,11 +69,40 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
     except SimulatedOutOfMemory as error:
         size = block_size(error.requested_bytes, allocator.settings)
         enter("oom", size, requesting, device_free=error.free_bytes)
+    segments = []
+    for segment in allocator.segments():
+        in_use = sum(block.size_bytes for block in segment.blocks if not block.free)
+        blocks = [
+            {
+                "address": _FIRST_ADDRESS + each.address,
+                "size": each.size_bytes,
+                "requested_size": each.requested_bytes,
+                "state": "inactive" if each.free else "active_allocated",
+                "frames": frames_at.get(each.address, []),
+            }
+            for each in segment.blocks
+        ]
+        segments.append(
+            {
+                "device": 0,
+                "address": _FIRST_ADDRESS + segment.address,
+                "total_size": segment.size_bytes,
+                "allocated_size": in_use,
+                "active_size": in_use,  # nothing waits for another stream
+                "requested_size": sum(block.requested_bytes for block in segment.blocks),
+                "stream": 0,
+                "segment_type": "small" if segment.small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": segment.expandable,
+                "frames": segment_frames_at.get(segment.address, []),
+                "blocks": blocks,
+            }
+        )
     settings = allocator.settings
     divisions = settings.roundup_power2_divisions or (0,) * 16
     max_split = settings.max_split_size_bytes
     return {
-        "segments": [_segment(segment, frames_at, segment_frames_at) for segment in allocator.segments()],
+        "segments": segments,
         "device_traces": [entries],
         "allocator_settings": {  # by PyTorch's names; divisions go by the interval's start in MiB
             "expandable_segments": settings.expandable_segments,
@@ -112,30 +140,3 @@ def _frames(trace: Trace) -> list[list[Entry]]:
         # Blocks are numbered in the order in which they are allocated.
         frames.append([known.setdefault(key, {"filename": key[0], "line": 0, "name": key[1]}) for key in names])
     return frames
-
-
-def _segment(segment: Segment, frames_at: dict[int, list[Entry]], segment_frames_at: dict[int, list[Entry]]) -> Entry:
-    in_use = sum(block.size_bytes for block in segment.blocks if not block.free)
-    return {
-        "device": 0,
-        "address": _FIRST_ADDRESS + segment.address,
-        "total_size": segment.size_bytes,
-        "allocated_size": in_use,
-        "active_size": in_use,  # nothing waits for another stream
-        "requested_size": sum(block.requested_bytes for block in segment.blocks),
-        "stream": 0,
-        "segment_type": "small" if segment.small else "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": segment.expandable,
-        "frames": segment_frames_at.get(segment.address, []),
-        "blocks": [
-            {
-                "address": _FIRST_ADDRESS + block.address,
-                "size": block.size_bytes,
-                "requested_size": block.requested_bytes,
-                "state": "inactive" if block.free else "active_allocated",
-                "frames": frames_at.get(block.address, []),
-            }
-            for block in segment.blocks
-        ],
-    }

@@ -33,18 +33,13 @@ class Term:
     paddings: tuple[int, ...]
 
     def __call__(self, batch_size: int, seq_len: int) -> int:
-        return self.coefficient * _unit(self.batch_power, self.paddings, batch_size, seq_len)
+        product: int = self.coefficient * batch_size**self.batch_power
+        for padding in self.paddings:
+            product *= -(-seq_len // padding) * padding
+        return product
 
 
 Polynomial = tuple[Term, ...]
-
-
-def _unit(batch_power: int, paddings: tuple[int, ...], batch_size: int, seq_len: int) -> int:
-    product: int = batch_size**batch_power
-    for padding in paddings:
-        product *= -(-seq_len // padding) * padding
-    return product
-
 
 # The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first.
 _PADDED = [paddings for n in (1, 2) for paddings in combinations_with_replacement((1, *_PADDINGS), n)]
@@ -107,13 +102,14 @@ def _polynomial(sizes: tuple[int, ...], points: list[tuple[int, int]], lengths: 
         return ()
     found: list[Polynomial] = []
     for batch_power, paddings in _SHAPES:
-        units = [_unit(batch_power, paddings, *point) for point in points]
+        unit_term = Term(1, batch_power, paddings)
+        units = [unit_term(*point) for point in points]
         coefficient, rest = divmod(sizes[0], units[0])
         if not rest and all(coefficient * unit == size for unit, size in zip(units, sizes, strict=True)):
             found.append((Term(coefficient, batch_power, paddings),))
     # Sums of two plain terms, solved from the first two points; only a third point makes that a finding.
     for one, other in combinations(_PLAIN, 2) if len(points) > 2 and not found else ():
-        (a, b), (c, d) = ((_unit(*one, *point), _unit(*other, *point)) for point in points[:2])
+        (a, b), (c, d) = ((Term(1, *one)(*point), Term(1, *other)(*point)) for point in points[:2])
         determinant = a * d - b * c
         if not determinant:
             continue
@@ -161,10 +157,10 @@ class TraceSource:
         self._submit = submit
         self._recorded: dict[tuple[int, int | None], Future[Trace]] = {}
         self._scaled: dict[int | None, ScaledTrace | None] = {}
-        self._groups: dict[bool, list[int | None]] = {}
+        self._groups: dict[bool, list[int | None]] = {}  # by whether the length is aligned
         self.unscaled: list[tuple[int, int | None]] = []
         for seq_len in dict.fromkeys(seq_lens):
-            self._groups.setdefault(_is_aligned(seq_len), []).append(seq_len)
+            self._groups.setdefault((seq_len or 0) % _ALIGNMENT == 0, []).append(seq_len)
 
     @property
     def recordings(self) -> int:
@@ -183,7 +179,7 @@ class TraceSource:
             RecordingFailed: a recording failed; `UserCodeFailed` if it was the user's code that did.
         """
         if batch_size > 1 and seq_len not in self._scaled:
-            group = self._groups.setdefault(_is_aligned(seq_len), [])
+            group = self._groups.setdefault((seq_len or 0) % _ALIGNMENT == 0, [])
             if seq_len not in group:
                 group.append(seq_len)
             lengths = [length for length in group if length not in self._scaled]
@@ -217,10 +213,6 @@ class TraceSource:
             if scaled is not None:
                 return scaled
         return None
-
-
-def _is_aligned(seq_len: int | None) -> bool:
-    return (seq_len or 0) % _ALIGNMENT == 0
 
 
 def _recording_points(seq_lens: list[int | None]) -> list[tuple[int, int | None]]:

@@ -197,6 +197,7 @@ class SimulatedProbe:
 
     Args:
         unmodelled: what any answer leaves out, in words.
+        edit: makes of each recorded trace the one that is replayed, such as another version's; None for as it is.
     """
 
     source = "simulated"
@@ -207,11 +208,13 @@ class SimulatedProbe:
         memory: DeviceMemory,
         allocator: AllocatorSettings | None = None,
         unmodelled: Iterable[str] = (),
+        edit: Callable[[Trace], Trace] | None = None,
     ) -> None:
         self.traces = traces
         self.memory = memory
         self.allocator = allocator or AllocatorSettings()
         self._unmodelled = dict.fromkeys(unmodelled)
+        self._edit = edit
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
@@ -259,7 +262,7 @@ class SimulatedProbe:
         at = self.traces.recorded if exact else self.traces.at
         trace = at(batch_size, shape.seq_len)
         self._unmodelled.update(dict.fromkeys(trace.unmodelled))
-        return trace
+        return trace if self._edit is None else self._edit(trace)
 
 
 # A batch of one needs a recording of its own, so neither size is 1.

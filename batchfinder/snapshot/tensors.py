@@ -72,7 +72,7 @@ class TensorRecord:
         self,
         tensor: torch.Tensor,
         visit: Callable[[Any], Any],
-        record_of: Callable[[torch.UntypedStorage], StorageRecord],
+        storages: dict[int, StorageRecord],
     ) -> None:
         self.held: Any = None
         self._class = type(tensor)
@@ -87,7 +87,11 @@ class TensorRecord:
         self._dtype, self._device = tensor.dtype, tensor.device
         wrapper = is_traceable_wrapper_subclass(tensor)
         strided = tensor.layout is torch.strided and not wrapper and torch._C._has_storage(tensor)
-        self._storage = record_of(tensor.untyped_storage()) if strided else None
+        self._storage: StorageRecord | None = None
+        if strided:
+            storage = tensor.untyped_storage()
+            self._storage = storages.get(storage._cdata) or StorageRecord(storage)
+            storages[storage._cdata] = self._storage
         self._copy = None if strided or wrapper else tensor.detach().to("cpu", copy=True)
         if self._copy is None:
             self.nbytes = 0
@@ -111,18 +115,13 @@ class TensorRecord:
             self.held.__dict__ = self._attributes
             self._weak = TensorWeakRef(self.held)
 
-    def release(self) -> None:
-        """End the restoration: hold only what the next one needs."""
-        self.held = None
-        if self._storage is not None:
-            self._storage.held = None
-
     def clear(self) -> None:
         """Drop what the step attached: a gradient, a graph."""
         tensor = self.held
         if self._leaf and not tensor.is_leaf and not tensor._is_view():
             tensor.detach_()
-        if self._has_grad and tensor.is_leaf and tensor.grad is not self._held_grad():
+        grad = None if self._grad is None else self._grad.held
+        if self._has_grad and tensor.is_leaf and tensor.grad is not grad:
             tensor.grad = None
 
     def restore_data(self) -> None:
@@ -150,18 +149,15 @@ class TensorRecord:
         tensor = self.held
         if tensor.is_leaf and tensor.requires_grad is not self._requires_grad:
             tensor.requires_grad_(self._requires_grad)
-        if self._has_grad and tensor.grad is not self._held_grad():
-            tensor.grad = self._held_grad()
+        grad = None if self._grad is None else self._grad.held
+        if self._has_grad and tensor.grad is not grad:
+            tensor.grad = grad
         if tensor._backward_hooks is not self._hooks:
             tensor._backward_hooks = self._hooks
         if tensor._post_accumulate_grad_hooks is not self._late_hooks:
             tensor._post_accumulate_grad_hooks = self._late_hooks
         if self._version is not None and tensor._version != self._version:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (self._version,))
-
-    def _held_grad(self) -> torch.Tensor | None:
-        grad: torch.Tensor | None = None if self._grad is None else self._grad.held
-        return grad
 
 
 def _view(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Walk:
                 self._seen[id(item)] = item
                 # Known before its attributes are followed: a tensor may be its own attribute.
                 record = self._tensors[id(item)] = TensorRecord.__new__(TensorRecord)
-                record.__init__(item, self.visit, self._visit_storage)  # type: ignore[misc]
+                record.__init__(item, self.visit, self.storages)  # type: ignore[misc]
                 self.tensors.append(record)
                 if type(item) not in PLAIN:
                     self._objects.append(record_object(item, self.visit))
@@ -152,12 +152,6 @@ class Walk:
             for tensor in (*item.parameters(), *item.buffers()):
                 self.visit(tensor)
 
-    def _visit_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
-        key = storage._cdata
-        if key not in self.storages:
-            self.storages[key] = StorageRecord(storage)
-        return self.storages[key]
-
     def _visit_unless_bulk(self, item: Any) -> Any:
         kind = self._kind(item)
         return self.visit(item) if kind in _FOLLOWED_FROM_A_DATASET else item
@@ -203,7 +197,10 @@ class TrainingState:
         self._process = ProcessState()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             _synchronize_all()
-            walk = Walk([*roots, *shared_hooks()], [*left_alone, TrainingState])
+            # The dictionaries of hooks that are called for every module and every optimizer.
+            shared = [item for owner in (modules, optimizers) for item in vars(owner).items()]
+            hooks = [value for name, value in shared if name.startswith("_global_") and value is not None]
+            walk = Walk([*roots, *hooks], [*left_alone, TrainingState])
         self._records, self._tensors, self._storages = walk.records, walk.tensors, list(walk.storages.values())
         self.nbytes = (
             sum(record.nbytes for record in self._records)
@@ -251,8 +248,11 @@ class TrainingState:
                 for tensor in self._tensors:
                     tensor.restore_flags()
             finally:
+                # Hold only what the next restoration needs.
                 for tensor in self._tensors:
-                    tensor.release()
+                    tensor.held = None
+                for storage in self._storages:
+                    storage.held = None
             _synchronize_all()
         self._process.restore()
 
@@ -303,9 +303,53 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._settings = [(setting, setting[0]()) for setting in _settings()]
-        generators: list[ReadWrite] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
+        # How to read and write every setting of the process that a step may change.
+        c: Any = torch._C
         numpy: Any = sys.modules.get("numpy")
+        settings: list[ReadWrite] = [
+            (torch.get_default_dtype, torch.set_default_dtype),
+            (torch.is_grad_enabled, c._set_grad_enabled),
+            (torch.get_num_threads, torch.set_num_threads),
+            (c._is_multithreading_enabled, c._set_multithreading_enabled),
+            (
+                lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+                lambda value: torch.set_anomaly_enabled(*value),
+            ),
+            (
+                lambda: (
+                    torch.are_deterministic_algorithms_enabled(),
+                    torch.is_deterministic_algorithms_warn_only_enabled(),
+                ),
+                lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+            ),
+        ]
+        for name in ("enabled", "benchmark", "deterministic"):
+            settings.append((getattr(c, f"_get_cudnn_{name}"), getattr(c, f"_set_cudnn_{name}")))
+        for name in ("flash", "math", "mem_efficient", "cudnn"):
+            settings.append((getattr(c, f"_get_{name}_sdp_enabled"), getattr(c, f"_set_sdp_use_{name}")))
+        # Two older settings, which set some of those below as well. Neither can be read while the new ones say
+        # otherwise.
+        settings += [
+            (partial(_unless_mixed, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
+            (partial(_unless_mixed, c._get_cudnn_allow_tf32), c._set_cudnn_allow_tf32),
+        ]
+        matmul = torch.backends.cuda.matmul
+        for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+            settings.append((partial(getattr, matmul, name), partial(setattr, matmul, name)))
+        for which in _FLOAT32_PRECISIONS:
+            reading = partial(c._get_fp32_precision_getter, *which)
+            settings.append((reading, partial(c._set_fp32_precision_setter, *which)))
+        for name in ("cpu", "cuda", "xpu", "mps"):
+            settings += [
+                (partial(torch.is_autocast_enabled, name), partial(torch.set_autocast_enabled, name)),
+                (partial(torch.get_autocast_dtype, name), partial(torch.set_autocast_dtype, name)),
+            ]
+        settings.append((torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled))
+        if numpy is not None:
+            settings.append((numpy.geterr, lambda value: numpy.seterr(**value)))
+        self._settings = [((read, write), read()) for read, write in settings]
+
+        generators: list[ReadWrite] = [(random.getstate, random.setstate), (torch.get_rng_state, torch.set_rng_state)]
         if numpy is not None:
             generators.append((partial(numpy.random.get_state, legacy=False), numpy.random.set_state))
         for name in _ACCELERATORS:
@@ -333,56 +377,6 @@ class ProcessState:
                     generator.manual_seed(generator.initial_seed())
         # A weight that autocast has cast stays in its cache while the outermost autocast lasts.
         torch.clear_autocast_cache()
-
-
-def shared_hooks() -> list[Any]:
-    """The dictionaries of hooks that are called for every module and every optimizer."""
-    owners = (modules, optimizers)
-    return [
-        value
-        for owner in owners
-        for name, value in vars(owner).items()
-        if name.startswith("_global_") and value is not None
-    ]
-
-
-def _settings() -> Iterator[ReadWrite]:
-    """How to read and write every setting of the process that a step may change."""
-    c: Any = torch._C
-    yield torch.get_default_dtype, torch.set_default_dtype
-    yield torch.is_grad_enabled, c._set_grad_enabled
-    yield torch.get_num_threads, torch.set_num_threads
-    yield c._is_multithreading_enabled, c._set_multithreading_enabled
-    yield (
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda value: torch.set_anomaly_enabled(*value),
-    )
-    yield (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-    )
-    for name in ("enabled", "benchmark", "deterministic"):
-        yield getattr(c, f"_get_cudnn_{name}"), getattr(c, f"_set_cudnn_{name}")
-    for name in ("flash", "math", "mem_efficient", "cudnn"):
-        yield getattr(c, f"_get_{name}_sdp_enabled"), getattr(c, f"_set_sdp_use_{name}")
-    # Two older settings, which set some of those below as well. Neither can be read while the new ones say otherwise.
-    yield partial(_unless_mixed, torch.get_float32_matmul_precision), torch.set_float32_matmul_precision
-    yield partial(_unless_mixed, c._get_cudnn_allow_tf32), c._set_cudnn_allow_tf32
-    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
-        matmul = torch.backends.cuda.matmul
-        yield partial(getattr, matmul, name), partial(setattr, matmul, name)
-    for backend, operator in _FLOAT32_PRECISIONS:
-        yield (
-            partial(c._get_fp32_precision_getter, backend, operator),
-            partial(c._set_fp32_precision_setter, backend, operator),
-        )
-    for device in ("cpu", "cuda", "xpu", "mps"):
-        yield partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
-        yield partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
-    yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        yield numpy.geterr, lambda value: numpy.seterr(**value)
 
 
 def _unless_mixed(read: Callable[[], Any]) -> Any:

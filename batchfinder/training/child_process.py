@@ -31,6 +31,9 @@ _LAST_WORDS_BYTES = 800
 SILENT_SECONDS = 300.0
 """A child that owes an answer, and neither gives it nor uses the processor for so long, waits for what never comes."""
 
+SILENCE = "it neither answered nor used the processor for {:g} s, and was ended"
+"""What is said of a process that was ended for its silence, with the seconds of it."""
+
 _LOOK_SECONDS = 0.5  # how often a process that is waited for is looked at
 _LOCK = ".lock"
 _locks: dict[Path, int] = {}  # by folder: the descriptor that keeps its lock
@@ -126,11 +129,13 @@ class Child(contextlib.AbstractContextManager["Child"]):
         Raises:
             ChildDied: it ended instead; or it was ended, being silent or with an answer that cannot be read.
         """
+        answers = select.poll()  # unlike select, it takes descriptors above 1023
+        answers.register(self._answers, select.POLLIN)
         busy: int | None = None
         busy_at = looked_at = time.monotonic()
         while b"\n" not in self._received:
             has_ended = self._process.poll() is not None
-            if _is_readable(self._answers, 0 if has_ended else _LOOK_SECONDS):
+            if answers.poll(0 if has_ended else 1000 * _LOOK_SECONDS):
                 chunk = os.read(self._answers, 1 << 20)
                 self._received += chunk
                 has_ended = not chunk
@@ -143,7 +148,7 @@ class Child(contextlib.AbstractContextManager["Child"]):
                     busy, busy_at = ticks, looked_at
                 elif looked_at - busy_at > silent_seconds:
                     self.kill()
-                    words = f"{silence(silent_seconds)}\n{self.last_words()}"
+                    words = f"{SILENCE.format(silent_seconds)}\n{self.last_words()}"
                     raise ChildDied(self._process.wait(), words.strip())
             if has_ended:
                 raise ChildDied(self._process.wait(), self.last_words())
@@ -232,17 +237,6 @@ def busy_ticks(process: int, group: bool = False) -> int | None:
     return total if found else None
 
 
-def silence(seconds: float) -> str:
-    """What is said of a process that was ended for its silence."""
-    return f"it neither answered nor used the processor for {seconds:g} s, and was ended"
-
-
-def _is_readable(descriptor: int, seconds: float) -> bool:
-    poll = select.poll()  # unlike select, it takes descriptors above 1023
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
-
-
 def ended(process: int, wait: bool = False) -> int | None:
     """The exit code of a process that was forked, negative for a signal; None while it runs, unless it is waited for.
 
@@ -259,8 +253,10 @@ def read_until_end(reading: int, process: int) -> tuple[bytes, int]:
     """All that a fork writes to a pipe until it ends, and its exit code; what it leaves running may hold the pipe."""
     data = b""
     code: int | None = None
+    pipe_end = select.poll()
+    pipe_end.register(reading, select.POLLIN)
     while True:
-        if _is_readable(reading, _LOOK_SECONDS if code is None else 0):
+        if pipe_end.poll(1000 * _LOOK_SECONDS if code is None else 0):
             chunk = os.read(reading, 1 << 20)
             if not chunk:
                 break

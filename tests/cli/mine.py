@@ -73,6 +73,18 @@ class Changes(Tiny):
         return out.exp() if x.size(0) % 7 == 0 else out
 
 
+class Normed(nn.Sequential):
+    """Needs two samples to train."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH))
+
+
+def vectors(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
+    """One batch of vectors."""
+    return (torch.zeros(batch_size, WIDTH),)
+
+
 def sequences(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
     """One batch of sequences of vectors."""
     return (torch.zeros(batch_size, seq_len or 1, WIDTH),)
@@ -86,6 +98,11 @@ def tiny() -> Workload:
 def shapeless() -> Workload:
     """Works, and its samples have one fixed shape."""
     return Workload(Tiny(), sequences, seq_len_unit="none")
+
+
+def normed() -> Workload:
+    """Works with two samples or more of one fixed shape."""
+    return Workload(Normed(), vectors, seq_len_unit="none")
 
 
 def changes() -> Workload:

@@ -82,6 +82,14 @@ def test_a_measured_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not probe(row["max_batch_size"] * 4 // 3, Shape(16)).fits
 
 
+def test_a_model_that_needs_two_samples_is_searched_from_two(run: Run) -> None:
+    """BatchNorm raises with one; the table says so."""
+    done = run("sweep", "--device", "cpu", "--budget", "64MiB", "--model", "mine:normed", "--max-batch-size", "64")
+    assert done.code == 0, done
+    assert "mine:normed from 2 on, since batch size 1 raised ValueError: Expected more than 1 value" in done.out
+    assert "nothing above 64 was tried" in done.out
+
+
 def test_nothing_fits(swept: Done) -> None:
     """A length at which no sample fits is a row with 0, and the bytes that one takes where there is more memory."""
     row = rows_of(swept)[1]

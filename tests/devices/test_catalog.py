@@ -47,10 +47,12 @@ def test_gpu_key(name: str, model: str, size_gb: int | None) -> None:
     assert gpu_key(name) == GpuKey(model, size_gb)
 
 
-def test_form_is_dropped_on_request() -> None:
+def test_form_is_dropped_where_no_gpu_has_it() -> None:
     """Board and memory type go, the model and the size stay."""
-    assert gpu_key("NVIDIA H100 80GB HBM3").without_form() == GpuKey("h100", 80)
-    assert gpu_key("Tesla P100-PCIE-16GB").without_form().text == "p10016gb"
+    assert find_gpu("NVIDIA H100 80GB HBM3e") is find_gpu("H100 80GB")
+    assert find_gpu("Tesla P100-OAM-16GB") is find_gpu("P100 16GB")
+    with pytest.raises(UnknownName, match="P100"):
+        find_gpu("Tesla P100-OAM-80GB")
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,35 @@ def test_a_batch_norm_is_searched_from_two() -> None:
     assert module.sizes == [20, 20, 20, 4]
 
 
+def test_without_a_minimum_the_search_goes_on_from_two(caplog: pytest.LogCaptureFixture) -> None:
+    """One sample raises in BatchNorm1d and two run; the summary says so, and the fit trains."""
+    finder, module = BatchFinder(tolerance=0, cache=False), Normed()
+    with caplog.at_level("INFO"):
+        nets.trainer(callbacks=[finder]).fit(module)
+    assert finder.batch_size == 20
+    assert module.sizes == [20, 20, 20, 4]
+    (line,) = [line for line in caplog.messages if line.startswith("BatchFinder: fit batch size 20")]
+    assert "; from 2 on, since batch size 1 raised ValueError: Expected more than 1 value per channel" in line
+
+
+def test_a_step_that_catches_an_out_of_memory_does_not_fit() -> None:
+    """It returns None, and Lightning steps the optimizer without gradients: nothing was trained."""
+
+    class Catches(Normed):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            try:
+                return super().training_step(batch, batch_idx)
+            except RuntimeError:
+                return None
+
+    finder = BatchFinder(min_batch_size=2, tolerance=0, cache=False)
+    nets.trainer(callbacks=[finder]).fit(Catches())
+    assert finder.batch_size == 20
+    failed = [trial.measurement.message for trial in finder.results["fit"][None].trials if not trial.fits]
+    assert failed
+    assert all(message.startswith("no optimizer stepped, as they do at other sizes") for message in failed)
+
+
 def test_a_multiple_is_kept_by_every_trial_and_by_the_plan() -> None:
     """The largest that fits is 20, a multiple of 4 makes up a target of 32 as 16 x 2."""
     finder = BatchFinder(32, multiple_of=4, tolerance=0, cache=False)

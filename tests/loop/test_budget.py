@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import forks
+
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="no resident peak to reset")
 ROOT = Path(__file__).parents[2]
 
@@ -27,3 +29,29 @@ def test_searches_answer_alike(net: str, more_mib: int, times: int) -> None:
     answers = [one["answer"] for one in seen]
     assert max(answers) - min(answers) <= 0.01 * max(answers), seen
     assert all(one["peak"] <= one["limit"] and one["trained"] <= 1.01 * one["limit"] for one in seen), seen
+
+
+@on_linux
+@pytest.mark.slow
+def test_ten_searches_answer_alike() -> None:
+    """In forks of one process: within the tolerance of 1 % of one another."""
+    with forks("tests.loop.limited", malloc={}) as loops:
+        answers = [loops.run(more_mib=128, seq_lens=[128])["128"] for _ in range(10)]
+    assert min(answers) > 100
+    assert max(answers) - min(answers) <= 0.01 * max(answers), answers
+
+
+@on_linux
+@pytest.mark.slow
+def test_the_order_of_lengths_does_not_change_the_answers() -> None:
+    """Each alone, or as the first, second or third: within 3 %, the tolerance of 1 % and what a process differs by.
+
+    With the allocator as it comes, without the settings that other tests make.
+    """
+    answers: dict[str, list[int]] = {"32": [], "64": [], "128": []}
+    with forks("tests.loop.limited", malloc={}) as loops:
+        for seq_lens in ([64], [128, 64, 32], [32, 64, 128]):
+            for seq_len, answer in loops.run(more_mib=96, seq_lens=seq_lens).items():
+                answers[seq_len].append(answer)
+    assert [len(seen) for seen in answers.values()] == [2, 3, 2]
+    assert all(max(seen) - min(seen) <= 0.03 * max(seen) for seen in answers.values()), answers

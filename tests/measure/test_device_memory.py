@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from batchfinder.devices.catalog import memory_fraction
 from batchfinder.errors import InvalidValue
-from batchfinder.measure import device_memory
+from batchfinder.measure import device_memory, host_limits
 from batchfinder.measure.cleanup import clear
 from batchfinder.measure.device_memory import CudaMemory, HostMemory, memory_of
 from batchfinder.measure.host_limits import status
@@ -113,6 +113,22 @@ def test_a_step_is_judged_by_what_is_resident() -> None:
             assert reserved.verdict is Verdict.OUT_OF_MEMORY
     assert [one.verdict for one in seen.values()] == [Verdict.FITS, Verdict.OUT_OF_MEMORY]
     assert "MiB were resident at the peak; the limit is" in seen[192].message
+
+
+@on_linux
+def test_a_budget_ends_where_the_cgroup_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of 4 GiB in a cgroup with 128 MiB left: steps that take more fail, rather than meet the kernel's killer.
+
+    Only root can make a real cgroup; reading nested ones is tested in `test_host_limits.py`.
+    """
+    held = status("VmRSS") or 0
+    monkeypatch.setattr(host_limits, "cgroup", lambda: (held + 128 * MIB, held))
+    monkeypatch.setattr(device_memory, "cgroup", host_limits.cgroup)
+    memory = HostMemory(4 << 30)
+    assert memory.free_bytes() <= held + 136 * MIB  # this process differs by a few MiB from what it held
+    assert memory.allowance_bytes == held + 128 * MIB
+    assert run_trial(lambda check: torch.ones(16 * MIB), memory, CPU).fits
+    assert run_trial(lambda check: torch.ones(48 * MIB), memory, CPU).verdict is Verdict.OUT_OF_MEMORY
 
 
 @on_linux

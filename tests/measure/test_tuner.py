@@ -105,6 +105,14 @@ def test_where_two_run_out_of_memory_nothing_fits() -> None:
         found.raise_if_nothing_fits()
 
 
+def test_it_does_not_go_on_from_two_where_a_single_sample_will_be_met() -> None:
+    """As where batches are split, and the last micro-batch is what is left."""
+    device = NeedsTwo(affine)
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        Tuner(device.free_bytes, SearchLimits(), device.open, from_two=False).find(Shape())
+    assert device.sizes == [1]
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_batch_size": 1}, {"min_batch_size": 2}])
 def test_what_raises_at_any_size_is_raised_as_it_was(limits: dict[str, int]) -> None:
     """With its own words and causes, and not for another size than was asked for."""
