@@ -78,7 +78,20 @@ def forks(module: str, *paths: Path, malloc: Mapping[str, str] = SHARP) -> Itera
 
 
 def limit_growth(mib: int) -> int:
-    """In a fork: let this process grow by no more, by its soft RLIMIT_AS; returns the limit in bytes."""
+    """In a fork: let this process grow by no more, by its soft RLIMIT_AS; returns the limit in bytes.
+
+    The stack grows before that, and stays as large: one that cannot grow any more is a SIGSEGV.
+    """
+
+    def deeper(calls: int) -> int:
+        return calls and max(
+            [calls - 1], key=deeper
+        )  # through C, as calls from Python to Python take none of the stack
+
+    deepest = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    deeper(4_000)
+    sys.setrecursionlimit(deepest)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = size + (mib << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))

@@ -155,7 +155,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 def junk(rng: random.Random, value: object) -> Any:
     """Another value in place of one."""
     if isinstance(value, int) and rng.random() < 0.5:
-        return rng.choice((value + 1, value - 1, -value, value * 2, value * 10**9, 0, float(value)))
+        return rng.choice((value + 1, value - 1, -value, value * 2, value * 10**9, 0, float(min(value, 1 << 60))))
     if isinstance(value, list) and value and rng.random() < 0.5:
         return rng.choice((value[:-1], value + value, value[::-1]))
     return copy.deepcopy(rng.choice(JUNK))

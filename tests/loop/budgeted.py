@@ -15,14 +15,20 @@ from batchfinder.units import MIB
 
 
 def bert() -> tuple[nn.Module, Any, Any]:
-    """A classifier of two layers, its batches of 128 tokens, and its loss."""
+    """A classifier of two layers, its batches of 32 tokens, and its loss."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+    sizes = {
+        "vocab_size": 3000,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 512,
+    }
     model = BertForSequenceClassification(BertConfig(**sizes))
 
     def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.randint(0, 30000, (batch_size, 128)), "labels": torch.randint(0, 2, (batch_size,))}
+        return {"input_ids": torch.randint(0, 3000, (batch_size, 32)), "labels": torch.randint(0, 2, (batch_size,))}
 
     return model, make_batch, lambda batch: model(**batch).loss
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @on_linux
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("net", "more_mib", "times"), [("bert", 150, 3), ("conv", 150, 5)])
+@pytest.mark.parametrize(("net", "more_mib", "times"), [("bert", 150, 3), ("conv", 150, 3)])
 def test_searches_answer_alike(net: str, more_mib: int, times: int) -> None:
     """Each in a process of its own, with this much more than it held: within the tolerance of 1 % of one another.
 
@@ -27,6 +27,7 @@ def test_searches_answer_alike(net: str, more_mib: int, times: int) -> None:
     command = [sys.executable, "-m", "tests.loop.budgeted", net, str(more_mib)]
     seen = [json.loads(subprocess.check_output(command, cwd=ROOT, text=True)) for _ in range(times)]
     answers = [one["answer"] for one in seen]
+    assert min(answers) > 100
     assert max(answers) - min(answers) <= 0.01 * max(answers), seen
     assert all(one["peak"] <= one["limit"] and one["trained"] <= 1.01 * one["limit"] for one in seen), seen
 
