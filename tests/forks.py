@@ -84,9 +84,8 @@ def limit_growth(mib: int) -> int:
     """
 
     def deeper(calls: int) -> int:
-        return calls and max(
-            [calls - 1], key=deeper
-        )  # through C, as calls from Python to Python take none of the stack
+        # Through C: a call from Python to Python takes nothing of this stack.
+        return calls and max([calls - 1], key=deeper)
 
     deepest = sys.getrecursionlimit()
     sys.setrecursionlimit(10_000)

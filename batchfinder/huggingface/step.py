@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
-from batchfinder.loop.cache_key import process_settings
 from batchfinder.loop.options import LoopConfig
+from batchfinder.loop.tune import process_settings
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
 from batchfinder.measure.tuner import SearchLimits

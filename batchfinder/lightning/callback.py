@@ -43,8 +43,7 @@ from batchfinder.lightning.compat import (
     running_stage,
 )
 from batchfinder.lightning.ddp import ranks_of
-from batchfinder.lightning.dry_run import TrainBatches, TrialConfig
-from batchfinder.lightning.dry_run_scope import capture_data, move_ahead_of_tuners
+from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, move_ahead_of_tuners
 from batchfinder.lightning.micro_batching.fit import MicroBatchingFit
 from batchfinder.lightning.options import FinderOptions, check_trainer
 from batchfinder.lightning.probe_batches import ProbeBatches

@@ -27,8 +27,7 @@ from batchfinder.distributed.agreement import leave_groups
 from batchfinder.find import find_max_batch_size
 from batchfinder.lightning.batch_size import set_attribute
 from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own
-from batchfinder.lightning.dry_run import TrialConfig
-from batchfinder.lightning.dry_run_scope import capture_data
+from batchfinder.lightning.dry_run import TrialConfig, capture_data
 from batchfinder.measure.device_memory import Memory
 from batchfinder.models.lightning_module import call_step
 from batchfinder.probe import FunctionProbe

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
@@ -19,16 +20,23 @@ from batchfinder.cache.record import Record
 from batchfinder.cache.store import ResultEntry
 from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
 from batchfinder.errors import CacheFailed, InvalidValue
-from batchfinder.lightning.cache_key import make_key
-from batchfinder.lightning.compat import forget_used_parameters, is_a, progress_bar_console
-from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig
-from batchfinder.lightning.dry_run_scope import active_callbacks, capture, capture_data
+from batchfinder.lightning.compat import (
+    compiler_context,
+    detects_anomaly,
+    forget_used_parameters,
+    is_a,
+    package_of,
+    progress_bar_console,
+)
+from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.measure.device_memory import Memory, memory_of
+from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
-from batchfinder.measure.tuner import Tuner, TuningResult
+from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
+from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
 
@@ -308,3 +316,49 @@ def shown_trials(trainer: Trainer) -> Iterator[Callable[[Trial], None]]:
                 status.set_description_str(text)
 
         yield on_trial
+
+
+def make_key(
+    trainer: Trainer,
+    config: TrialConfig,
+    shape: Shape,
+    sample: Any,
+    memory: Memory,
+    limits: SearchLimits,
+    callbacks: Iterable[Callback],
+) -> CacheKey:
+    """Name everything that changes the answer.
+
+    `sample` is a batch of one sample: the data's own shapes and types, which the model's code may not tell. `callbacks`
+    are those that take part in the tries.
+    """
+    module = trainer.lightning_module
+    optimizers = [] if config.alone else trainer.optimizers
+    train = config.train
+    extra: dict[str, Json] = {
+        "sample": describe_batch(sample),
+        "stage": [config.stage, config.alone],
+        "target": config.target_batch_size,
+        "split": config.split_batch_size,
+        "train": None if train is None else [train.batch_size, train.shape.seq_len],
+        "headroom": limits.headroom,
+        "strategy": type(trainer.strategy).__name__,
+        "automatic_optimization": module.automatic_optimization,
+        "clip": bool(trainer.gradient_clip_val) and str(trainer.gradient_clip_algorithm),
+        "detect_anomaly": detects_anomaly(trainer),
+        "callbacks": sorted(type(callback).__qualname__ for callback in callbacks),
+        "threads": torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,
+        "compiled": compiler_context(module) is not None,
+    }
+    return CacheKey(
+        **measured_key_fields(memory, limits, trainer.strategy.root_device, shape, optimizers),
+        model=fingerprint_module(module),
+        mode="train" if config.stage == "fit" else "inference",
+        precision=str(trainer.precision),
+        optimizer_options={str(index): fingerprint_optimizer(optimizer) for index, optimizer in enumerate(optimizers)},
+        attention="",
+        gradient_checkpointing=False,
+        accumulation=config.accumulation,
+        versions=versions(package_of(trainer).partition(".")[0].replace("_", "-")),
+        extra=extra,
+    )

@@ -2,21 +2,27 @@
 
 Beside the peak it says whether the allocator comes to a steady state (see `simulator/steady_state.py`), what is held
 between steps and what the first forward takes, which show a search the way where the peak is flat.
+
+A traceback holds the frames of a failed step, and these hold its tensors: a failure is turned into a verdict and a text
+at once, and its memory is given back before anything else is tried.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from batchfinder.measure.cleanup import Failure, attempt, clear
 from batchfinder.measure.device_memory import Memory
+from batchfinder.measure.oom import classify, find_pattern
 from batchfinder.results import Measurement, Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
@@ -265,3 +271,97 @@ class TrialSession(AbstractContextManager["TrialSession"]):
         left_bytes = max(0, self.memory.held_bytes() - self._start_bytes)
         max_peak_bytes = self.memory.max_peak_bytes(self.held_bytes - left_bytes)
         return max(1, max_peak_bytes - self.held_bytes - self.reserve_bytes)
+
+
+T = TypeVar("T")
+
+_UNSURE = " ({library} says the same of faults other than a full memory.)"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a step did not run, in the device's own words; nothing in it keeps the step alive."""
+
+    verdict: Verdict
+    message: str
+
+
+def attempt(step: Callable[[], T], device: str = "cuda") -> T | Failure:
+    """Run a step; return what it returns, or how it failed.
+
+    When this returns a failure, no reference is left to the exception, those it was chained to, their tracebacks and
+    frames: every tensor that only the failed step knew is dead already, without a garbage collection, unless the user's
+    own objects formed a cycle. The step itself should hold nothing that is to die.
+
+    Raises:
+        Exception: whatever the step raised that is not about the size, unchanged.
+    """
+    try:
+        return step()
+    except Exception as error:
+        verdict = classify(error, device=device)
+        if verdict is None:
+            raise
+        failure = Failure(verdict, _words(error))
+        _empty(error)
+    return failure
+
+
+def clear(device: torch.device) -> None:
+    """Give back all memory that is not in use, on the device and on the host.
+
+    Call it outside any `except` block, after `attempt`. Besides the caching allocator's free segments these go: the
+    casts that autocast keeps, and cuBLAS's workspaces, which live in the same pool for good once taken, so that each
+    probe counts its own as the first step of a training run does. Peak statistics start anew.
+
+    Raises:
+        RuntimeError: the device's context is dead; only a new process can use it again.
+    """
+    gc.collect()
+    torch.clear_autocast_cache()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        # Private, but what PyTorch's own CUDA graph trees call; absent from builds without CUDA.
+        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear_workspaces is not None:
+            clear_workspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type in ("mps", "xpu"):
+        getattr(torch, device.type).empty_cache()
+    _trim()
+
+
+def _words(error: BaseException) -> str:
+    """The text of the error itself or of the cause that was recognised, with a caveat where the pattern is not sure."""
+    cause, pattern = error, find_pattern(error)
+    while cause.__cause__ is not None and find_pattern(cause.__cause__) is pattern:
+        cause = cause.__cause__
+    text = str(cause).strip() or type(cause).__name__
+    return text + (_UNSURE.format(library=pattern.library) if pattern is not None and not pattern.sure else "")
+
+
+def _empty(error: BaseException) -> None:
+    """Clear the frames of an exception and of all it is chained to: a frame that holds its own exception is a cycle."""
+    waiting: list[BaseException] = [error]
+    seen: set[int] = set()
+    while waiting:
+        current = waiting.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        waiting.extend(link for link in (current.__cause__, current.__context__) if link is not None)
+        if isinstance(current, BaseExceptionGroup):
+            waiting.extend(current.exceptions)
+        if current.__traceback__ is not None:
+            traceback.clear_frames(current.__traceback__)
+            current.__traceback__ = None
+
+
+def _trim() -> None:
+    """Return the free pages of glibc's heap to the system; other C libraries have no such call."""
+    try:
+        malloc_trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    malloc_trim(0)

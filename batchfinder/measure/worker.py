@@ -32,9 +32,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batchfinder.errors import InvalidValue
 from batchfinder.measure import host_limits
-from batchfinder.measure.cleanup import Failure, attempt, clear
 from batchfinder.measure.device_memory import CudaMemory, numbered
-from batchfinder.measure.trial import StageReadings, run_trial
+from batchfinder.measure.trial import Failure, StageReadings, attempt, clear, run_trial
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.training.child_process import (
     answer,

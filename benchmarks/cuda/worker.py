@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.initialization import no_init_weights
 
 from batchfinder.devices.catalog import memory_fraction
-from batchfinder.measure.cleanup import Failure, attempt, clear
+from batchfinder.measure.trial import Failure, attempt, clear
 from batchfinder.models import build_workload
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory

@@ -18,8 +18,8 @@ from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.prediction import predict_batch_size
 from batchfinder.measure import trial
-from batchfinder.measure.cleanup import clear
 from batchfinder.measure.host_limits import status
+from batchfinder.measure.trial import clear
 from tests.lightning import nets
 from tests.lightning.ddp_failures import FAILURES
 from tests.lightning.ddp_fits import fit, ranks, runs_out, sizes, trainer

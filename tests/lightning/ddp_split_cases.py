@@ -17,7 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.micro_batching import closure
 from batchfinder.measure import trial
-from batchfinder.measure.cleanup import clear
+from batchfinder.measure.trial import clear
 from tests.forks import lift_limit, limit_growth
 from tests.lightning import nets
 from tests.lightning.ddp_fits import ranks

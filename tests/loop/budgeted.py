@@ -18,14 +18,8 @@ def bert() -> tuple[nn.Module, Any, Any]:
     """A classifier of two layers, its batches of 32 tokens, and its loss."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {
-        "vocab_size": 3000,
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 512,
-    }
-    model = BertForSequenceClassification(BertConfig(**sizes))
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+    model = BertForSequenceClassification(BertConfig(vocab_size=3000, **sizes))
 
     def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.randint(0, 3000, (batch_size, 32)), "labels": torch.randint(0, 2, (batch_size,))}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchfinder.measure import cleanup
-from batchfinder.measure.cleanup import Failure, attempt, clear
+from batchfinder.measure import trial
+from batchfinder.measure.trial import Failure, attempt, clear
 from batchfinder.results import Verdict
 
 OOM = torch.OutOfMemoryError
@@ -231,7 +231,7 @@ def test_a_failure_without_words_is_named():
 def test_clear_collects_cycles_and_runs_on_the_cpu(monkeypatch):
     """Cycles of the user's own die in `clear`, and the heap is trimmed."""
     trimmed = []
-    monkeypatch.setattr(cleanup, "_trim", lambda: trimmed.append(True))
+    monkeypatch.setattr(trial, "_trim", lambda: trimmed.append(True))
 
     class Node:
         pass
@@ -248,4 +248,4 @@ def test_clear_collects_cycles_and_runs_on_the_cpu(monkeypatch):
 
 def test_the_heap_is_returned():
     """Trimming works on this system's C library, or is passed over."""
-    cleanup._trim()
+    trial._trim()

@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from batchfinder.devices.catalog import memory_fraction
 from batchfinder.errors import InvalidValue
 from batchfinder.measure import device_memory, host_limits
-from batchfinder.measure.cleanup import clear
 from batchfinder.measure.device_memory import CudaMemory, HostMemory, memory_of
 from batchfinder.measure.host_limits import status
-from batchfinder.measure.trial import SteadyStateCheck, run_trial
+from batchfinder.measure.trial import SteadyStateCheck, clear, run_trial
 from batchfinder.results import Verdict
 from batchfinder.units import MIB
 from tests.measure.made_up_cuda import TOTAL, MadeUpCuda

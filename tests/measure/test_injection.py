@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfinder.measure.cleanup import Failure, attempt
+from batchfinder.measure.trial import Failure, attempt
 from batchfinder.results import Verdict
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step

@@ -29,7 +29,7 @@ from batchfinder.lightning.compat import (
 from batchfinder.lightning.ddp import GradientSync
 from batchfinder.lightning.micro_batching.micro_batch import MicroBatch
 from batchfinder.lightning.micro_batching.recovery import BatchSnapshot, Recovery, RecoveryAttempt
-from batchfinder.measure.cleanup import Failure, attempt, clear
+from batchfinder.measure.trial import Failure, attempt, clear
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import (

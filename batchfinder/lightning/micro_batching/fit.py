@@ -24,7 +24,7 @@ from batchfinder.lightning.accumulation import warn_if_inexact_target
 from batchfinder.lightning.compat import training_step_arguments, transfer_batch
 from batchfinder.lightning.dataloaders import batch_size_of, flattened
 from batchfinder.lightning.ddp import gradient_sync, local_only
-from batchfinder.lightning.dry_run_scope import capture_data
+from batchfinder.lightning.dry_run import capture_data
 from batchfinder.lightning.micro_batching.closure import MicroBatchClosure
 from batchfinder.lightning.micro_batching.micro_batch import LengthTable, micro_batches
 from batchfinder.lightning.micro_batching.recovery import BatchSnapshot, Recovery
