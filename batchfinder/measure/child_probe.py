@@ -7,7 +7,7 @@ child's side. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,21 +32,16 @@ class GpuFacts:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def query_gpu(device: str) -> GpuFacts:
-    """Ask PyTorch for a GPU, in a process that ends then.
+def query_gpu(device: str, child: Child | None = None) -> GpuFacts:
+    """Ask PyTorch for a GPU, in a child that has opened nothing yet; without one, in a process that ends then.
 
     Raises:
         InvalidValue: there is no such GPU, or PyTorch cannot use it.
         UserCodeFailed: PyTorch raised, as it does where another process has the GPU for itself.
     """
-    with Child(WORKER) as child:
-        return _gpu_facts(child, device)
-
-
-def _gpu_facts(child: Child, device: str) -> GpuFacts:
-    """Ask a child that has opened nothing yet."""
     try:
-        answer = child.ask({"query_gpu": {"device": device}})
+        with Child(WORKER) if child is None else nullcontext(child) as asked:
+            answer = asked.ask({"query_gpu": {"device": device}})
     except ChildDied as death:
         expected = f"a GPU that PyTorch can use; the process that asked for it ended with {death.exit_code}"
         raise InvalidValue("device", device, f"{expected}: {death.last_words or 'it printed nothing'}") from death
@@ -64,7 +59,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
 
     Args:
         spec: how to build the workload there.
-        config: how a step is taken; raised to what shows the peak (`minimal_steps` of the worker).
+        config: how a step is taken; raised to what shows the peak (`WorkerState` of the worker).
         device: as `torch.device` takes it.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
@@ -131,7 +126,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
         """
         self.close()
         self._child = Child(WORKER, environment=self._environment)
-        return _gpu_facts(self._child, self.device)
+        return query_gpu(self.device, self._child)
 
     def close(self) -> None:
         """End the child and everything it started."""

@@ -6,8 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -46,77 +45,49 @@ steps took 20 to 50 % more time of one core.
 """
 
 
-class Memory(Protocol):
-    """A device's memory. All figures are bytes that this process holds in all, on the device.
-
-    `allowance_bytes` is the limit as it was set, whatever is in use now; it is part of the cache's key.
-    """
-
-    name: str
-    total_bytes: int
-    allowance_bytes: int
-
-    def free_bytes(self) -> int:
-        """What training could hold now: what the process holds already, and what is free."""
-        ...
-
-    def max_peak_bytes(self, held_bytes: int) -> int:
-        """What a peak may come to in `limited`, where so many bytes are held by what training will not have."""
-        ...
-
-    def held_bytes(self) -> int:
-        """What the process holds now; the difference of two is what came in between."""
-        ...
-
-    def limited(self, reserve_bytes: int, held_bytes: int) -> AbstractContextManager[None]:
-        """A context in which steps whose peak exceeds `max_peak_bytes(held_bytes) - reserve_bytes` fail.
-
-        They fail with an out-of-memory error, at the allocation or, at the latest, as the context ends.
-        """
-        ...
-
-    def reset_peak(self) -> None:
-        """Start new peaks."""
-        ...
-
-    def peaks(self) -> tuple[int | None, int | None]:
-        """Most bytes allocated and reserved since `reset_peak`; None where it cannot be known."""
-        ...
-
-    def retries(self) -> int:
-        """How often the allocator gave its cache back to satisfy a request, since the process began."""
-        ...
-
-
 class CudaMemory:
     """A CUDA or HIP device, by the caching allocator's own count.
+
+    All figures are bytes that this process holds in all, on the device.
 
     Args:
         device: which; without a number, the current one.
         budget: the most the allocator may reserve, in bytes, so that a large card answers for a smaller one; None for
             all there is.
+
+    Attributes:
+        allowance_bytes: the limit as it was set, whatever is in use now; it is part of the cache's key.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
         self._device = numbered(device)
         self.name = torch.cuda.get_device_name(self._device)
         self.total_bytes = torch.cuda.get_device_properties(self._device).total_memory
-        self.allowance_bytes = min(self._fraction_bytes(), self.total_bytes if budget is None else budget)
+        fraction = float(torch.cuda.get_per_process_memory_fraction(self._device))
+        budget = self.total_bytes if budget is None else budget
+        self.allowance_bytes = min(round(fraction * self.total_bytes), budget)
 
     def free_bytes(self) -> int:
+        """What training could hold now: what the process holds already, and what is free."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return min(self.allowance_bytes, free + torch.cuda.memory_reserved(self._device))
 
     def max_peak_bytes(self, held_bytes: int) -> int:
+        """What a peak may come to in `limited`, where so many bytes are held by what training will not have."""
         return self.free_bytes() + held_bytes
 
     def held_bytes(self) -> int:
+        """What the process holds now; the difference of two is what came in between."""
         return torch.cuda.memory_allocated(self._device)
 
     @contextmanager
     def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
-        """Limit the allocator by `torch.cuda.set_per_process_memory_fraction`, and put the fraction of before back."""
-        before = self._fraction_bytes()
+        """A context in which steps whose peak exceeds `max_peak_bytes(held_bytes) - reserve_bytes` fail.
+
+        The allocator raises its out-of-memory error, being limited by `torch.cuda.set_per_process_memory_fraction`;
+        the fraction of before is put back.
+        """
+        before = round(float(torch.cuda.get_per_process_memory_fraction(self._device)) * self.total_bytes)
         limit = min(before, self.max_peak_bytes(held_bytes) - reserve_bytes)
         torch.cuda.set_per_process_memory_fraction(memory_fraction(limit, self.total_bytes), self._device)
         before_fraction = memory_fraction(before, self.total_bytes)
@@ -130,20 +101,22 @@ class CudaMemory:
         torch.cuda.set_per_process_memory_fraction(before_fraction, self._device)
 
     def reset_peak(self) -> None:
+        """Start new peaks."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peaks(self) -> tuple[int | None, int | None]:
+        """Most bytes allocated and reserved since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
 
     def retries(self) -> int:
+        """How often the allocator gave its cache back to satisfy a request, since the process began."""
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
-
-    def _fraction_bytes(self) -> int:
-        return round(float(torch.cuda.get_per_process_memory_fraction(self._device)) * self.total_bytes)
 
 
 class HostMemory:
     """The memory of this process, for training on a CPU: best effort, judged by what is resident.
+
+    It answers as `CudaMemory` does.
 
     The limit is the least of `budget` and of what the process holds plus what the machine and the process's cgroups
     have left (half of that where there is neither a budget nor another limit). Steps whose resident peak (`VmHWM`)
@@ -198,7 +171,7 @@ class HostMemory:
 
     @contextmanager
     def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
-        """Fail steps by their resident peak, or where they reach RLIMIT_AS."""
+        """Fail steps by their resident peak, as the context ends, or where they reach RLIMIT_AS."""
         if sys.platform == "win32":  # it has neither a limit nor a resident peak to read
             yield
             return
@@ -260,6 +233,9 @@ class HostMemory:
                 left = max(0, limit - used - _ULIMIT_MARGIN_BYTES)
                 limit_bytes = min(limit_bytes, self.held_bytes() + left)
         return max(0, limit_bytes)
+
+
+Memory = CudaMemory | HostMemory
 
 
 def memory_of(device: torch.device, budget: int | None) -> Memory:

@@ -42,7 +42,10 @@ def meminfo(field: str) -> int | None:
 
 
 def size_bytes(field: str = "VmSize") -> int:
-    """Bytes mapped now, which is what RLIMIT_AS limits (`VmSize` in proc_pid_status(5)).
+    """Bytes mapped now, which is what RLIMIT_AS limits (`VmSize` in proc_pid_status(5)); with `VmPeak` the most ever.
+
+    In a fork `VmPeak` starts at the size its parent had: `dup_mm` in Linux's kernel/fork.c,
+    `mm->hiwater_vm = mm->total_vm`.
 
     Raises:
         OSError: the system does not say.
@@ -51,14 +54,6 @@ def size_bytes(field: str = "VmSize") -> int:
     if found is None:
         raise OSError(f"{_STATUS} has no {field}")
     return found
-
-
-def peak_bytes() -> int:
-    """Most bytes ever mapped (`VmPeak`). In a fork it starts at the size its parent had.
-
-    Source: `dup_mm` in Linux's kernel/fork.c, `mm->hiwater_vm = mm->total_vm`.
-    """
-    return size_bytes("VmPeak")
 
 
 def reset_resident_peak() -> bool:

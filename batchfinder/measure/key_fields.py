@@ -23,13 +23,15 @@ def measured_key_fields(
     memory: Memory, limits: SearchLimits, device: torch.device, shape: Shape, optimizers: Sequence[Any]
 ) -> dict[str, Any]:
     """The device, the search's limits and the optimizers, as fields of a `CacheKey`."""
+    # The environment variables that change how the device's allocator works.
+    variables = VARIABLES if device.type == "cuda" else _MALLOC
     return {
         "gpu": memory.name,
         "total_bytes": memory.total_bytes,
         "usable_bytes": memory.allowance_bytes,
         "seq_len": shape.seq_len,
         "optimizer": " + ".join(type(optimizer).__name__ for optimizer in optimizers),
-        "allocator": allocator_settings(device),
+        "allocator": {name: os.environ[name] for name in variables if name in os.environ},
         "max_batch_size": limits.cap,
         "floor": limits.min_batch_size,
         "multiple_of": limits.multiple_of,
@@ -46,12 +48,6 @@ def describe_batch(sample: Any) -> Json:
         [pytree.keystr(path), [*leaf.shape], str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else pytree.keystr(path)
         for path, leaf in leaves
     ]
-
-
-def allocator_settings(device: torch.device) -> dict[str, Json]:
-    """The environment variables that change how a device's allocator works."""
-    names = VARIABLES if device.type == "cuda" else _MALLOC
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def versions(*packages: str) -> dict[str, Json]:

@@ -240,36 +240,22 @@ def find_pattern(error: BaseException) -> OOMPattern | None:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        pattern = _look_up(cause)
+        names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(cause).__mro__}
+        pattern = next((pattern for pattern in TYPES if pattern.exception in names), None)
+        if pattern is None and not (isinstance(cause, OSError) and cause.errno not in (None, errno.ENOMEM)):
+            text = str(cause)
+            rows = (pattern for pattern in MESSAGES if pattern.exception in names)
+            pattern = next((pattern for pattern in rows if re.search(pattern.message, text)), None)
         if pattern is not None:
             return pattern
         cause = cause.__cause__
     return None
 
 
-def find_in_text(text: str) -> OOMPattern | None:
-    """The row whose message is found in what a process printed before it died."""
-    return next((pattern for pattern in MESSAGES if re.search(pattern.message, text)), None)
-
-
 def _verdict_on(device: str, pattern: OOMPattern) -> Verdict:
     """On a CPU the host's memory is the device's."""
     on_device = device == "cpu" and pattern.verdict is Verdict.HOST_OUT_OF_MEMORY
     return Verdict.OUT_OF_MEMORY if on_device else pattern.verdict
-
-
-def _look_up(error: BaseException) -> OOMPattern | None:
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    for pattern in TYPES:
-        if pattern.exception in names:
-            return pattern
-    if isinstance(error, OSError) and error.errno not in (None, errno.ENOMEM):
-        return None
-    text = str(error)
-    for pattern in MESSAGES:
-        if pattern.exception in names and re.search(pattern.message, text):
-            return pattern
-    return None
 
 
 KILLED = "killed, probably by the kernel's out-of-memory killer"
@@ -283,7 +269,7 @@ def decode(death: ChildDied, what: str, device: str) -> Measurement:
     """
     if death.exit_code == -signal.SIGKILL:
         return Measurement(Verdict.HOST_OUT_OF_MEMORY, message=KILLED)
-    pattern = find_in_text(death.last_words)
+    pattern = next((pattern for pattern in MESSAGES if re.search(pattern.message, death.last_words)), None)
     if pattern is not None:
         return Measurement(_verdict_on(device, pattern), message=death.last_words)
     raise ProbeDied(what, death.exit_code, death.last_words)

@@ -14,8 +14,8 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -63,6 +63,7 @@ class SteadyStateCheck:
         return f"it ran, but only by giving back all cached memory {'once' if times == 1 else f'{times} times'}"
 
 
+@dataclass(eq=False)
 class StageReadings:
     """Reads the memory as the stages of a step begin.
 
@@ -70,25 +71,26 @@ class StageReadings:
     where the peaks of large sizes begin, and the first forward takes nearly what a sample adds to them.
 
     Attributes:
+        held: says what is held now.
+        peak: says the most that was held.
         resting_bytes: held as the last micro-batch of a later step begins; None before.
         forward_bytes: the most the first forward, loss included, took beyond what was held before; None before.
     """
 
-    def __init__(self, held: Callable[[], int], peak: Callable[[], int]) -> None:
-        self._held = held
-        self._peak = peak
-        self._before_bytes: int | None = None
-        self.resting_bytes: int | None = None
-        self.forward_bytes: int | None = None
+    held: Callable[[], int]
+    peak: Callable[[], int]
+    resting_bytes: int | None = None
+    forward_bytes: int | None = None
+    _before_bytes: int | None = field(default=None, init=False)
 
     def __call__(self, step: int, stage: str, micro_batch: int) -> None:
         """Called as each stage begins, as `on_stage` of `Step.run`; steps and micro-batches count from 0."""
         if stage == "batch" and step == 0 and micro_batch == 0:
-            self._before_bytes = self._held()
+            self._before_bytes = self.held()
         elif stage == "batch" and step > 0:
-            self.resting_bytes = self._held()
+            self.resting_bytes = self.held()
         elif stage == "backward" and step == 0 and micro_batch == 0 and self._before_bytes is not None:
-            self.forward_bytes = max(0, self._peak() - self._before_bytes)
+            self.forward_bytes = max(0, self.peak() - self._before_bytes)
 
 
 @contextmanager
@@ -113,11 +115,8 @@ def read_stages(memory: Memory) -> Iterator[StageReadings]:
             readings(0, "backward", 0)
         backward(*arguments, **options)
 
-    def stepped(optimizer: Any, arguments: Any, options: Any) -> None:
-        # Gradients are alive here, as they are at the peak of the steps to come.
-        readings(1, "batch", 0)
-
-    hook = register_optimizer_step_post_hook(stepped)
+    # Gradients are alive after an optimizer step, as they are at the peak of the steps to come.
+    hook = register_optimizer_step_post_hook(lambda *_: readings(1, "batch", 0))
     torch.autograd.backward = read_and_go_on
     try:
         yield readings
@@ -126,15 +125,20 @@ def read_stages(memory: Memory) -> Iterator[StageReadings]:
         hook.remove()
 
 
+@dataclass(eq=False)
 class SteppingCheck:
     """Whether an optimizer stepped in a trial, as one did in an earlier trial: given to each in turn.
 
     A step that catches an out-of-memory error and goes on without an optimizer step would otherwise seem to fit. An
     optimizer without a gradient, which Lightning steps after a `training_step` that returned None, has not stepped.
+
+    Attributes:
+        stopped: whether none stepped in the last trial, though one did in an earlier trial.
     """
 
-    def __init__(self) -> None:
-        self._stepped = self._stepped_before = False
+    stopped: bool = False
+    _stepped: bool = False
+    _stepped_before: bool = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -150,13 +154,8 @@ class SteppingCheck:
             yield
         finally:
             hook.remove()
+        self.stopped = self._stepped_before and not self._stepped
         self._stepped_before = self._stepped_before or self._stepped
-
-    def message(self) -> str:
-        """What to say of a trial without a step; empty where there was one, or none before either."""
-        if self._stepped or not self._stepped_before:
-            return ""
-        return "no optimizer stepped, as they do at other sizes: the step may have caught an out-of-memory error"
 
 
 def run_trial(
@@ -210,8 +209,9 @@ def run_trial(
         return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=message)
     if thrashing:
         return Measurement(Verdict.THRASHING, allocated, reserved, seconds, thrashing)
-    if stepping is not None and stepping.message():
-        return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, stepping.message())
+    if stepping is not None and stepping.stopped:
+        message = "no optimizer stepped, as they do at other sizes: the step may have caught an out-of-memory error"
+        return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, message)
     resting, forward = readings.resting_bytes, readings.forward_bytes
     resting = None if resting is None else resting - held_bytes
     return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
@@ -275,8 +275,6 @@ class TrialSession(AbstractContextManager["TrialSession"]):
 
 T = TypeVar("T")
 
-_UNSURE = " ({library} says the same of faults other than a full memory.)"
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -302,9 +300,29 @@ def attempt(step: Callable[[], T], device: str = "cuda") -> T | Failure:
         verdict = classify(error, device=device)
         if verdict is None:
             raise
-        failure = Failure(verdict, _words(error))
-        _empty(error)
-    return failure
+        # The text is that of the error itself or of the cause that was recognised.
+        pattern, cause = find_pattern(error), error.__cause__
+        said: BaseException = error
+        while cause is not None and find_pattern(cause) is pattern:
+            said, cause = cause, cause.__cause__
+        text = str(said).strip() or type(said).__name__
+        if pattern is not None and not pattern.sure:
+            text += f" ({pattern.library} says the same of faults other than a full memory.)"
+        # Clear the frames of the error and of all it is chained to: a frame that holds its own exception is a cycle.
+        waiting: list[BaseException] = [error]
+        seen: set[int] = set()
+        while waiting:
+            current = waiting.pop()
+            if id(current) in seen:
+                continue
+            seen.add(id(current))
+            waiting.extend(link for link in (current.__cause__, current.__context__) if link is not None)
+            if isinstance(current, BaseExceptionGroup):
+                waiting.extend(current.exceptions)
+            if current.__traceback__ is not None:
+                traceback.clear_frames(current.__traceback__)
+                current.__traceback__ = None
+    return Failure(verdict, text)
 
 
 def clear(device: torch.device) -> None:
@@ -329,39 +347,5 @@ def clear(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type in ("mps", "xpu"):
         getattr(torch, device.type).empty_cache()
-    _trim()
-
-
-def _words(error: BaseException) -> str:
-    """The text of the error itself or of the cause that was recognised, with a caveat where the pattern is not sure."""
-    cause, pattern = error, find_pattern(error)
-    while cause.__cause__ is not None and find_pattern(cause.__cause__) is pattern:
-        cause = cause.__cause__
-    text = str(cause).strip() or type(cause).__name__
-    return text + (_UNSURE.format(library=pattern.library) if pattern is not None and not pattern.sure else "")
-
-
-def _empty(error: BaseException) -> None:
-    """Clear the frames of an exception and of all it is chained to: a frame that holds its own exception is a cycle."""
-    waiting: list[BaseException] = [error]
-    seen: set[int] = set()
-    while waiting:
-        current = waiting.pop()
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        waiting.extend(link for link in (current.__cause__, current.__context__) if link is not None)
-        if isinstance(current, BaseExceptionGroup):
-            waiting.extend(current.exceptions)
-        if current.__traceback__ is not None:
-            traceback.clear_frames(current.__traceback__)
-            current.__traceback__ = None
-
-
-def _trim() -> None:
-    """Return the free pages of glibc's heap to the system; other C libraries have no such call."""
-    try:
-        malloc_trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return
-    malloc_trim(0)
+    with suppress(AttributeError, OSError, TypeError):  # C libraries other than glibc have no such call
+        ctypes.CDLL(None).malloc_trim(0)

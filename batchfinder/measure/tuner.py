@@ -299,7 +299,10 @@ class Tuner:
             try:
                 found = find_max_batch_size(probe, shape, search=search, on_trial=self._tried, trials=trials)
             except Exception as error:
-                if not self._may_need_two(error):
+                # It may be for want of a second sample, as BatchNorm's and pair losses' errors are.
+                ours = isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed)
+                too_late = self._bounds.first > 1 or any(trial.fits for trial in self._trials)
+                if ours or too_late or not self._from_two or self._bounds.last == 1:
                     raise
                 raised = error
             if raised is not None:
@@ -318,12 +321,6 @@ class Tuner:
                 return replace(found, measurement=again.measurement), failed
             failed, tolerance = again, max(tolerance, min(2 * tolerance, _MOST_AFTER_A_LEAK), _AFTER_A_LEAK)
 
-    def _may_need_two(self, error: Exception) -> bool:
-        """Whether what a step raised may be for want of a second sample, as BatchNorm's and pair losses' errors are."""
-        ours = isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed)
-        ran = any(trial.fits for trial in self._trials)
-        return self._from_two and not ours and not ran and self._bounds.first == 1 and self._bounds.last > 1
-
     def _go_on_from_two(self, raised: Exception, shape: Shape) -> None:
         """Search from 2 samples on where they run and 1 raises each time.
 
@@ -332,8 +329,14 @@ class Tuner:
         """
         after = self._bounds.after(1)
         try:
-            if self._raises(after, shape) or not self._raises(1, shape):
-                raise raised
+            for size, should_run in ((after, True), (1, False)):
+                ran = True
+                try:
+                    self._try(size, shape)
+                except Exception:
+                    ran = False
+                if ran != should_run:
+                    raise raised
             text = f"{type(raised).__name__}: {raised}".splitlines()[0]
             if isinstance(raised, UserCodeFailed):
                 text = raised.traceback.rstrip().splitlines()[-1]
@@ -342,13 +345,6 @@ class Tuner:
         self._limits = replace(self._limits, min_batch_size=after)
         self._bounds = self._limits.bounds
         self._raised = shortened(text)
-
-    def _raises(self, batch_size: int, shape: Shape) -> bool:
-        try:
-            self._try(batch_size, shape)
-        except Exception:
-            return True
-        return False
 
     def _open(self) -> tuple[Probe, int]:
         opened = self._open_probe()

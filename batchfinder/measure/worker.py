@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -123,12 +123,6 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def minimal_steps(settings: StepConfig) -> StepConfig:
-    """The settings to probe with: at least two optimizer steps, and two micro-batches where training takes more."""
-    micro_batches = min(PEAK_MICRO_BATCHES, settings.micro_batches)
-    return replace(settings, steps=max(PEAK_STEPS, settings.steps), micro_batches=micro_batches)
-
-
 def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Do something in a fork of this process.
 
@@ -177,7 +171,10 @@ class WorkerState:
         self.limit_bytes = limit_bytes
         self.threads = threads
         self.flash = config.flash
-        self.step = Step(workload, minimal_steps(config), device)
+        # At least two optimizer steps, and two micro-batches where training takes more, show the peak.
+        micro_batches = min(PEAK_MICRO_BATCHES, config.micro_batches)
+        shown = replace(config, steps=max(PEAK_STEPS, config.steps), micro_batches=micro_batches)
+        self.step = Step(workload, shown, device)
         if device.type == "cpu":
             model = workload.model.to(dtype=self.step.precision.weights)
             tensors = [*model.parameters(), *model.buffers()]
@@ -185,7 +182,7 @@ class WorkerState:
             self.held_bytes = sum(storages.values())
             clear(device)
         else:
-            self.cuda = CudaProbe(self._steps_on_gpu, device, limit_bytes)
+            self.cuda = CudaProbe(self._steps, device, limit_bytes)
 
     def probe(self, batch_size: int, seq_len: int | None) -> dict[str, Any]:
         """Try one size."""
@@ -212,7 +209,7 @@ class WorkerState:
         base_bytes = host_limits.size_bytes() - self.held_bytes
         total = sys.maxsize if limit_bytes is None else base_bytes + limit_bytes
         readings = StageReadings(
-            lambda: host_limits.size_bytes() - base_bytes, lambda: host_limits.peak_bytes() - base_bytes
+            lambda: host_limits.size_bytes() - base_bytes, lambda: host_limits.size_bytes("VmPeak") - base_bytes
         )
 
         def steps() -> None:
@@ -226,7 +223,7 @@ class WorkerState:
         if isinstance(outcome, Failure):
             return measurement_to_json(Measurement(outcome.verdict, seconds=seconds, message=outcome.message))
         # What came before the limit may have peaked above it.
-        peak = min(host_limits.peak_bytes(), total) - base_bytes
+        peak = min(host_limits.size_bytes("VmPeak"), total) - base_bytes
         resting, forward = readings.resting_bytes, readings.forward_bytes
         seen = Measurement(Verdict.FITS, None, peak, seconds, resting_bytes=resting, forward_bytes=forward)
         return measurement_to_json(seen)
@@ -247,28 +244,24 @@ class WorkerState:
                 loss = functional.linear(rows, rows).sum() + functional.conv2d(images, kernels).sum()
             loss.backward()
 
-    def _steps_on_gpu(self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool]) -> None:
-        # Inside the trial, so that a model too large for the GPU is an out-of-memory like any other.
-        self.workload.model.to(self.device, self.step.precision.weights)
-        try:
-            self._steps(batch_size, seq_len, on_stage, more)
-        finally:
-            self.workload.model.zero_grad(set_to_none=True)
-            self.step.optimizer = None
-
     def _steps(
         self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool] = lambda: False
     ) -> None:
-        if not self.flash:
-            self.step.run(batch_size, seq_len, on_stage, more)
-            return
+        on_gpu = self.device.type != "cpu"
+        if on_gpu:
+            # Inside the trial, so that a model too large for the GPU is an out-of-memory like any other.
+            self.workload.model.to(self.device, self.step.precision.weights)
         try:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.flash else nullcontext():
                 self.step.run(batch_size, seq_len, on_stage, more)
         except RuntimeError as error:
-            if _NO_KERNEL not in str(error):
+            if not self.flash or _NO_KERNEL not in str(error):
                 raise
             raise InvalidValue("attention", "flash", _OTHER_ATTENTION) from None
+        finally:
+            if on_gpu:  # in a fork all of it ends with the process
+                self.workload.model.zero_grad(set_to_none=True)
+                self.step.optimizer = None
 
 
 def measurement_to_json(measurement: Measurement) -> dict[str, Any]:
@@ -299,22 +292,16 @@ def open_workload(
     """
     threads = threads or torch.get_num_threads()
     if device == "cpu":
-        _warm_up()
+        # Load what the first optimizer would (seconds, for `torch._dynamo`), once and outside every limit. One thread
+        # only: OpenMP's threads do not survive a fork. And no backward, whose engine does not either.
+        torch.set_num_threads(1)
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.zeros(1)
+        torch.optim.AdamW([parameter]).step()
     else:
         _check_gpu(device)
     workload: Workload = build_with(builder, arguments)
     return WorkerState(workload, StepConfig(**config), torch.device(device), limit_bytes, threads)
-
-
-def _warm_up() -> None:
-    """Load what the first optimizer would (seconds, for `torch._dynamo`), once and outside every limit.
-
-    One thread only: OpenMP's threads do not survive a fork. And no backward, whose engine does not either.
-    """
-    torch.set_num_threads(1)
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.AdamW([parameter]).step()
 
 
 def _check_gpu(device: str) -> None:

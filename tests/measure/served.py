@@ -10,9 +10,8 @@ from typing import Any
 def prepare() -> None:
     """Import what a worker does, and let it warm up."""
     import batchfinder.measure.worker as worker
-    import tests.measure.workloads  # noqa: F401
 
-    worker._warm_up()
+    worker.open_workload("tests.measure.workloads:encoder", {}, {}, "cpu", None, 1)
     gc.freeze()
 
 

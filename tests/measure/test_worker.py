@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from batchfinder.measure.child_probe import MALLOC
-from batchfinder.measure.worker import minimal_steps
+from batchfinder.measure.worker import WorkerState
 from batchfinder.training.spec import StepConfig
 from tests.forks import forks
+from tests.measure.workloads import encoder
 
 Run = Callable[[str], Any]
 
@@ -137,7 +139,8 @@ def test_flash_attention_is_flash_or_an_error(run: Run) -> None:
 )
 def test_as_many_steps_as_show_the_peak(asked, taken):
     """At least two optimizer steps; two micro-batches where there are more than one, and never more."""
-    settings = minimal_steps(StepConfig(steps=asked[0], micro_batches=asked[1], optimizer="sgd"))
+    config = StepConfig(steps=asked[0], micro_batches=asked[1], optimizer="sgd")
+    settings = WorkerState(encoder(), config, torch.device("cpu"), None, 1).step.config
     assert (settings.steps, settings.micro_batches, settings.optimizer) == (*taken, "sgd")
 
 
