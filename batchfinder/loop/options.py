@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +97,15 @@ def device_of(device: torch.device | str | None, state: Sequence[Any]) -> torch.
     """
     expected = "cpu, cuda or cuda:N, whose memory can be limited and measured"
     if device is None:
-        found = next(_parameters(state), None)
-        if found is None:
+        parameters: list[torch.Tensor] = []
+        for item in state:
+            if isinstance(item, nn.Module):
+                parameters += item.parameters()
+            elif isinstance(item, Optimizer):
+                parameters += (parameter for group in item.param_groups for parameter in group["params"])
+        if not parameters:
             raise InvalidValue("device", None, f"{expected}, since state= holds no model to take it from")
-        chosen = found.device
+        chosen = parameters[0].device
     else:
         try:
             chosen = torch.device(device)
@@ -115,11 +120,3 @@ def device_of(device: torch.device | str | None, state: Sequence[Any]) -> torch.
         expected = f"a device that PyTorch {torch.__version__} can use; it sees {gpus} CUDA devices here"
         raise InvalidValue("device", str(chosen), expected)
     return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
-
-
-def _parameters(state: Sequence[Any]) -> Iterator[Any]:
-    for item in state:
-        if isinstance(item, nn.Module):
-            yield from item.parameters()
-        elif isinstance(item, Optimizer):
-            yield from (parameter for group in item.param_groups for parameter in group["params"])

@@ -30,6 +30,7 @@ class StepCounter:
     """Counts the calls in which each optimizer stepped, and refuses what the session's copy could not put back.
 
     Attributes:
+        idle: ids of the optimizers that did not step in `MAX_BATCHES_WITHOUT_STEP` calls.
         stopped_stepping: whether optimizers stepped less often in this trial than in earlier ones, however many calls
             were made.
     """
@@ -37,7 +38,7 @@ class StepCounter:
     def __init__(self, session: TrialSession, config: LoopConfig) -> None:
         self._session = session
         self._config = config
-        self._idle: set[int] = set()
+        self.idle: set[int] = set()
         self._calls = 0
         self._steps: dict[int, int] = {}
         self._in_this_call: set[int] = set()
@@ -89,21 +90,16 @@ class StepCounter:
         self._stepped_before |= self._in_this_call
         self._in_this_call.clear()
         named = {id(one) for one in self._config.optimizers}
-        expected = named - self._idle | self._steps.keys()
+        expected = named - self.idle | self._steps.keys()
         if self._calls < PEAK_STEPS or any(self._steps.get(one, 0) < PEAK_STEPS for one in expected):
             enough = _CALLS_AS_OFTEN * self._most_calls or MAX_BATCHES_WITHOUT_STEP
             if self._calls < min(enough, MAX_BATCHES_WITHOUT_STEP):
                 return True
-            self._idle |= named - self._stepped_before
+            self.idle |= named - self._stepped_before
             self.stopped_stepping = self._most_calls > 0
             return False
         self._most_calls = max(self._most_calls, self._calls)
         return False
-
-    @property
-    def idle(self) -> list[str]:
-        """Classes of the optimizers that did not step in `MAX_BATCHES_WITHOUT_STEP` calls."""
-        return [type(one).__name__ for one in self._config.optimizers if id(one) in self._idle]
 
 
 class LoopProbe:
@@ -176,8 +172,9 @@ class LoopProbe:
             return replace(seen, verdict=Verdict.OUT_OF_MEMORY, message=message)
         if self._counter.idle and not self._warned:
             self._warned = True
+            idle = [type(one).__name__ for one in config.optimizers if id(one) in self._counter.idle]
             warnings.warn(
-                f"{', '.join(self._counter.idle)} did not step in {MAX_BATCHES_WITHOUT_STEP} calls of train_step, "
+                f"{', '.join(idle)} did not step in {MAX_BATCHES_WITHOUT_STEP} calls of train_step, "
                 "so sizes are tried without the memory its steps take. train_step should take a whole optimizer step; "
                 "leave the optimizer out of state= if it is not meant to step.",
                 stacklevel=2,
