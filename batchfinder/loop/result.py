@@ -42,37 +42,6 @@ class MicroBatches:
             yield batch
 
 
-def in_windows(batches: Iterable[Any], accumulation: int) -> Iterator[MicroBatches | list[Any]]:
-    """Divide a loader's batches into those of one optimizer step each.
-
-    Args:
-        batches: a loader. If it has no length, the micro-batches of a step are fetched before the step begins.
-        accumulation: micro-batches in a step; the last step of an epoch has fewer where they do not come out even.
-    """
-    iterator, left = iter(batches), None
-    with suppress(TypeError):  # a DataLoader over an IterableDataset has no length
-        left = len(batches) if isinstance(batches, Sized) else None
-    if left is None:
-        while window := list(islice(iterator, accumulation)):
-            yield window
-        return
-    while left > 0:
-        waiting = [iterator]
-
-        def once(waiting: list[Iterator[Any]] = waiting) -> Iterator[Any]:
-            if not waiting:  # the iterator would go on with the next step's batches
-                raise InvalidValue(
-                    "micro_batches", "a second pass", "one pass, or a list made of them where a step needs several"
-                )
-            return waiting.pop()
-
-        micro_batches = MicroBatches(once, min(accumulation, left))
-        yield micro_batches
-        left -= len(micro_batches)
-        for _ in islice(iterator, len(micro_batches) - micro_batches.given):
-            pass  # what the step did not ask for
-
-
 class TunedBatchSize:
     """The batch size for one length; as text, a line with all there is to say of it.
 
@@ -98,13 +67,35 @@ class TunedBatchSize:
 
         Args:
             batches: one epoch's loader. Where its last batch is smaller, it weighs as much as the others: give it
-                `drop_last=True`, or let `train_step` weigh by samples.
+                `drop_last=True`, or let `train_step` weigh by samples. If it has no length, the micro-batches of a step
+                are fetched before the step begins.
 
         Yields:
             The micro-batches of one optimizer step, an iterable with a length; fewer at the end of an epoch where they
             do not come out even.
         """
-        return in_windows(batches, self.accumulation)
+        iterator, left = iter(batches), None
+        with suppress(TypeError):  # a DataLoader over an IterableDataset has no length
+            left = len(batches) if isinstance(batches, Sized) else None
+        if left is None:
+            while window := list(islice(iterator, self.accumulation)):
+                yield window
+            return
+        while left > 0:
+            waiting = [iterator]
+
+            def once(waiting: list[Iterator[Any]] = waiting) -> Iterator[Any]:
+                if not waiting:  # the iterator would go on with the next step's batches
+                    raise InvalidValue(
+                        "micro_batches", "a second pass", "one pass, or a list made of them where a step needs several"
+                    )
+                return waiting.pop()
+
+            micro_batches = MicroBatches(once, min(self.accumulation, left))
+            yield micro_batches
+            left -= len(micro_batches)
+            for _ in islice(iterator, len(micro_batches) - micro_batches.given):
+                pass  # what the step did not ask for
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -286,9 +286,6 @@ def open_workload(
         device: as `torch.device` takes it.
         limit_bytes: what model and steps may take together; None for all there is.
         threads: threads of PyTorch's operators on the CPU; None for PyTorch's own choice.
-
-    Raises:
-        InvalidValue: there is no such device here.
     """
     threads = threads or torch.get_num_threads()
     if device == "cpu":
@@ -298,18 +295,8 @@ def open_workload(
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.zeros(1)
         torch.optim.AdamW([parameter]).step()
-    else:
-        _check_gpu(device)
     workload: Workload = build_with(builder, arguments)
     return WorkerState(workload, StepConfig(**config), torch.device(device), limit_bytes, threads)
-
-
-def _check_gpu(device: str) -> None:
-    if not torch.cuda.is_available():
-        raise InvalidValue("device", device, f"cpu, or a GPU that PyTorch {torch.__version__} can use here")
-    count = torch.cuda.device_count()
-    if (torch.device(device).index or 0) >= count:
-        raise InvalidValue("device", device, f"one of {', '.join(f'cuda:{index}' for index in range(count))}")
 
 
 def main(argv: list[str]) -> int:
@@ -320,9 +307,15 @@ def main(argv: list[str]) -> int:
     served: WorkerState | None = None
     for request in requests_from(requests):
         try:
+            device = next(iter(request.values())).get("device", "cpu")
+            if device != "cpu":
+                if not torch.cuda.is_available():
+                    raise InvalidValue("device", device, f"cpu, or a GPU that PyTorch {torch.__version__} can use here")
+                count = torch.cuda.device_count()
+                if (torch.device(device).index or 0) >= count:
+                    expected = f"one of {', '.join(f'cuda:{index}' for index in range(count))}"
+                    raise InvalidValue("device", device, expected)
             if "query_gpu" in request:
-                device = request["query_gpu"]["device"]
-                _check_gpu(device)
                 message: dict[str, Any] = {"gpu": gpu_facts(torch.device(device))}
             elif "open" in request:
                 served = open_workload(**request["open"])

@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from batchfinder.accumulation import plan_accumulation
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.result import in_windows
+from batchfinder.loop.result import TunedBatchSize
+from batchfinder.measure.tuner import TuningResult
+from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Verdict
+
+
+def in_windows(batches: Any, accumulation: int) -> Iterator[Any]:
+    """The batches as a size of 1 divides them that makes up such a target."""
+    found = SearchResult(Shape(), 1, StopReason.CAP, Measurement(Verdict.FITS), ())
+    tuning = TuningResult(found, plan_accumulation(accumulation, 1), None, 0.0, 0, 0)
+    return TunedBatchSize(tuning, "cpu").micro_batches(batches)
 
 
 class Stream(IterableDataset[Any]):
