@@ -32,8 +32,8 @@ def fits() -> Iterator[Forks]:
 def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_path: Path) -> None:
     """50 steps run at the answer, and in the same process, after them, a tenth more fails.
 
-    A second start looks the answer up, certifies it with one try and trains. Where a larger size had run as well, and so
-    nothing was cached, or where the try fails, as the process holds more by then, it searches anew and finds one within
+    A second start looks the answer up, certifies it with one try and trains. Where a larger size had run as well, so
+    that nothing was cached, or where the try fails, as the process holds more by then, it searches anew and finds one within
     a tenth. In a process that has not searched a third more fails: what a search leaves in the process is a part of the
     limit, and no large one.
     """
