@@ -33,9 +33,9 @@ def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_pa
     """50 steps run at the answer, and in the same process, after them, a tenth more fails.
 
     A second start looks the answer up, certifies it with one try and trains. Where a larger size had run as well, so
-    that nothing was cached, or where the try fails, as the process holds more by then, it searches anew and finds one within
-    a tenth. In a process that has not searched a third more fails: what a search leaves in the process is a part of the
-    limit, and no large one.
+    that nothing was cached, or where the try fails, as the process holds more by then, it searches anew and finds one
+    within a tenth. In a process that has not searched a third more fails: what a search leaves in the process is a part
+    of the limit, and no large one.
     """
     options, limit_mib = CASES[net]
     request: dict[str, Any] = {"net": net, "options": options, "limit_mib": limit_mib}
