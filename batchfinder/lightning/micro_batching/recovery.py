@@ -21,7 +21,7 @@ from batchfinder.cache.store import ResultEntry
 from batchfinder.cache.validity import lower
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import CacheFailed, RankFailed, SampleDoesNotFit
-from batchfinder.lightning.micro_batching.micro_batch import LengthTable, MicroBatch, smaller
+from batchfinder.lightning.micro_batching.micro_batch import LengthTable, smaller
 from batchfinder.snapshot.training_state import ProcessState
 
 _PLAIN = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, tuple})
@@ -114,11 +114,6 @@ class RecoveryAttempt:
     failed: list[tuple[int, int | None, int]] = field(default_factory=list)
     message: str = ""  # what the device said last
     record: str = ""  # about the cache's record, which the first rank alone writes; empty if it was not lowered
-
-    def record_failure(self, part: MicroBatch, message: str) -> None:
-        """Record that a micro-batch, of which only the size is kept, ran out of memory."""
-        self.failed.append((part.samples, part.seq_len, part.positions[0]))
-        self.message = message
 
 
 class Recovery:
