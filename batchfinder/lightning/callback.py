@@ -37,12 +37,13 @@ from batchfinder.lightning.compat import (
     callbacks_of,
     class_for,
     has_other_processes,
+    is_a,
     is_fast_dev_run,
     loader_source,
     running_stage,
 )
 from batchfinder.lightning.ddp import ranks_of
-from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, move_ahead_of_tuners
+from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
 from batchfinder.lightning.probe_batches import ProbeBatches
@@ -311,7 +312,13 @@ class BatchFinder(Accumulating):
             collect, found = launcher.get_extra_results, FoundElsewhere(self, self._token)
             vars(launcher)["get_extra_results"] = lambda trainer: {**collect(trainer), "batchfinder": found}
         if stage == "fit":
-            move_ahead_of_tuners(trainer, self)
+            # Lightning has put a LearningRateFinder first. A learning rate is right for one batch size: it has to be
+            # looked for with the size that will train.
+            callbacks = callbacks_of(trainer)
+            tuners = [index for index, callback in enumerate(callbacks) if is_a(callback, "LearningRateFinder")]
+            if tuners and callbacks.index(self) > tuners[0]:
+                others = [callback for callback in callbacks if callback is not self]
+                vars(trainer)["callbacks"] = [*others[: tuners[0]], self, *others[tuners[0] :]]
             self._scheduler_setup.watch(trainer)
         elif stage in self.options.also or self._finding:
             self._evaluation_restart.watch(getattr(trainer, f"{running}_loop"))
