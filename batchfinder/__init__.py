@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from batchfinder.results import StopReason as StopReason
     from batchfinder.results import Trial as Trial
     from batchfinder.results import Verdict as Verdict
-    from batchfinder.training.workload import Workload as Workload
+    from batchfinder.training.step import Workload as Workload
 
 _PUBLIC = {
     "accumulation": ("AccumulationPlan", "plan_accumulation"),
@@ -46,7 +46,7 @@ _PUBLIC = {
     "loop.tune": ("tune_batch_size",),
     "probe": ("FunctionProbe", "Probe"),
     "results": ("Measurement", "SearchResult", "Shape", "StopReason", "Trial", "Verdict"),
-    "training.workload": ("Workload",),
+    "training.step": ("Workload",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

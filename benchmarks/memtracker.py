@@ -26,8 +26,7 @@ from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.results import Shape
 from batchfinder.search import Secant
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.step import Step, call, default_loss
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Step, Workload, call, default_loss
 
 TakeStep = Callable[[int, int], None]
 Ready = tuple[Workload, TakeStep, torch.optim.Optimizer]

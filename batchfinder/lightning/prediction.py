@@ -43,7 +43,7 @@ from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 SECONDS = 60.0
 """How long all recordings may take. BERT-large takes two seconds; a fork that waits for a lock would take for ever."""

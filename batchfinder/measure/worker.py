@@ -45,8 +45,7 @@ from batchfinder.training.child_process import (
     requests_from,
 )
 from batchfinder.training.spec import PEAK_MICRO_BATCHES, PEAK_STEPS, StepConfig
-from batchfinder.training.step import OnStage, Step
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import OnStage, Step, Workload
 from batchfinder.units import format_bytes
 
 

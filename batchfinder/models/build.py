@@ -25,7 +25,7 @@ from batchfinder.models.lightning_module import has_training_step, workload_from
 from batchfinder.models.pretrained import TextBatches
 from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 
 @contextmanager

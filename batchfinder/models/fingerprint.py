@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from batchfinder.cache.key import Json
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep

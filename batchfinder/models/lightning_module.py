@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from batchfinder.errors import InvalidValue
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 _LOGGING = ("log", "log_dict", "print")
 

@@ -20,7 +20,7 @@ from torch._guards import active_fake_mode
 
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.models.catalog import Label, ModelRow, families
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 # How our names for attention are spelt in transformers, and the attribute of a model class that says it has it. Flash
 # attention is reached through PyTorch's scaled_dot_product_attention: transformers' own needs a package that is not on

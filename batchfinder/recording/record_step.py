@@ -16,8 +16,7 @@ from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.step import Step
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Step, Workload
 
 _CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 _VOCABULARY, _POSITIONS, _TYPES, _LABELS = 30522, 512, 2, 2
 _EPSILON = 1e-12

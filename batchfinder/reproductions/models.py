@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from batchfinder.models import build_workload
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 _BLOCK, _LEAST_NUMBERS = 256, 4096
 

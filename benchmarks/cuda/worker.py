@@ -35,8 +35,7 @@ from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.training.child_process import answer, end_with_parent, requests_from
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.step import Step
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Step, Workload
 from batchfinder.units import GIB
 from benchmarks.cuda.cells import Cell
 from benchmarks.cuda.traces import MARKER_BYTES, Event, Stage, read_history, stage_figures

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from pytorch_transformers import BertConfig, BertForPreTraining, BertForSequenceClassification
 from torch import nn
 
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 SIZES: dict[str, dict[str, int]] = {
     "base": {},

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from batchfinder.models.catalog import find_model
 from batchfinder.models.pretrained import workload_from_row
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 FEW_LAYERS = {
     "bert-base": {"num_hidden_layers": 2},

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 FEATURES, HIDDEN = 48, 64
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 IN, HIDDEN, OUT = 256, 1024, 128
 

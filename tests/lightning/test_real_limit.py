@@ -32,10 +32,10 @@ def fits() -> Iterator[Forks]:
 def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_path: Path) -> None:
     """50 steps run at the answer, and in the same process, after them, a tenth more fails.
 
-    A second start looks the answer up, certifies it with one try and trains; where a larger size had run as well,
-    nothing was cached, and it searches anew and finds the same within the tolerance, which is 2 % then. In a process
-    that has not searched a third more fails: what a search leaves in the process is a part of the limit, and no large
-    one.
+    A second start looks the answer up, certifies it with one try and trains. Where a larger size had run as well, so
+    that nothing was cached, or where the try fails, as the process holds more by then, it searches anew and finds one
+    within a tenth. In a process that has not searched a third more fails: what a search leaves in the process is a part
+    of the limit, and no large one.
     """
     options, limit_mib = CASES[net]
     request: dict[str, Any] = {"net": net, "options": options, "limit_mib": limit_mib}
@@ -49,12 +49,13 @@ def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_pa
     second = fits.run(**request, finder={"cache": str(tmp_path)}, steps=5)
     assert (second["error"], second["steps"]) == (None, 5), (first, second)
     ran_larger = any(fits and size > first["batch_size"] for size, fits, _ in first["trials"])
-    if ran_larger:
-        assert second["sources"] == ["measured"], (first, second)
-        assert abs(second["batch_size"] - first["batch_size"]) <= 0.02 * first["batch_size"], (first, second)
+    tried = [(size, fits) for size, fits, _ in second["trials"]]
+    if second["sources"] == ["cache"]:
+        assert not ran_larger, (first, second)
+        assert tried == [(first["batch_size"], True)], (first, second)
     else:
-        assert second["sources"] == ["cache"], (first, second)
-        assert [(size, fits) for size, fits, _ in second["trials"]] == [(first["batch_size"], True)], (first, second)
+        assert ran_larger or tried[0] == (first["batch_size"], False), (first, second)
+        assert abs(second["batch_size"] - first["batch_size"]) <= 0.1 * first["batch_size"], (first, second)
 
     without = fits.run(**request, batch_size=third, steps=2)
     assert (without["verdict"], without["steps"]) == ("OUT_OF_MEMORY", 0), (first, without)

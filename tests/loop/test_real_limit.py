@@ -23,8 +23,8 @@ def loops() -> Iterator[Forks]:
 def test_the_answer_runs_and_a_tenth_more_does_not(loops: Forks, tmp_path: Path) -> None:
     """The process that searched trains at its answer, and a tenth more fails there.
 
-    The next start certifies it, unless a larger size had run as well: then nothing was cached, and it searches anew and
-    finds the same within the tolerance. In a process that has not searched a third more fails.
+    The next start certifies it. Where a larger size had run as well, and so nothing was cached, or where the try fails,
+    it searches anew and finds one within a tenth. In a process that has not searched a third more fails.
     """
     tune = {"tolerance": 0.02, "cache": str(tmp_path)}
     first = loops.run(limit_mib=LIMIT_MIB, tune=tune, more=0.1)
@@ -35,12 +35,12 @@ def test_the_answer_runs_and_a_tenth_more_does_not(loops: Forks, tmp_path: Path)
     ran_larger = any(fits and size > first["largest"] for size, fits in first["trials"])
 
     second = loops.run(limit_mib=LIMIT_MIB, tune=tune)
-    if ran_larger:
-        assert second["source"] == "measured", (first, second)
-        assert abs(second["largest"] - first["largest"]) <= 0.02 * first["largest"], (first, second)
-    else:
-        assert (second["source"], second["largest"]) == ("cache", first["largest"]), (first, second)
+    if second["source"] == "cache":
+        assert not ran_larger, (first, second)
         assert second["trials"] == [[first["largest"], True]], (first, second)
+    else:
+        assert ran_larger or second["trials"][0] == [first["largest"], False], (first, second)
+        assert abs(second["largest"] - first["largest"]) <= 0.1 * first["largest"], (first, second)
     assert second["at"] == {"steps": limited.STEPS, "verdict": None}, (first, second)
 
     third = loops.run(limit_mib=LIMIT_MIB, batch_size=first["largest"] * 4 // 3 + 1)

@@ -15,8 +15,7 @@ from batchfinder.results import Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.step import Step
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Step, Workload
 
 
 class Ledger:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 VOCABULARY = 500
 

@@ -109,7 +109,7 @@ def test_options_of_a_transformers_model_of_ones_own(write_module: WriteModule) 
 MODULES = """
 import torch
 from torch import nn
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 def workload():
     return Workload(nn.Linear(3, 2), lambda batch_size, seq_len: torch.ones(batch_size, 3))

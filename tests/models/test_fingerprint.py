@@ -180,7 +180,7 @@ def test_options_of_an_optimizer_that_change_its_memory() -> None:
 CODE = """
 import torch
 from torch import nn
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 class Mine(nn.Linear):
     def forward(self, x):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from batchfinder.errors import InvalidValue, UserCodeFailed
 from batchfinder.models.build import workload_from_object
 from batchfinder.models.lightning_module import call_step
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 
 class Lit(pl.LightningModule):

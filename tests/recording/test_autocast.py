@@ -13,7 +13,7 @@ from torch import nn
 
 from batchfinder.recording import autocast
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 Record = Callable[..., Trace]
 HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"

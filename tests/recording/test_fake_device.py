@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.recording.fake_device import ONE_KERNEL_ON_CUDA, SMALL_BYTES, FakeDeviceMode
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 BATCH, WIDTH = 8, 1024
 

@@ -21,7 +21,7 @@ from batchfinder.recording.kernel_memory import (
 )
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 Record = Callable[..., Trace]
 HEADS, LENGTH, WIDTH = 4, 128, 256

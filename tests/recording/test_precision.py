@@ -100,7 +100,7 @@ def test_softmax_and_losses_run_in_fp32(record: Record) -> None:
     def build() -> object:
         from torch import nn
 
-        from batchfinder.training.workload import Workload
+        from batchfinder.training.step import Workload
 
         model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Softmax(dim=-1), nn.LayerNorm(HIDDEN))
         return Workload(model, small.vectors)

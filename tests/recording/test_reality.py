@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.step import Step
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Step, Workload
 
 Record = Callable[..., Trace]
 By_Stage = dict[tuple[int, str], list[int]]

@@ -12,7 +12,7 @@ from torch import nn
 
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 from tests.builders import small
 from tests.builders.small import HIDDEN, IN, OUT
 

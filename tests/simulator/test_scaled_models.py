@@ -12,7 +12,7 @@ import pytest
 
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import Workload
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

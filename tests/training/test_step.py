@@ -11,8 +11,7 @@ from torch import nn
 
 from batchfinder.models.pretrained import ATTENTION
 from batchfinder.training.spec import ATTENTION_NAMES, OPTIMIZER_NAMES, PRECISION_NAMES, StepConfig
-from batchfinder.training.step import OPTIMIZERS, PRECISIONS, Step, call, default_loss
-from batchfinder.training.workload import Workload
+from batchfinder.training.step import OPTIMIZERS, PRECISIONS, Step, Workload, call, default_loss
 
 CPU = torch.device("cpu")
 
