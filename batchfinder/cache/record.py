@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -198,12 +197,6 @@ def _check_sense(record: Record) -> None:
         contradicted = min(failed, default=size + 1) <= size or max(ran, default=size) < size
     if contradicted:
         raise DamagedRecord(f"its own trials contradict its result of {size}")
-
-
-def is_record(data: bytes) -> bool:
-    """Whether bytes were written as a record, by this or another version, though they may be damaged since."""
-    beginning, found = b'{\n"schema": 0,\n"created": "', re.sub(rb"\d+", b"0", data[:40])
-    return beginning.startswith(found) or found.startswith(beginning)
 
 
 def result_from_json(value: object) -> SearchResult:

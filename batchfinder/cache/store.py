@@ -22,14 +22,20 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from batchfinder.cache.key import CacheKey
-from batchfinder.cache.record import MAX_RECORD_BYTES, DamagedRecord, Record, decode, encode, is_record
+from batchfinder.cache.record import MAX_RECORD_BYTES, DamagedRecord, Record, decode, encode
 from batchfinder.errors import CacheFailed
 from batchfinder.results import SearchResult
 from batchfinder.retry import retrying
 from batchfinder.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
+
+_TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?::/?|//+)(?!/)")  # of a URL, with a colon or a slash too few
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
+_TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
 
 
 class DamagedRecordWarning(UserWarning):
@@ -46,6 +52,10 @@ def default_cache_url() -> str:
     from platformdirs import user_cache_dir
 
     return os.environ.get("BATCHFINDER_CACHE") or user_cache_dir("batchfinder", appauthor=False)
+
+
+class NotUsable(OSError):
+    """One name's bytes cannot be read or replaced, though the others' may."""
 
 
 class Store:
@@ -67,8 +77,17 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
-        self._storage = Storage(default_cache_url() if url is None else url)
-        self.url = self._storage.url
+        self.url = self._asked = os.fspath(default_cache_url() if url is None else url)
+        self._problem = ""
+        self._removed_stale = False
+        if "://" not in self.url and "::" not in self.url:
+            path = os.path.expanduser(self.url)
+            if path.startswith("~"):
+                self._problem = "there is no such user on this machine"
+            try:
+                self.url = os.path.abspath(path)  # the current directory of now, not of the first use
+            except OSError:
+                self._problem = "it is relative to the current folder, which has been removed"
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -81,7 +100,7 @@ class Store:
         Raises:
             CacheFailed: the place cannot be read.
         """
-        record = self._load(_name(key))
+        record = self._load(f"{key.digest}.json")
         if record is None and log.isEnabledFor(logging.DEBUG):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DamagedRecordWarning)
@@ -109,12 +128,38 @@ class Store:
 
     def put_record(self, record: Record) -> None:
         """Keep a record as it is, with the time it was made; see `put`."""
-        name = _name(record.key)
+        name, data = f"{record.key.digest}.json", encode(record)
+
+        def replace_whole(fs: Any, root: str, is_local: bool) -> None:
+            if not is_local:
+                _put(fs, root, name, data)
+                return
+            temporary = f".{name}.{os.urandom(16).hex()}.tmp"
+            try:
+                _put(fs, root, temporary, data)
+                os.replace(_join(root, temporary), _join(root, name))
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    os.unlink(_join(root, temporary))
+                if isinstance(error, IsADirectoryError):
+                    raise NotUsable(error.errno, error.strerror) from error
+                raise
+
         try:
-            self._storage.write(name, encode(record))
-        except NotUsable as error:
+            with self._opened() as (fs, root, is_local):
+                # A FileNotFoundError: another process cleared the directory between two of our steps.
+                again = retrying(lambda error: _is_transient(error) or isinstance(error, FileNotFoundError))
+                again(replace_whole)(fs, root, is_local)
+        except NotUsable as error:  # it is the name of a folder
             path = f"{self.url.rstrip('/')}/{name}"
             warnings.warn(f"{path} was left alone, and its result is not cached: {error.strerror}", stacklevel=2)
+            return
+        if is_local and not self._removed_stale:
+            self._removed_stale = True
+            now = time.time()
+            for other, changed in self._files().items():
+                if _TEMPORARY.fullmatch(other) and now - changed >= STALE_SECONDS:
+                    self._remove(other)
 
     def entry(self, key: CacheKey, label: str = "") -> CacheEntry:
         """One key's place, which `find_max_batch_size` takes as its cache."""
@@ -129,7 +174,7 @@ class Store:
         Raises:
             CacheFailed: the place cannot be read.
         """
-        for name in self._storage.names():
+        for name in sorted(self._files()):
             record = self._load(name) if _NAME.fullmatch(name) and name.startswith(digest) else None
             if record is not None:
                 yield record
@@ -140,7 +185,7 @@ class Store:
 
     def remove(self, key: CacheKey) -> bool:
         """Remove one record; returns whether there was one. Raises as `clear`."""
-        return self._storage.remove(_name(key))
+        return self._remove(f"{key.digest}.json")
 
     def clear(self) -> int:
         """Remove everything that a store wrote, damaged records and temporary files included.
@@ -153,20 +198,25 @@ class Store:
         Raises:
             CacheFailed: the place cannot be written.
         """
-        self._storage.remove_temporary()
         removed = 0
-        for name in self._storage.names():
+        for name in sorted(self._files()):
+            if _TEMPORARY.fullmatch(name):  # a writer that is at work starts its write again
+                self._remove(name)
             if not _NAME.fullmatch(name):
                 continue
             try:
-                data = self._storage.read(name)
+                data = self._read(name)
             except NotUsable:
                 data = b"not known"
-            if data is not None and not is_record(data):
+            if data is None:
+                continue
+            # Written as a record, by this or another version, though it may be damaged since.
+            beginning, found = b'{\n"schema": 0,\n"created": "', re.sub(rb"\d+", b"0", data[:40])
+            if beginning.startswith(found) or found.startswith(beginning):
+                removed += self._remove(name)
+            else:
                 path = f"{self.url.rstrip('/')}/{name}"
                 warnings.warn(f"{path} was left alone: no record was read from it, so it may be yours", stacklevel=2)
-            elif data is not None:
-                removed += self._storage.remove(name)
         return removed
 
     def check_writable(self) -> None:
@@ -175,15 +225,18 @@ class Store:
         Raises:
             CacheFailed: the place cannot be written.
         """
-        self._storage.check_writable()
+        with self._opened() as (fs, root, _):
+            name = f".writable.{os.urandom(16).hex()}.tmp"
+            _put(fs, root, name, b"batchfinder was here\n")
+            fs.rm_file(_join(root, name))
 
     def _load(self, name: str) -> Record | None:
         try:
-            data = self._storage.read(name)
+            data = self._read(name)
             if data is None:
                 return None
             record = decode(data)
-            if _name(record.key) != name:
+            if f"{record.key.digest}.json" != name:
                 raise DamagedRecord("it holds another key's result")
         except (DamagedRecord, NotUsable) as damage:
             reason = damage.reason if isinstance(damage, DamagedRecord) else f"it cannot be read: {damage.strerror}"
@@ -191,78 +244,7 @@ class Store:
             return None
         return record
 
-
-class ResultEntry(Protocol):
-    """A place for one result, keyed by everything that changes it: `CacheEntry`, or one of your own."""
-
-    def get(self) -> SearchResult | None:
-        """The result kept here; None when there is none."""
-        ...
-
-    def put(self, outcome: SearchResult) -> None:
-        """Keep a result here."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """One key's place in a store; see `Store.get` and `Store.put`."""
-
-    store: Store
-    key: CacheKey
-    label: str = ""
-
-    def get(self) -> SearchResult | None:
-        return self.store.get(self.key)
-
-    def put(self, result: SearchResult) -> None:
-        self.store.put(self.key, result, self.label)
-
-
-def _name(key: CacheKey) -> str:
-    return f"{key.digest}.json"
-
-
-STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a write takes milliseconds
-
-_TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?::/?|//+)(?!/)")  # of a URL, with a colon or a slash too few
-_TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
-
-
-def _is_transient(error: Exception) -> bool:
-    return isinstance(error, ConnectionError | TimeoutError) or (
-        isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
-    )
-
-
-class NotUsable(OSError):
-    """One name's bytes cannot be read or replaced, though the others' may."""
-
-
-class Storage:
-    """A directory of named byte strings. Nothing is imported, opened or created before the first use.
-
-    Every method raises `CacheFailed` where the place cannot be used.
-
-    Args:
-        url: a path or any fsspec URL; a relative path means the current directory of now, not of the first use.
-    """
-
-    def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = self._asked = os.fspath(url)
-        self._problem = ""
-        if "://" not in self.url and "::" not in self.url:
-            path = os.path.expanduser(self.url)
-            if path.startswith("~"):
-                self._problem = "there is no such user on this machine"
-            try:
-                self.url = os.path.abspath(path)
-            except OSError:
-                self._problem = "it is relative to the current folder, which has been removed"
-        self._removed_stale = False
-
-    def read(self, name: str) -> bytes | None:
+    def _read(self, name: str) -> bytes | None:
         """Return a name's bytes, None when there are none.
 
         Raises:
@@ -290,64 +272,13 @@ class Storage:
                 raise NotUsable(errno.EFBIG, f"it is larger than {format_bytes(MAX_RECORD_BYTES)}")
             return data
 
-    def write(self, name: str, data: bytes) -> None:
-        """Give a name these bytes, in place of any it had.
-
-        Raises:
-            NotUsable: it is the name of a folder.
-        """
-        with self._opened() as (fs, root, is_local):
-
-            def replace_whole() -> None:
-                if not is_local:
-                    _put(fs, root, name, data)
-                    return
-                temporary = f".{name}.{os.urandom(16).hex()}.tmp"
-                try:
-                    _put(fs, root, temporary, data)
-                    os.replace(_join(root, temporary), _join(root, name))
-                except BaseException as error:
-                    with contextlib.suppress(OSError):
-                        os.unlink(_join(root, temporary))
-                    if isinstance(error, IsADirectoryError):
-                        raise NotUsable(error.errno, error.strerror) from error
-                    raise
-
-            # A FileNotFoundError: another process cleared the directory between two of our steps.
-            retrying(lambda error: _is_transient(error) or isinstance(error, FileNotFoundError))(replace_whole)()
-        if is_local and not self._removed_stale:
-            self._removed_stale = True
-            self.remove_temporary(older_than=STALE_SECONDS)
-
-    def names(self) -> list[str]:
-        """Return every name, sorted; temporary files have none."""
-        return sorted(name for name in self._files() if not _TEMPORARY.fullmatch(name))
-
-    def remove(self, name: str) -> bool:
-        """Remove a name; returns whether it was there."""
+    def _remove(self, name: str) -> bool:
         with self._opened() as (fs, root, _):
             try:
                 retrying(_is_transient)(fs.rm_file)(_join(root, name))
             except FileNotFoundError:
                 return False
             return True
-
-    def remove_temporary(self, older_than: float = 0.0) -> None:
-        """Remove the temporary files of every writer, but not those changed within so many seconds.
-
-        A writer that is at work starts its write again.
-        """
-        now = time.time()
-        for name, changed in self._files().items():
-            if _TEMPORARY.fullmatch(name) and now - changed >= older_than:
-                self.remove(name)
-
-    def check_writable(self) -> None:
-        """Write and remove a file, to check before any work is done that this is possible."""
-        with self._opened() as (fs, root, _):
-            name = f".writable.{os.urandom(16).hex()}.tmp"
-            _put(fs, root, name, b"batchfinder was here\n")
-            fs.rm_file(_join(root, name))
 
     def _files(self) -> dict[str, float]:
         """When each file was changed last, by its name; 0 where the file system does not say."""
@@ -393,6 +324,12 @@ class Storage:
             raise CacheFailed(self.url, reason) from error
 
 
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, ConnectionError | TimeoutError) or (
+        isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS
+    )
+
+
 def _join(root: str, name: str) -> str:
     return f"{root.rstrip('/')}/{name}"
 
@@ -415,3 +352,30 @@ def _put(fs: Any, root: str, name: str, data: bytes) -> None:
         # bucket out of a misspelt name.
         fs.mkdir(root, create_parents=False)
         fs.pipe_file(path, data)
+
+
+class ResultEntry(Protocol):
+    """A place for one result, keyed by everything that changes it: `CacheEntry`, or one of your own."""
+
+    def get(self) -> SearchResult | None:
+        """The result kept here; None when there is none."""
+        ...
+
+    def put(self, outcome: SearchResult) -> None:
+        """Keep a result here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One key's place in a store; see `Store.get` and `Store.put`."""
+
+    store: Store
+    key: CacheKey
+    label: str = ""
+
+    def get(self) -> SearchResult | None:
+        return self.store.get(self.key)
+
+    def put(self, result: SearchResult) -> None:
+        self.store.put(self.key, result, self.label)

@@ -53,23 +53,7 @@ def trim(batch: Any, *, multiple_of: int = 1) -> Any:
         A batch of the same make with views of its tensors; the batch itself if there is nothing that may be cut.
     """
     found = dict(tensors(batch))
-    cuts: dict[tuple[Path, int], tuple[int, int]] = {}
-    for mask, members in _members_by_mask(found).items():
-        cuts |= _cuts(found, found[mask], members, multiple_of)
-    if not cuts:
-        return batch
-
-    def trimmed(path: Path, leaf: Any) -> Any:
-        for dim in range(1, leaf.ndim if isinstance(leaf, Tensor) else 0):
-            if (path, dim) in cuts:
-                leaf = leaf.narrow(dim, *cuts[path, dim])
-        return leaf
-
-    return map_leaves(trimmed, batch)
-
-
-def _members_by_mask(found: dict[Path, Tensor]) -> dict[Path, list[tuple[Path, str]]]:
-    """By mask, the paths of the tensors it is for, itself included, with their names less its prefix and suffix."""
+    # By mask, the paths of the tensors it is for, itself included, with their names less its prefix and suffix.
     names = {path: str(path[-1]) if path else "" for path in found}
     members: dict[Path, list[tuple[Path, str]]] = {
         path: [] for path, tensor in found.items() if tensor.ndim == 2 and MASK in names[path]
@@ -87,7 +71,19 @@ def _members_by_mask(found: dict[Path, Tensor]) -> dict[Path, list[tuple[Path, s
         if fitting:
             _, owner, base = max(fitting, key=lambda item: item[0])
             members[owner].append((path, base))
-    return members
+    cuts: dict[tuple[Path, int], tuple[int, int]] = {}
+    for mask, masked in members.items():
+        cuts |= _cuts(found, found[mask], masked, multiple_of)
+    if not cuts:
+        return batch
+
+    def trimmed(path: Path, leaf: Any) -> Any:
+        for dim in range(1, leaf.ndim if isinstance(leaf, Tensor) else 0):
+            if (path, dim) in cuts:
+                leaf = leaf.narrow(dim, *cuts[path, dim])
+        return leaf
+
+    return map_leaves(trimmed, batch)
 
 
 def _cuts(

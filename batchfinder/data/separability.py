@@ -78,11 +78,40 @@ def check_separable(
         whole = _loss(loss_of, few)
         if not math.isfinite(whole) or _relative_difference(whole, _loss(loss_of, few, seed=1)) > tolerance / 10:
             return None
-        differs = _check_parts(loss_of, few, whole, weight, tolerance)
-        if differs is not None:
-            return differs
+        # In halves, and with one sample alone.
+        samples = samples_in(few)
+        ways = []
+        for sizes in ([samples - samples // 2, samples // 2], [1, samples - 1]):
+            parts = split(few, sizes)
+            ways.append((sizes, parts, [_loss(loss_of, part) for part in parts]))
+
+        def differences(rule: Weight) -> list[tuple[float, list[int], float]]:
+            """Of each way the relative difference, the sizes, and their losses put together."""
+            found = []
+            for sizes, parts, losses in ways:
+                factors = weigh(parts, rule)
+                total = math.fsum(factor * loss for factor, loss in zip(factors, losses, strict=True) if factor)
+                found.append((_relative_difference(whole, total), sizes, total))
+            return found
+
+        difference, sizes, total = max(differences(weight), key=itemgetter(0))
+        if not difference <= tolerance:  # NaN as well
+            said = f"weight={weight!r}" if isinstance(weight, str) else "your weight="
+            text = (
+                f"the loss of {samples} samples is {whole:.6g}, and the losses of {sizes[0]} and {sizes[1]} of them,"
+                f" put together by {said}, make {total:.6g}, {_percent(whole, total)}"
+            )
+            for rule in WEIGHTS:
+                with suppress(NotSplittable):  # there are no labels to count
+                    if rule != weight and all(difference <= tolerance for difference, _, _ in differences(rule)):
+                        return f"{text}. With weight={rule!r} it would be the same: pass that"
+            return (
+                f"{text}. A loss that compares the samples of a batch with each other (in-batch negatives) cannot be"
+                " split; one that is a mean over something else can, with weight= a function that returns how much of"
+                " that a micro-batch has"
+            )
         # The sample with the most padding, with it and without.
-        alone = split(few, [1] * samples_in(few))
+        alone = split(few, [1] * samples)
         pairs = [(part, cut) for part in alone if (cut := trim(part)) is not part]
         if not pairs:
             return None
@@ -95,44 +124,6 @@ def check_separable(
         f" {before:.6g} one of {after:.6g}, {_percent(before, after)}: something looks at tokens that attention_mask"
         " leaves out. Pass the mask to every module that needs it; or give it another name in the batch, and nothing"
         " is cut off"
-    )
-
-
-def _check_parts(
-    loss_of: Callable[[Any], Tensor], few: Any, whole: float, weight: Weight, tolerance: float
-) -> str | None:
-    """Compare the loss with the weighted sum of the parts' losses, in halves and with one sample alone."""
-    samples = samples_in(few)
-    ways = []
-    for sizes in ([samples - samples // 2, samples // 2], [1, samples - 1]):
-        parts = split(few, sizes)
-        ways.append((sizes, parts, [_loss(loss_of, part) for part in parts]))
-
-    def differences(rule: Weight) -> list[tuple[float, list[int], float]]:
-        """Of each way the relative difference, the sizes, and their losses put together."""
-        found = []
-        for sizes, parts, losses in ways:
-            factors = weigh(parts, rule)
-            total = math.fsum(factor * loss for factor, loss in zip(factors, losses, strict=True) if factor)
-            found.append((_relative_difference(whole, total), sizes, total))
-        return found
-
-    difference, sizes, total = max(differences(weight), key=itemgetter(0))
-    if difference <= tolerance:
-        return None
-    said = f"weight={weight!r}" if isinstance(weight, str) else "your weight="
-    text = (
-        f"the loss of {samples} samples is {whole:.6g}, and the losses of {sizes[0]} and {sizes[1]} of them, put"
-        f" together by {said}, make {total:.6g}, {_percent(whole, total)}"
-    )
-    for rule in WEIGHTS:
-        with suppress(NotSplittable):  # there are no labels to count
-            if rule != weight and all(difference <= tolerance for difference, _, _ in differences(rule)):
-                return f"{text}. With weight={rule!r} it would be the same: pass that"
-    return (
-        f"{text}. A loss that compares the samples of a batch with each other (in-batch negatives) cannot be split; one"
-        " that is a mean over something else can, with weight= a function that returns how much of that a micro-batch"
-        " has"
     )
 
 

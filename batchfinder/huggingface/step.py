@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,9 @@ from torch.utils import _pytree as pytree
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
+from batchfinder.data.longest_samples import UnreadableData, batches_of
+from batchfinder.data.sequence_dim import find_sequence
+from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.tune import process_settings
 from batchfinder.measure.device_memory import Memory
@@ -18,15 +21,6 @@ from batchfinder.measure.key_fields import describe_batch, measured_key_fields, 
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.results import Shape
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from batchfinder.data.longest_samples import UnreadableData, batches_of
-from batchfinder.data.sequence_dim import find_sequence
-from batchfinder.errors import InvalidValue
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -52,7 +46,10 @@ class TrainerStep:
         trainer = self._trainer
         args, model, count = trainer.args, trainer.model_wrapped, len(micro_batches)
         batches, num_items = trainer.get_batch_samples(iter(micro_batches), count, args.device)
-        held = self._not_run(batches)
+        # Copies in place of the micro-batches that a real step would have fetched as well.
+        window = -(-self._target_batch_size // self._batches.made)
+        missing = range(window + 1 - len(batches))
+        held = [pytree.tree_map_only(torch.Tensor, torch.clone, batches[-1]) for _ in missing]
         trainer.current_gradient_accumulation_steps = len(batches)
         self._call_back("on_step_begin")
         for index, inputs in enumerate(batches):
@@ -75,11 +72,6 @@ class TrainerStep:
     def _call_back(self, event: str) -> None:
         trainer = self._trainer
         trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
-
-    def _not_run(self, batches: Sequence[Any]) -> list[Any]:
-        """Copies in place of the micro-batches that a real step would have fetched as well."""
-        window = -(-self._target_batch_size // self._batches.made)
-        return [pytree.tree_map_only(torch.Tensor, torch.clone, batches[-1]) for _ in range(window + 1 - len(batches))]
 
 
 ARGUMENTS = (
@@ -110,10 +102,14 @@ def make_key(
     size, for the shapes and dtypes of the data.
     """
     args, model, optimizers = trainer.args, trainer.model_wrapped, config.optimizers
+    arguments = {name: getattr(args, name, None) for name in ARGUMENTS}
     extra: dict[str, Json] = {
         "sample": describe_batch(sample),
         "trainer": f"{type(trainer).__module__}.{type(trainer).__qualname__}",
-        "arguments": {name: _json(getattr(args, name, None)) for name in ARGUMENTS},
+        "arguments": {
+            name: value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+            for name, value in arguments.items()
+        },
         "target": limits.target_batch_size,
         "headroom": limits.headroom,
         "clip": bool(args.max_grad_norm and args.max_grad_norm > 0),
@@ -137,10 +133,6 @@ def make_key(
         versions=versions("transformers", "accelerate"),
         extra=extra,
     )
-
-
-def _json(value: Any) -> Json:
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
 
 
 MakeBatch = Callable[[int, int | None], Any]
@@ -214,36 +206,30 @@ class TrainerBatches:
 
         self.made = batch_size
         try:
-            batch = self._made(batch_size, seq_len)
+            if self._make_batch is not None:
+                batch = self._make_batch(batch_size, seq_len)
+            else:
+                batch = self._batches.batch(batch_size, longest=seq_len is None)
+                if batch is None:
+                    raise InvalidValue(
+                        "train_dataset",
+                        "batches without a tensor",
+                        f"batches that tell how many samples they have, {_MAKE_BATCH}",
+                    )
+                if seq_len is not None:
+                    found = find_sequence(*self._batches.extremes(longest=False))
+                    if isinstance(found, str):
+                        raise InvalidValue(
+                            "seq_len",
+                            seq_len,
+                            f"None, since it cannot be seen which dimension is the sequence: {found}; {_MAKE_BATCH}",
+                        )
+                    batch = found.stretch(batch, seq_len)
         except UnreadableData:
-            raise self._unreadable() from None
-        return batch if self._device is None else send_to_device(batch, self._device)
-
-    def _unreadable(self) -> InvalidValue:
-        return InvalidValue(
-            "train_dataset",
-            type(self._dataset).__name__,
-            "at least one sample, in data that can be read more than once, since what is read to try sizes with would "
-            f"be missing from the training; {_MAKE_BATCH}",
-        )
-
-    def _made(self, batch_size: int, seq_len: int | None) -> Any:
-        if self._make_batch is not None:
-            return self._make_batch(batch_size, seq_len)
-        batch = self._batches.batch(batch_size, longest=seq_len is None)
-        if batch is None:
             raise InvalidValue(
                 "train_dataset",
-                "batches without a tensor",
-                f"batches that tell how many samples they have, {_MAKE_BATCH}",
-            )
-        if seq_len is None:
-            return batch
-        found = find_sequence(*self._batches.extremes(longest=False))
-        if isinstance(found, str):
-            raise InvalidValue(
-                "seq_len",
-                seq_len,
-                f"None, since it cannot be seen which dimension is the sequence: {found}; {_MAKE_BATCH}",
-            )
-        return found.stretch(batch, seq_len)
+                type(self._dataset).__name__,
+                "at least one sample, in data that can be read more than once, since what is read to try sizes with "
+                f"would be missing from the training; {_MAKE_BATCH}",
+            ) from None
+        return batch if self._device is None else send_to_device(batch, self._device)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, MissingExtra
@@ -15,20 +20,8 @@ from batchfinder.loop.result import TunedBatchSize
 from batchfinder.loop.tune import tune_loop
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Trial
-from batchfinder.units import parse_budget, parse_headroom
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, TypeVar
-
-import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from batchfinder.snapshot.training_state import TrainingState
+from batchfinder.units import parse_budget, parse_headroom
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -51,21 +44,6 @@ def check_trainer(trainer: Trainer) -> None:
         raise InvalidValue("trainer", type(trainer).__name__, "a transformers.Trainer, or a class derived from it")
     if trainer.train_dataset is None:
         raise InvalidValue("train_dataset", None, "the data that trainer.train() will read, to make batches of")
-    _check_alone(trainer)
-    args = trainer.args
-    if args.auto_find_batch_size:
-        raise InvalidValue(
-            "auto_find_batch_size", True, "False, since it would change the size again, and the effective batch with it"
-        )
-    if str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance"):
-        raise InvalidValue(
-            "train_sampling_strategy",
-            "batch_rebalance",
-            "'random', 'sequential' or 'group_by_length', whose micro-batches have the same number of samples each",
-        )
-
-
-def _check_alone(trainer: Trainer) -> None:
     args = trainer.args
     alone = "find the size on one device, and set per_device_train_batch_size and gradient_accumulation_steps by hand"
     if args.world_size > 1:
@@ -88,6 +66,16 @@ def _check_alone(trainer: Trainer) -> None:
     for name, enabled in sharded.items():
         if enabled:
             raise InvalidValue("the trainer's parallelism", name, f"a model that is whole on one device; {alone}")
+    if args.auto_find_batch_size:
+        raise InvalidValue(
+            "auto_find_batch_size", True, "False, since it would change the size again, and the effective batch with it"
+        )
+    if str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance"):
+        raise InvalidValue(
+            "train_sampling_strategy",
+            "batch_rebalance",
+            "'random', 'sequential' or 'group_by_length', whose micro-batches have the same number of samples each",
+        )
 
 
 def tune_trainer(
@@ -214,13 +202,17 @@ def where_training_begins(
         InvalidValue: the trainer steps without asking for batches.
         Exception: whatever the preparations or the body raised, unchanged.
     """
+    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
     # Tensors are left alone: the preparations write to none that training would not write to, and a copy takes memory.
     before = TrainingState.capture(trainer, left_alone=[torch.Tensor, *bulk_data(trainer)])
     try:
         with ExitStack() as entered:
             refusing = register_optimizer_step_pre_hook(_refuse)
             entered.callback(refusing.remove)
-            entered.enter_context(_quiet())
+            log = logging.getLogger("transformers.trainer")  # announces a training that does not take place
+            entered.callback(log.setLevel, log.level)
+            log.setLevel(max(log.level, logging.WARNING))
 
             def begin() -> T:
                 refusing.remove()
@@ -231,13 +223,26 @@ def where_training_begins(
             sentinel = _LoaderSentinel(loader, begin)
             vars(trainer)["get_train_dataloader"] = lambda: sentinel
             trainer.args.eval_on_start = False
-            trainer.callback_handler = _only(trainer, callbacks)
+            kinds = tuple(callback for callback in callbacks if isinstance(callback, type))
+            named = [
+                callback
+                for callback in trainer.callback_handler.callbacks
+                if isinstance(callback, kinds) or any(callback is one for one in callbacks)
+            ]
+            handler: Any = CallbackHandler
+            trainer.callback_handler = handler(
+                [DefaultFlowCallback(), *named],
+                trainer.model,
+                trainer.processing_class,
+                trainer.optimizer,
+                trainer.lr_scheduler,
+            )
             try:
                 trainer.train()
             except _TrainingInterrupted as returned:
-                result: T = returned.value
+                result: T = returned.args[0]
                 return result
-        raise _unsupported(trainer, "ends")
+        _refuse(trainer, does="ends")
     finally:
         before.restore()
 
@@ -252,10 +257,6 @@ def bulk_data(trainer: Trainer) -> list[Any]:
 
 class _TrainingInterrupted(BaseException):
     """Carries what the body returned out of `train()`, past handlers of exceptions."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
 
 
 class _LoaderSentinel:
@@ -275,45 +276,10 @@ class _LoaderSentinel:
         raise _TrainingInterrupted(body())
 
 
-def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    raise _unsupported(optimizer, "steps")
-
-
-def _unsupported(item: Any, does: str) -> InvalidValue:
-    return InvalidValue(
+def _refuse(item: Any, *hooked: Any, does: str = "steps") -> NoReturn:
+    """As it is, a hook before any optimizer's step."""
+    raise InvalidValue(
         "trainer",
         f"{type(item).__name__} {does} without a batch",
         "a trainer whose train() iterates over get_train_dataloader(); for a loop of its own there is tune_batch_size",
     )
-
-
-def _only(trainer: Trainer, callbacks: Sequence[Any]) -> Any:
-    """A handler of the flow of training, and of the callbacks that take part."""
-    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
-
-    kinds = tuple(callback for callback in callbacks if isinstance(callback, type))
-    named = [
-        callback
-        for callback in trainer.callback_handler.callbacks
-        if isinstance(callback, kinds) or any(callback is one for one in callbacks)
-    ]
-    handler: Any = CallbackHandler
-    return handler(
-        [DefaultFlowCallback(), *named],
-        trainer.model,
-        trainer.processing_class,
-        trainer.optimizer,
-        trainer.lr_scheduler,
-    )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the trainer from announcing a training that does not take place."""
-    log = logging.getLogger("transformers.trainer")
-    level = log.level
-    log.setLevel(logging.WARNING if level < logging.WARNING else level)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

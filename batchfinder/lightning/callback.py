@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -37,15 +37,15 @@ from batchfinder.lightning.compat import (
     callbacks_of,
     class_for,
     has_other_processes,
+    is_a,
     is_fast_dev_run,
     loader_source,
-    return_to_caller,
     running_stage,
 )
 from batchfinder.lightning.ddp import ranks_of
-from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, move_ahead_of_tuners
-from batchfinder.lightning.micro_batching.fit import MicroBatchingFit
-from batchfinder.lightning.options import FinderOptions, check_trainer
+from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data
+from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
+from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
 from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.oom import classify
@@ -62,16 +62,16 @@ _FINDERS: WeakValueDictionary[str, BatchFinder] = WeakValueDictionary()
 """This process's finders by their tokens, which finders in processes that a trainer starts have as well."""
 
 
+@dataclass(frozen=True)
 class FoundElsewhere:
     """What a finder found, which is set on the caller's finder where it is unpickled: in the caller's process."""
 
-    def __init__(self, finder: BatchFinder, token: str) -> None:
-        self._finder = finder
-        self._token = token
+    finder: BatchFinder
+    token: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = {name: getattr(self._finder, name) for name in ("batch_size", "plan", "results")}
-        return _set_found, (self._token, found)
+        found = {name: getattr(self.finder, name) for name in ("batch_size", "plan", "results")}
+        return _set_found, (self.token, found)
 
 
 def _set_found(token: str, found: dict[str, Any]) -> None:
@@ -307,9 +307,18 @@ class BatchFinder(Accumulating):
         if is_fast_dev_run(trainer):
             return
         if has_other_processes(trainer):
-            return_to_caller(trainer, FoundElsewhere(self, self._token))
+            # Pickled with what such a fit returns to the caller's process, when it has ended.
+            launcher: Any = trainer.strategy.launcher
+            collect, found = launcher.get_extra_results, FoundElsewhere(self, self._token)
+            vars(launcher)["get_extra_results"] = lambda trainer: {**collect(trainer), "batchfinder": found}
         if stage == "fit":
-            move_ahead_of_tuners(trainer, self)
+            # Lightning has put a LearningRateFinder first. A learning rate is right for one batch size: it has to be
+            # looked for with the size that will train.
+            callbacks = callbacks_of(trainer)
+            tuners = [index for index, callback in enumerate(callbacks) if is_a(callback, "LearningRateFinder")]
+            if tuners and callbacks.index(self) > tuners[0]:
+                others = [callback for callback in callbacks if callback is not self]
+                vars(trainer)["callbacks"] = [*others[: tuners[0]], self, *others[tuners[0] :]]
             self._scheduler_setup.watch(trainer)
         elif stage in self.options.also or self._finding:
             self._evaluation_restart.watch(getattr(trainer, f"{running}_loop"))
@@ -437,7 +446,9 @@ class BatchFinder(Accumulating):
         else:
             self.batch_size = micro_batching.samples(batches)
             config = TrialConfig(stage, accumulation=accumulation, split_batch_size=self.batch_size)
-        extra = [] if micro_batching is None else [micro_batching.dry_run_memory(self.batch_size)]
+        extra = []
+        if micro_batching is not None:
+            extra = [DryRunMemory(self.batch_size, micro_batching.recovers, options.split_batches == IN_ORDER)]
         tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra, self._resumed)
         splits, longest = micro_batching is not None and stage == "fit", tuner.longest_seq_len
         lengths = micro_batching.lengths(longest) if micro_batching is not None and splits else None

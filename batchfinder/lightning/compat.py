@@ -285,13 +285,6 @@ def has_other_processes(trainer: Trainer) -> bool:
     return is_a(trainer.strategy.launcher, "_MultiProcessingLauncher")
 
 
-def return_to_caller(trainer: Trainer, thing: object) -> None:
-    """Let an object be pickled with what such a fit returns to the caller's process, when it has ended."""
-    launcher: Any = trainer.strategy.launcher
-    collect = launcher.get_extra_results
-    vars(launcher)["get_extra_results"] = lambda trainer: {**collect(trainer), "batchfinder": thing}
-
-
 def forget_used_parameters(trainer: Trainer) -> None:
     """Wrap the module in DDP again where DDP records which parameters a backward reaches: the tries are in its record.
 

@@ -288,18 +288,6 @@ def active_callbacks(
     return ActiveCallbacks([*active, *extra], not_started, inactive)
 
 
-def move_ahead_of_tuners(trainer: Trainer, finder: Callback) -> None:
-    """Move the finder before a LearningRateFinder, which Lightning has put first.
-
-    A learning rate is right for one batch size: it has to be looked for with the size that will train.
-    """
-    callbacks = callbacks_of(trainer)
-    tuners = [index for index, callback in enumerate(callbacks) if is_a(callback, "LearningRateFinder")]
-    if tuners and callbacks.index(finder) > tuners[0]:
-        others = [callback for callback in callbacks if callback is not finder]
-        vars(trainer)["callbacks"] = [*others[: tuners[0]], finder, *others[tuners[0] :]]
-
-
 def _holds_tensors(value: object, depth: int = 2) -> bool:
     if isinstance(value, torch.Tensor | torch.nn.Module):
         return True

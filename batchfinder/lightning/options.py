@@ -96,11 +96,6 @@ class FinderOptions:
             }
         )
 
-    @property
-    def in_order(self) -> bool:
-        """Whether a split batch keeps the order of its samples although their lengths are known."""
-        return self.split_batches == IN_ORDER
-
 
 _SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 _OTHER_FINDERS = ("BatchSizeFinder",)

@@ -133,6 +133,14 @@ def test_samples_that_are_compared():
     )
 
 
+def test_a_part_without_a_finite_loss():
+    """A loss that is NaN in the halves alone differs from the whole's, and that is said."""
+    nothing = torch.tensor(torch.nan)
+    said = check_separable(lambda batch: nothing if len(batch["y"]) == 2 else total(batch), BATCH, "sum")
+    assert said is not None
+    assert said.startswith("the loss of 4 samples is ")
+
+
 def test_padding_that_counts():
     """A model that looks at what its mask leaves out has another loss once the padding is gone; this is said."""
     model, batch = Reader().eval(), text([8, 3, 6, 8], 8)

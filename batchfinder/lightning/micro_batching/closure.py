@@ -209,7 +209,9 @@ class MicroBatchClosure:
                         result = attempt(partial(run, parts), device.type)
                     failed = isinstance(result, Failure)
                     if isinstance(result, Failure):
-                        tries.record_failure(parts[at], result.message)
+                        # Of the micro-batch only the size is kept.
+                        tries.failed.append((parts[at].samples, parts[at].seq_len, parts[at].positions[0]))
+                        tries.message = result.message
                         restore()
                     if recovery.all_ranks_succeeded(tries, failed):
                         break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from batchfinder.accumulation import plan_accumulation
 from batchfinder.data.batch import Layout, samples_in, tensors
 from batchfinder.data.padding import sample_lengths
 from batchfinder.data.separability import SAMPLES, check_separable, not_separable
-from batchfinder.data.split import Weight
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError
 from batchfinder.lightning.accumulation import warn_if_inexact_target
@@ -28,7 +28,7 @@ from batchfinder.lightning.dry_run import capture_data
 from batchfinder.lightning.micro_batching.closure import MicroBatchClosure
 from batchfinder.lightning.micro_batching.micro_batch import LengthTable, micro_batches
 from batchfinder.lightning.micro_batching.recovery import BatchSnapshot, Recovery
-from batchfinder.lightning.options import FinderOptions
+from batchfinder.lightning.options import IN_ORDER, FinderOptions
 from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import Shape
@@ -41,32 +41,32 @@ _NAMED_LAYERS = 3
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class DryRunMemory(Callback):  # type: ignore[misc, unused-ignore]
     """Takes part in the tries, each of which has two micro-batches of one size.
 
     In training the whole batch is on the device, and once more if it is sorted by length; and where a batch is to be
     run again after a failure, copies of buffers are there.
 
-    Args:
+    Attributes:
         samples: of a whole batch on this device; None where the loaders do not say.
         recovers: whether batches are run again.
         in_order: whether samples keep their order.
     """
 
-    def __init__(self, samples: int | None, recovers: bool, in_order: bool) -> None:
-        self._samples = samples
-        self._recovers = recovers
-        self._in_order = in_order
+    samples: int | None
+    recovers: bool
+    in_order: bool
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Held until the try's own loop is dropped.
         held = vars(trainer.fit_loop).setdefault("_batchfinder_dry_run", [])
-        if not held and self._recovers:
+        if not held and self.recovers:
             held.append(BatchSnapshot(pl_module))
         if batch_idx == 0:
             here = samples_in(batch)
-            whole = max(here, self._samples or 0)
-            if whole > here and not self._in_order and sample_lengths(batch) is not None:
+            whole = max(here, self.samples or 0)
+            if whole > here and not self.in_order and sample_lengths(batch) is not None:
                 whole += whole
             nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors(batch))
             missing = (whole - here) * nbytes // here
@@ -112,9 +112,6 @@ class MicroBatchingFit:
                     self._lengths.append(longest)
         return self._lengths
 
-    def dry_run_memory(self, samples: int | None) -> DryRunMemory:
-        return DryRunMemory(samples, self.recovers, self._options.in_order)
-
     def begin(
         self,
         trainer: Trainer,
@@ -123,15 +120,58 @@ class MicroBatchingFit:
         results: Sequence[TuningResult],
         ranks: Ranks,
     ) -> None:
-        """Split from now on, by the results of each length. The trainer's loop has not started."""
+        """Split from now on, by the results of each length, and warn once of all that this changes in what is trained.
+
+        The trainer's loop has not started.
+        """
         self._results = {found.result.shape.seq_len: found for found in results}
         sizes, size = {}, results[0].batch_size
         for length in self._lengths:  # a batch that fits whole at one length was not tried at shorter ones
             size = self._results[length].batch_size if length in self._results else size
             sizes[length] = size
         self.table = table = LengthTable(sizes)
-        weight, in_order = self._options.weight, self._options.in_order
-        warn_if_inexact(trainer, finder, batches, table, weight)
+        weight, in_order = self._options.weight, self._options.split_batches == IN_ORDER
+        # What makes the split batch's gradient another one than the whole batch's. The loss is looked at with a few
+        # samples, in eval mode and without gradients; all of that is put back.
+        module = trainer.lightning_module
+        reasons = []
+        names = not_separable(module)
+        if names:
+            more = f" and {len(names) - _NAMED_LAYERS} more" if len(names) > _NAMED_LAYERS else ""
+            reasons.append(
+                f"{', '.join(names[:_NAMED_LAYERS])}{more} look at all samples of a micro-batch "
+                "together, which are fewer than the batch's; a GroupNorm or LayerNorm would not"
+            )
+
+        def loss_of(batch: Any) -> Tensor:
+            with trainer.precision_plugin.train_step_context():
+                output = module.training_step(*training_step_arguments(trainer, batch))
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            return torch.tensor(float("nan")) if loss is None else loss
+
+        samples = min(SAMPLES, *table.sizes.values())
+        if samples > 1:
+            untouched, start = capture_data(trainer, finder), BatchSnapshot(module)
+            try:
+                batch = transfer_batch(trainer, batches.mixed(samples))
+                module.eval()
+                vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
+                with local_only(trainer):
+                    differs = check_separable(loss_of, batch, weight)
+                if differs is not None:
+                    reasons.append(differs)
+            except BatchFinderError:
+                raise
+            except Exception as error:  # of a step that cannot run in eval mode, say; training will show what it is
+                log.info(
+                    "BatchFinder: whether the loss may be split was not checked: %s: %s", type(error).__name__, error
+                )
+            finally:
+                start.restore()
+                untouched.restore()
+        if reasons:
+            rank_zero_warn(f"BatchFinder splits batches, which changes what is trained: {'. Also: '.join(reasons)}.")
+
         recovery = None
         if self.recovers:
             entries = {length: found.entry for length, found in self._results.items() if found.entry is not None}
@@ -155,48 +195,3 @@ class MicroBatchingFit:
         if self._closure is not None:
             self._closure.undo()
         self._closure = None
-
-
-def warn_if_inexact(
-    trainer: Trainer, finder: Callback, batches: ProbeBatches, table: LengthTable, weight: Weight
-) -> None:
-    """Warn once of all that makes the split batch's gradient another one than the whole batch's.
-
-    The loss is looked at with a few samples, in eval mode and without gradients; all of that is put back.
-    """
-    module = trainer.lightning_module
-    reasons = []
-    names = not_separable(module)
-    if names:
-        more = f" and {len(names) - _NAMED_LAYERS} more" if len(names) > _NAMED_LAYERS else ""
-        reasons.append(
-            f"{', '.join(names[:_NAMED_LAYERS])}{more} look at all samples of a micro-batch "
-            "together, which are fewer than the batch's; a GroupNorm or LayerNorm would not"
-        )
-
-    def loss_of(batch: Any) -> Tensor:
-        with trainer.precision_plugin.train_step_context():
-            output = module.training_step(*training_step_arguments(trainer, batch))
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        return torch.tensor(float("nan")) if loss is None else loss
-
-    samples = min(SAMPLES, *table.sizes.values())
-    if samples > 1:
-        untouched, start = capture_data(trainer, finder), BatchSnapshot(module)
-        try:
-            batch = transfer_batch(trainer, batches.mixed(samples))
-            module.eval()
-            vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
-            with local_only(trainer):
-                differs = check_separable(loss_of, batch, weight)
-            if differs is not None:
-                reasons.append(differs)
-        except BatchFinderError:
-            raise
-        except Exception as error:  # of a step that cannot run in eval mode, say; training will show what it is
-            log.info("BatchFinder: whether the loss may be split was not checked: %s: %s", type(error).__name__, error)
-        finally:
-            start.restore()
-            untouched.restore()
-    if reasons:
-        rank_zero_warn(f"BatchFinder splits batches, which changes what is trained: {'. Also: '.join(reasons)}.")

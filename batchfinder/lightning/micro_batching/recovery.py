@@ -21,7 +21,7 @@ from batchfinder.cache.store import ResultEntry
 from batchfinder.cache.validity import lower
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import CacheFailed, RankFailed, SampleDoesNotFit
-from batchfinder.lightning.micro_batching.micro_batch import LengthTable, MicroBatch, smaller
+from batchfinder.lightning.micro_batching.micro_batch import LengthTable, smaller
 from batchfinder.snapshot.training_state import ProcessState
 
 _PLAIN = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, tuple})
@@ -115,28 +115,24 @@ class RecoveryAttempt:
     message: str = ""  # what the device said last
     record: str = ""  # about the cache's record, which the first rank alone writes; empty if it was not lowered
 
-    def record_failure(self, part: MicroBatch, message: str) -> None:
-        """Record that a micro-batch, of which only the size is kept, ran out of memory."""
-        self.failed.append((part.samples, part.seq_len, part.positions[0]))
-        self.message = message
 
-
+@dataclass(eq=False)
 class Recovery:
     """Decides how a batch that ran out of memory is run again. All ranks decide the same.
 
     The first time it is run as it was: the sizes ran when they were tried, so a fragmented memory or a neighbour may be
     to blame. From the second time on, what failed is made smaller, for this length and longer ones, for good.
 
-    Args:
+    Attributes:
         table: the sizes, which are lowered.
         entries: where the cache keeps the answer for each length.
+        warned: whether the user was told of a batch that ran when it was run again as it was.
     """
 
-    def __init__(self, table: LengthTable, entries: Mapping[int | None, ResultEntry], ranks: Ranks) -> None:
-        self._table = table
-        self._entries = entries
-        self._ranks = ranks
-        self._warned = False
+    table: LengthTable
+    entries: Mapping[int | None, ResultEntry]
+    ranks: Ranks
+    warned: bool = field(default=False, init=False)
 
     @contextmanager
     def broadcast_errors(self) -> Iterator[None]:
@@ -144,9 +140,9 @@ class Recovery:
         try:
             yield
         except Exception as error:
-            if self._ranks.size > 1:
-                self._ranks.all_reduce_min(_RAISED, *self._table.values())
-                self._ranks.all_gather(f"{type(error).__name__}: {error}")
+            if self.ranks.size > 1:
+                self.ranks.all_reduce_min(_RAISED, *self.table.values())
+                self.ranks.all_gather(f"{type(error).__name__}: {error}")
             raise
 
     def all_ranks_succeeded(self, run: RecoveryAttempt, failed: bool) -> bool:
@@ -156,7 +152,7 @@ class Recovery:
             SampleDoesNotFit: a single sample ran out of memory on this rank, again.
             RankFailed: one did on another rank, or that rank raised something else.
         """
-        status, values, error = _SUCCEEDED, self._table.values(), None
+        status, values, error = _SUCCEEDED, self.table.values(), None
         if failed:
             status = _OUT_OF_MEMORY
             samples, seq_len, position = run.failed[-1]
@@ -164,26 +160,26 @@ class Recovery:
                 status = _CANNOT_FIT
                 error = SampleDoesNotFit(position, run.batch_idx, seq_len, run.message)
             elif run.tries:
-                lowered = LengthTable(self._table.sizes)
+                lowered = LengthTable(self.table.sizes)
                 lowered.agree(values)
                 lowered.lower(seq_len, smaller(samples, run.cuts))
                 values = lowered.values()
-        status, *agreed = self._ranks.all_reduce_min(status, *values)
+        status, *agreed = self.ranks.all_reduce_min(status, *values)
         if status == _SUCCEEDED:
             return True
         if status <= _CANNOT_FIT:
-            heard = self._ranks.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+            heard = self.ranks.all_gather(None if error is None else f"{type(error).__name__}: {error}")
             if error is not None:
                 raise error
             rank = next(rank for rank, message in enumerate(heard) if message is not None)
-            raise RankFailed(rank, self._ranks.size, f"ran batch {run.batch_idx}", str(heard[rank]))
-        before = self._table.sizes
-        self._table.agree(agreed)
+            raise RankFailed(rank, self.ranks.size, f"ran batch {run.batch_idx}", str(heard[rank]))
+        before = self.table.sizes
+        self.table.agree(agreed)
         run.cuts += run.tries > 0
         run.tries += 1
-        for length, size in self._table.sizes.items():
-            entry = self._entries.get(length)
-            if size == before[length] or entry is None or self._ranks.rank:
+        for length, size in self.table.sizes.items():
+            entry = self.entries.get(length)
+            if size == before[length] or entry is None or self.ranks.rank:
                 continue
             try:
                 lower(entry, before[length], run.message, to=size)
@@ -203,20 +199,20 @@ class Recovery:
         length = "" if seq_len is None else f" of length {seq_len}"
         made = "a micro-batch" if len(run.failed) == 1 else "micro-batches"
         of = "samples" if run.failed[-1][0] > 1 else "sample"
-        rank = "" if self._ranks.size == 1 else f" on rank {self._ranks.rank}"
+        rank = "" if self.ranks.size == 1 else f" on rank {self.ranks.rank}"
         batch = f"BatchFinder: batch {run.batch_idx}"
         happened = f"{batch} ran out of memory{rank} in {made} of {sizes} {of}{length}"
         said = f"The device said: {run.message.rstrip('.')}."
         if not run.cuts:
             text = f"{happened}. It was run again from its start with memory released, and nothing was lost. {said}"
             log.info(text)
-            if not self._warned:
+            if not self.warned:
                 warnings.warn(
                     f"{text} More of these are logged at level INFO; if there are many, leave more memory free with "
                     "BatchFinder(headroom=0.05).",
                     stacklevel=2,
                 )
-            self._warned = True
+            self.warned = True
             return
         warnings.warn(
             f"{happened}. Each time it was run again from its start with memory released, at last in micro-batches of "
