@@ -8,8 +8,7 @@ from contextlib import ExitStack
 
 from batchfinder.cli.main import OK, USER_ERROR
 from batchfinder.cli.options import check_file, seq_lens_of, write_file
-from batchfinder.cli.sweep_cells import ModelCells, simulate_cells
-from batchfinder.cli.sweep_measured import measure_cells
+from batchfinder.cli.sweep_cells import ModelCells, measure_cells, simulate_cells
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest, read_request
 from batchfinder.data.size_table import checked, to_json, to_lhotse
 from batchfinder.errors import BatchFinderError, CacheFailed

@@ -42,11 +42,11 @@ from batchfinder.lightning.compat import (
     loader_source,
     running_stage,
 )
+from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
-from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult

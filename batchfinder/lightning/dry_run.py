@@ -24,8 +24,8 @@ from batchfinder.lightning.compat import (
     set_loader,
     silence,
 )
+from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import local_only
-from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
 from batchfinder.results import Measurement, Shape
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS

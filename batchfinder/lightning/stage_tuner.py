@@ -28,10 +28,10 @@ from batchfinder.lightning.compat import (
     package_of,
     progress_bar_console,
 )
+from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
-from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession

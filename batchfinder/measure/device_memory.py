@@ -22,8 +22,9 @@ if sys.platform != "win32":
 SHARE_OF_AVAILABLE = 0.5
 """Of the RAM that is available, for a CPU without any limit: other programs want some as well."""
 
-_ULIMIT_MARGIN_BYTES = 2 * MIB
-"""Of a ulimit, kept for what training maps and a try does not, such as an iterator and a sampler."""
+_ULIMIT_MARGIN_BYTES = 6 * MIB
+"""Of a ulimit, kept for what training maps and a try does not: an iterator, a sampler, and the kernels that are made
+for sizes that no try has seen, such as an epoch's last batch (1 to 4 MiB have been seen)."""
 
 _GUARD_BYTES = 512 * MIB
 """How far above the limit of a CPU the address space may grow at least: mapped, but for the most part not resident, are

@@ -19,8 +19,7 @@ import pytest
 from batchfinder.cache import Store
 from batchfinder.cli import sweep_request
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_cells import ModelCells
-from batchfinder.cli.sweep_measured import MeasuredCells, measure_cells
+from batchfinder.cli.sweep_cells import MeasuredCells, ModelCells, measure_cells
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.measure import child_probe
 from batchfinder.measure.child_probe import CpuProbe, GpuFacts

@@ -8,7 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from batchfinder.lightning.probe_batches import ProbeBatches
+from batchfinder.lightning.dataloaders import ProbeBatches
 from tests.lightning import nets
 
 

@@ -16,9 +16,9 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.compat import loader_source
+from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import ranks_of
 from batchfinder.lightning.dry_run import TrialConfig
-from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.lightning.stage_tuner import StageTuner
 from tests.lightning.ddp_fits import fit, ranks, runs_out, sizes, trainer
 from tests.lightning.ddp_nets import Injected, Unread

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchfinder.distributed.agreement import Ranks
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.compat import loader_source
+from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.dry_run import DryRun, TrialConfig
-from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure import trial
 from batchfinder.measure.tuner import TuningResult

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BatchEncoding
 
 from batchfinder.data.batch import tensors
-from batchfinder.lightning.probe_batches import ProbeBatches
+from batchfinder.lightning.dataloaders import ProbeBatches
 from tests.lightning.tiny import Hooked, Rows, Stream, Tiny, trainer
 
 MAKE_BATCH = "Pass BatchFinder make_batch=, a function that makes a batch of (batch_size, seq_len)."

@@ -195,7 +195,7 @@ def test_a_limit_of_the_users_holds_to_the_byte() -> None:
                 seen.append(own - resource.getrlimit(resource.RLIMIT_AS)[0])
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert seen == [2 * MIB, 18 * MIB, 14 * MIB]
+    assert seen == [6 * MIB, 22 * MIB, 18 * MIB]
 
 
 @on_linux

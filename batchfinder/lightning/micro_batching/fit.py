@@ -22,14 +22,13 @@ from batchfinder.distributed.agreement import Ranks
 from batchfinder.errors import BatchFinderError
 from batchfinder.lightning.accumulation import warn_if_inexact_target
 from batchfinder.lightning.compat import training_step_arguments, transfer_batch
-from batchfinder.lightning.dataloaders import batch_size_of, flattened
+from batchfinder.lightning.dataloaders import ProbeBatches, batch_size_of, flattened
 from batchfinder.lightning.ddp import gradient_sync, local_only
 from batchfinder.lightning.dry_run import capture_data
 from batchfinder.lightning.micro_batching.closure import MicroBatchClosure
 from batchfinder.lightning.micro_batching.micro_batch import LengthTable, micro_batches
 from batchfinder.lightning.micro_batching.recovery import BatchSnapshot, Recovery
 from batchfinder.lightning.options import IN_ORDER, FinderOptions
-from batchfinder.lightning.probe_batches import ProbeBatches
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import Shape
 
