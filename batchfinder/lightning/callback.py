@@ -449,10 +449,10 @@ class BatchFinder(Accumulating):
         extra = []
         if micro_batching is not None:
             extra = [DryRunMemory(self.batch_size, micro_batching.recovers, options.split_batches == IN_ORDER)]
-        tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra, self._resumed)
+        tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra)
         splits, longest = micro_batching is not None and stage == "fit", tuner.longest_seq_len
         lengths = micro_batching.lengths(longest) if micro_batching is not None and splits else None
-        results = tuner.tune(lengths or options.seq_lens or (longest,))
+        results = tuner.tune(lengths or options.seq_lens or (longest,), self._resumed)
         self._records[stage] = tuner.records
         self.results[stage] = {found.result.shape.seq_len: found.result for found in results}
         self._in_use[stage] = smallest = min(results, key=lambda found: found.batch_size)

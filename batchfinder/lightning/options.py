@@ -92,6 +92,8 @@ class FinderOptions:
                 "target_batch_size": self.target_batch_size,
                 "exact": self.exact,
                 "certify": self.certify,
+                # A split batch's last micro-batch may be one sample.
+                "from_two": not self.split_batches,
                 **differing,
             }
         )

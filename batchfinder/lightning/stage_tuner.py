@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -81,7 +82,6 @@ class StageTuner:
         batches: where batches come from.
         ranks: the trainer's processes, all of which search.
         extra_callbacks: callbacks that take part in the tries besides the user's.
-        resumed: results of the checkpoint that a fit goes on from, by their keys' digests.
 
     Attributes:
         records: what was found and for which question, as a checkpoint keeps it.
@@ -97,7 +97,6 @@ class StageTuner:
         batches: ProbeBatches,
         ranks: Ranks,
         extra_callbacks: Sequence[Callback] = (),
-        resumed: Mapping[str, SearchResult] | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._trainer = trainer
@@ -106,7 +105,6 @@ class StageTuner:
         self._config = config
         self._batches = batches
         self._ranks = ranks
-        self._resumed = resumed or {}
         self.records: list[Record] = []
         self._device = trainer.strategy.root_device
         memory = memory_of(self._device, options.budget)
@@ -141,10 +139,16 @@ class StageTuner:
         self._probe: Probe | None = None
         self._predicted: int | None = None
 
-    def tune(self, seq_lens: Sequence[int | None]) -> list[TuningResult]:
+    def tune(
+        self, seq_lens: Sequence[int | None], resumed: Mapping[str, SearchResult] = MappingProxyType({})
+    ) -> list[TuningResult]:
         """Find the size of each length, the longest first, and say what was found.
 
         Where batches are split, lengths below one at which a batch fits whole are left out.
+
+        Args:
+            seq_lens: the lengths; None for data without.
+            resumed: results of the checkpoint that a fit goes on from, by their keys' digests.
 
         Raises:
             OutOfMemory: not even one sample fits.
@@ -157,7 +161,7 @@ class StageTuner:
         cache, stage = self._options.cache, self._config.stage
         store = cache if isinstance(cache, Store) else Store(None if cache is True else cache or None)
         name = type(self._trainer.lightning_module).__name__
-        if self._resumed and not any(key.digest in self._resumed for key in keys):
+        if resumed and not any(key.digest in resumed for key in keys):
             rank_zero_info(
                 f"BatchFinder: the checkpoint's batch size to {stage} with was found for another device, model, data, "
                 "option or version, and is not used."
@@ -172,8 +176,6 @@ class StageTuner:
                 hint=self._predict,
                 on_trial=on_trial,
                 held_bytes=self._memory.held_bytes(),
-                # A split batch's last micro-batch may be one sample.
-                from_two=not self._options.split_batches,
                 warn=lambda error: rank_zero_warn(
                     f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run "
                     "are not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."
@@ -182,8 +184,7 @@ class StageTuner:
             try:
                 for shape, key in zip(shapes, keys, strict=True):
                     entry = None if cache is False else store.entry(key, name)
-                    resumed = self._resumed.get(key.digest)
-                    kept = entry if resumed is None else ResumedEntry(entry, resumed)
+                    kept = ResumedEntry(entry, resumed[key.digest]) if key.digest in resumed else entry
                     longer = results[-1].result if results and whole else None
                     if longer is not None and longer.shape.seq_len is not None and shape.seq_len is not None:
                         # As many tokens; more may fit, where attention took its part of the memory.
@@ -209,7 +210,7 @@ class StageTuner:
         results = [replace(found, seconds=found.seconds + overhead) for found in results]
         for index, (found, record) in enumerate(zip(results, self.records, strict=True)):
             said = str(found)
-            if found.result.source == "cache" and record.key.digest in self._resumed:
+            if found.result.source == "cache" and record.key.digest in resumed:
                 said = said.replace("from the cache", "from the checkpoint")
                 results[index] = replace(found, result=replace(found.result, source="checkpoint"))
             rank_zero_info(f"BatchFinder: {stage} {said}.")

@@ -54,6 +54,7 @@ class SearchLimits:
         num_devices: devices that train side by side and make up the target together.
         exact: whether the target is met exactly, however slow; see `plan_accumulation`.
         certify: whether a cached result is tried once before it is used, however much memory is free.
+        from_two: whether to go on from 2 samples where 1 raises and 2 run, which is for want of a second sample.
 
     Raises:
         InvalidValue: a size is below 1, or the target cannot be made up of such sizes.
@@ -69,6 +70,7 @@ class SearchLimits:
     num_devices: int = 1
     exact: bool = False
     certify: bool = True
+    from_two: bool = True
 
     def __post_init__(self) -> None:
         target, step = self.target_batch_size, self.multiple_of
@@ -184,7 +186,6 @@ class Tuner:
         on_trial: called after each trial.
         warn: called once when results cannot be cached; None to raise the `CacheFailed` instead.
         held_bytes: what the process holds, for the message where nothing fits; None where it is not known.
-        from_two: whether to go on from 2 samples where 1 raises and 2 run, which is for want of a second sample.
     """
 
     def __init__(
@@ -197,7 +198,6 @@ class Tuner:
         on_trial: Callable[[Trial], object] | None = None,
         warn: Callable[[CacheFailed], object] | None = None,
         held_bytes: int | None = None,
-        from_two: bool = True,
     ) -> None:
         self._limits = limits
         self._bounds = limits.bounds
@@ -206,7 +206,6 @@ class Tuner:
         self._on_trial = on_trial
         self._warn = warn
         self._held_bytes = held_bytes
-        self._from_two = from_two
         self._raised = ""
         self._cache_failed = False
         self._ask_free_bytes = free_bytes
@@ -302,7 +301,7 @@ class Tuner:
                 # It may be for want of a second sample, as BatchNorm's and pair losses' errors are.
                 ours = isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed)
                 too_late = self._bounds.first > 1 or any(trial.fits for trial in self._trials)
-                if ours or too_late or not self._from_two or self._bounds.last == 1:
+                if ours or too_late or not self._limits.from_two or self._bounds.last == 1:
                     raise
                 raised = error
             if raised is not None:

@@ -109,7 +109,7 @@ def test_it_does_not_go_on_from_two_where_a_single_sample_will_be_met() -> None:
     """As where batches are split, and the last micro-batch is what is left."""
     device = NeedsTwo(affine)
     with pytest.raises(ValueError, match="Expected more than 1 value"):
-        Tuner(device.free_bytes, SearchLimits(), device.open, from_two=False).find(Shape())
+        Tuner(device.free_bytes, SearchLimits(from_two=False), device.open).find(Shape())
     assert device.sizes == [1]
 
 
