@@ -22,7 +22,7 @@ from torch._guards import active_fake_mode
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
-from batchfinder.models.pretrained import TextBatches
+from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.step import Workload

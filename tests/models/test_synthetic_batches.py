@@ -1,4 +1,4 @@
-"""Tests of batchfinder/models/pretrained.py."""
+"""Tests of batchfinder/models/synthetic_batches.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import Label
-from batchfinder.models.pretrained import ImageBatches, TextBatches
+from batchfinder.models.synthetic_batches import ImageBatches, TextBatches
 
 TEXT = TextBatches(
     vocab_size=11,
