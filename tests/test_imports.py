@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import batchfinder
 
 PACKAGE = Path(__file__).resolve().parent.parent / "batchfinder"
@@ -109,6 +111,7 @@ def test_public_names_are_all_there() -> None:
     assert not hasattr(batchfinder, "nothing")
 
 
+@pytest.mark.slow
 def test_every_module_first() -> None:
     """Each module can be the first of the package that is imported: no two import each other."""
     names = [name for name in modules(("",)) if "__main__" not in name]

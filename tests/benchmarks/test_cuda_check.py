@@ -20,6 +20,8 @@ SCRIPT = ROOT / "benchmarks" / "cuda_check.py"
 WORKSPACE = 8_519_680  # of cuBLAS on an A100; the stand-in on the CPU has none
 DRY = "dry run, nothing measured"
 
+pytestmark = pytest.mark.slow
+
 
 def start(*options: str) -> subprocess.CompletedProcess[str]:
     """The script from another folder, without what an installed package would give it."""

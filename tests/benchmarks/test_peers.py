@@ -68,6 +68,7 @@ def work() -> Work:
     return work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSTALLED)
 def test_a_peer_finds_again_what_the_committed_result_says(work: Work, name: str) -> None:
     """Each installed peer tries the sizes that are in the committed file, in that order, and returns the same."""
@@ -135,6 +136,7 @@ def test_the_meter_counts_tries_and_errors() -> None:
     assert (meter.counts.steps, meter.counts.tries, meter.counts.failed) == (4, [1, 8, 8], [8])
 
 
+@pytest.mark.slow
 def test_the_judge_sees_what_does_not_train() -> None:
     """Under a limit of 1 GiB, in a process of its own, two samples train and ten million do not."""
     script = (

@@ -34,6 +34,7 @@ def of_kind(trace: Trace, kind: str) -> int:
     return sum(size for size, one in zip(trace.sizes, trace.structure.kinds, strict=True) if one == kind)
 
 
+@pytest.mark.slow
 def test_buckets_are_those_of_pytorch() -> None:
     """The buckets have the very sizes of those that DistributedDataParallel makes of the same gradients."""
     script = Path(__file__).with_name("ddp_buckets.py")

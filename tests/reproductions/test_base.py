@@ -83,6 +83,7 @@ SURELY, SURELY_NOT = 1 << 8, 1 << 17
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
+@pytest.mark.slow
 def test_rungs() -> None:
     """A ladder's answer is the last rung that ran before the first that did not, and 0 where none did."""
     with ChildProcessProbe(VECTORS, StepConfig(), "cpu", LIMIT) as probe:
@@ -91,6 +92,7 @@ def test_rungs() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
+@pytest.mark.slow
 def test_largest() -> None:
     """The largest batch is found within the limit, from a prediction that is off."""
     assert SURELY < largest_measured("cpu", VECTORS, StepConfig(), LIMIT, seq_len=1, predicted=1500) < SURELY_NOT

@@ -313,11 +313,13 @@ def check(allocator: CachingAllocator, live: dict[int, Block], requests: dict[in
         assert all(block.pool is pool and block.free for block in pool.blocks)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
-@given(EVENTS, MEMORIES, SETTINGS)
-def test_agrees_with_the_reference(
-    events: list[tuple[str, int]], memory: DeviceMemory, conf: AllocatorSettings
-) -> None:
+@pytest.mark.parametrize("examples", [300, pytest.param(1000, marks=pytest.mark.slow)])
+def test_agrees_with_the_reference(examples: int) -> None:
+    """For random requests, memories and settings; see `agrees`."""
+    settings(max_examples=examples, deadline=None, derandomize=True)(given(EVENTS, MEMORIES, SETTINGS)(agrees))()
+
+
+def agrees(events: list[tuple[str, int]], memory: DeviceMemory, conf: AllocatorSettings) -> None:
     """After every event both have the same counters, the same blocks at the same addresses, and fail at the same."""
     allocator, reference = CachingAllocator(memory, conf), Reference(memory, conf)
     live: dict[int, Block] = {}

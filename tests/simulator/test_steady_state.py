@@ -47,6 +47,7 @@ def settled_by_a_long_recording(trace: Trace, card: int) -> bool:
     return any(before == after for before, after in pairwise(ends[1:]))
 
 
+@pytest.mark.slow
 def test_tells_from_two_steps_what_many_do(record: Record) -> None:
     """On every card, a step recorded twice is judged as ten recorded steps are; some run twice and not on."""
     kinds = set()
@@ -77,7 +78,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [first := next(iter(CASES)), *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != first)],
+)
 def test_is_what_more_steps_record(case: str, record: Record) -> None:
     """Two steps, the last one taken three more times, are the five that a longer recording has, block by block."""
     spec, length, how = CASES[case]

@@ -114,7 +114,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-RUNS = [(name, scaled) for name in OPTIMIZERS for scaled in (False, True)]
+RUNS = [
+    pytest.param(name, scaled, marks=pytest.mark.slow if scaled else ())
+    for name in OPTIMIZERS
+    for scaled in (False, True)
+]
 
 
 @pytest.mark.parametrize(("optimizer", "scaled"), RUNS)
