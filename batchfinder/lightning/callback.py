@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -62,12 +62,15 @@ _FINDERS: WeakValueDictionary[str, BatchFinder] = WeakValueDictionary()
 """This process's finders by their tokens, which finders in processes that a trainer starts have as well."""
 
 
-@dataclass(frozen=True)
 class FoundElsewhere:
-    """What a finder found, which is set on the caller's finder where it is unpickled: in the caller's process."""
+    """What a finder found, which is set on the caller's finder where it is unpickled: in the caller's process.
 
-    finder: BatchFinder
-    token: str
+    No dataclass: Lightning copies those, field by field, on their way to the caller.
+    """
+
+    def __init__(self, finder: BatchFinder, token: str) -> None:
+        self.finder = finder
+        self.token = token
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = {name: getattr(self.finder, name) for name in ("batch_size", "plan", "results")}

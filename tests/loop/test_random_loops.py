@@ -13,8 +13,8 @@ from tests.loop.random_loops import STEPS, draw, searching, training
 SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "16")))
 """As many as take a minute of two cores; the variable asks for more."""
 
-NOISE_MIB = 6
-"""By how much two processes with the same room differ: 2 MiB which a search leaves of a ulimit for what training maps
+NOISE_MIB = 10
+"""By how much two processes with the same room differ: 6 MiB which a search leaves of a ulimit for what training maps
 besides, and what it holds beside its trials (the copy of the state, a thread's stack, what leaking steps left)."""
 
 
