@@ -85,6 +85,7 @@ def test_a_peer_finds_again_what_the_committed_result_says(work: Work, name: str
         assert found["changed"] == []
 
 
+@pytest.mark.slow
 def test_the_card_fails_as_a_real_one(work: Work) -> None:
     """Its largest size is the committed one; the next one up raises PyTorch's own error."""
     card = work.card

@@ -58,6 +58,7 @@ class Fork:
         return out, err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_damaged_record_is_ever_returned(tmp_path):
     """16 processes x 200 writes to one cache, 24 of them killed on the way: readers meet whole records only."""

@@ -60,6 +60,7 @@ def test_it_goes_down_by_halves_until_it_runs_and_begins_there_next_time() -> No
     assert sizes == [128, 64, 32, 32]
 
 
+@pytest.mark.slow
 def test_the_next_start_begins_with_the_size_that_ran(own_cache: Path) -> None:
     """From the cache; and goes down from there. Other arguments or starting sizes are other questions."""
     assert make(50)[0]("data")[0] == 32

@@ -20,6 +20,7 @@ def loops() -> Iterator[Forks]:
         yield started
 
 
+@pytest.mark.slow
 def test_the_answer_runs_and_a_tenth_more_does_not(loops: Forks, tmp_path: Path) -> None:
     """The process that searched trains at its answer, and a tenth more fails there.
 

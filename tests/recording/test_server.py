@@ -123,6 +123,7 @@ def test_children_are_waited_for_whatever_the_parent_ignores(theirs: Callable[[s
         signal.signal(signal.SIGCHLD, before)
 
 
+@pytest.mark.slow
 def test_a_silent_recording_is_ended(theirs: Callable[[str], WorkloadSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """It says after how long; the others go on."""
     monkeypatch.setattr(child_process, "SILENT_SECONDS", 6.0)
@@ -135,6 +136,7 @@ def test_a_silent_recording_is_ended(theirs: Callable[[str], WorkloadSpec], monk
             silent.result(SECONDS)
 
 
+@pytest.mark.slow
 def test_a_silent_factory_is_ended(theirs: Callable[[str], WorkloadSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """It says after how long."""
     monkeypatch.setattr(child_process, "SILENT_SECONDS", 6.0)
