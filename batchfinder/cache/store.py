@@ -93,9 +93,9 @@ class Store:
         return f"Store({self.url!r})"
 
     def get(self, key: CacheKey) -> SearchResult | None:
-        """The result as it was put; None when there is none, or with a `DamagedRecordWarning` a damaged one.
+        """The cached result as it was put, or None. A damaged record counts as none, with a `DamagedRecordWarning`.
 
-        Where there is none, the log says at DEBUG in which fields the nearest record differs.
+        On a miss the log says at DEBUG in which fields the nearest record differs.
 
         Raises:
             CacheFailed: the place cannot be read.
@@ -358,7 +358,7 @@ class ResultEntry(Protocol):
     """A place for one result, keyed by everything that changes it: `CacheEntry`, or one of your own."""
 
     def get(self) -> SearchResult | None:
-        """The result kept here; None when there is none."""
+        """The result kept here, or None."""
         ...
 
     def put(self, outcome: SearchResult) -> None:

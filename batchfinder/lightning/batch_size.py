@@ -179,7 +179,7 @@ def _sizes(pl_module: LightningModule, attribute: str) -> Iterator[tuple[Any, st
 
 
 def _value(holder: Any, name: str, default: Any = None) -> Any:
-    """The value of a key or attribute; the default where there is none."""
+    """The value of a mapping's key or an object's attribute, or the default."""
     return holder.get(name, default) if isinstance(holder, Mapping) else getattr(holder, name, default)
 
 

@@ -129,7 +129,8 @@ class HostMemory:
     `GLIBC_TUNABLES`) or has loaded another malloc (`LD_PRELOAD`).
 
     A soft RLIMIT_AS stands well above the limit meanwhile, so that steps which run away get an allocator's error and
-    not the kernel's OOM killer. One that the user has set (`ulimit -v`) holds as well, to the byte.
+    not the kernel's OOM killer. One that the user has set (`ulimit -v`) holds as well, less
+    `_ULIMIT_MARGIN_BYTES`.
 
     Where the kernel cannot reset the resident peak, RLIMIT_AS stands at the limit itself; where there is no /proc,
     nothing is enforced. For exact answers, try sizes in a child process (`CpuProbe`).

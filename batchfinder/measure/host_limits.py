@@ -19,7 +19,7 @@ _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def soft_limit(name: str) -> int | None:
-    """A soft limit of this process in bytes, such as `RLIMIT_AS`; None when there is none."""
+    """A soft limit of this process in bytes, such as `RLIMIT_AS`; None where it is unlimited."""
     if sys.platform == "win32":
         return None
     soft, _ = resource.getrlimit(getattr(resource, name))

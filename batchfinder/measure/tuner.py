@@ -215,7 +215,7 @@ class Tuner:
         self._trials: list[Trial] = []
 
     def find(self, shape: Shape, entry: ResultEntry | None = None) -> TuningResult:
-        """Look the answer up and certify it; search where there is none, or it does not run, or more would fit now.
+        """Look the answer up and certify it; search on a miss, where it does not run, or where more would fit now.
 
         Raises:
             OutOfMemory: no micro-batch that makes up the target runs.

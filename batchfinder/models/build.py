@@ -1,6 +1,4 @@
-"""Initialisation of weights that are fake tensors, which have no values.
-
-From what was given for `--model`, a name, a config.json or `package.module:factory`, to a workload."""
+"""From what was given for `--model`, a name, a config.json or `package.module:factory`, to a workload."""
 
 from __future__ import annotations
 
@@ -26,6 +24,14 @@ from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.step import Workload
+
+
+_FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_EXPECTED = (
+    "a factory that returns a Workload, an nn.Module that takes input_ids, "
+    "or a LightningModule with make_batch(batch_size, seq_len)"
+)
 
 
 @contextmanager
@@ -56,14 +62,6 @@ def allow_fake_weights() -> Iterator[None]:
         torch.utils.swap_tensors = swap
         if drawn is not None:
             nn.init._no_grad_trunc_normal_ = drawn
-
-
-_FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_EXPECTED = (
-    "a factory that returns a Workload, an nn.Module that takes input_ids, "
-    "or a LightningModule with make_batch(batch_size, seq_len)"
-)
 
 
 def build_workload(spec: str, *, attention: str | None = None, gradient_checkpointing: bool = False) -> Workload:

@@ -223,7 +223,7 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
         needed_bytes: what PyTorch's allocator must be able to take of it, by table.
 
     Raises:
-        CardNeeded: there is none, or too little of it is free.
+        CardNeeded: no GPU that PyTorch can use, or too little of its memory is free.
     """
     table = max(needed_bytes, key=needed_bytes.__getitem__)
     needed = needed_bytes[table]
@@ -231,7 +231,7 @@ def require_card(needed_bytes: dict[str, int], device: str = DEVICE) -> str:
     try:
         card = query_gpu(device)
     except InvalidValue:
-        raise CardNeeded(needed, f"{needs}; there is none here that PyTorch can use") from None
+        raise CardNeeded(needed, f"{needs}; PyTorch finds no GPU here") from None
     if card.free_bytes < needed:
         raise CardNeeded(needed, f"{needs}; of the {card.name} here {format_bytes(card.free_bytes)} is free")
     return device

@@ -57,7 +57,7 @@ class Bounds:
         return cap // self.multiple_of * self.multiple_of
 
     def floor(self, size: int) -> int:
-        """The largest size that may be tried and is at most `size`; 0 when there is none."""
+        """The largest size that may be tried and is at most `size`; 0 when all are larger."""
         below = min(size, self.last) // self.multiple_of * self.multiple_of
         return below if below >= self.first else 0
 

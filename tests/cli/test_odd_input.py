@@ -139,7 +139,7 @@ def test_folders_without_permission(capsys: pytest.CaptureFixture[str]) -> None:
         ("s3:/bucket/cache", "it is no URL; one begins with s3://"),
         ("s3//bucket", "it is no URL; one begins with s3://"),
         ("gs:bucket/cache", "it is no URL; one begins with gs://"),
-        ("file:/tmp/cache", "it is no URL; one begins with file://"),
+        ("file:/cache", "it is no URL; one begins with file://"),
         ("memory:/cache", "it is no URL; one begins with memory://"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_working_folder_that_is_gone(folder: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("name", ["~nosuchuser/model", "~nosuchuser/config.json", f"./{LONG}", "loop/config.json"])
 def test_a_model_that_is_not_there(name: str) -> None:
-    """Whatever the system says of its path: the message is that there is none."""
+    """Whatever the system says of its path, the message is that the model does not exist."""
     from batchfinder.errors import InvalidValue
     from batchfinder.models.build import build_workload
 

@@ -180,7 +180,7 @@ def test_where_the_peak_cannot_be_reset_the_limit_stands_at_the_allocation(monke
 
 
 @on_linux
-def test_a_limit_of_the_users_holds_to_the_byte() -> None:
+def test_a_limit_of_the_users_holds_less_the_margin() -> None:
     """Under `ulimit -v` steps fail where the process would fail in training; copies that it holds come on top."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     own = (status("VmSize") or 0) + 256 * MIB

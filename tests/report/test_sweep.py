@@ -128,7 +128,7 @@ def test_plans() -> None:
 
 
 def test_a_plan_is_made_of_multiples() -> None:
-    """Of sizes that may be tried, and there is none where these do not make it up."""
+    """A plan is made of sizes that may be tried; a target that they cannot make up has no plan."""
     (plan,) = sweep_table([row(target_batch_size=240, multiple_of=16)]).columns["micro-batch x accumulation"]
     assert plan == "80 x 3 = 240"
     assert row(target_batch_size=240, multiple_of=16).to_json()["effective_batch_size"] == 240

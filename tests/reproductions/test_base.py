@@ -102,7 +102,7 @@ def test_largest() -> None:
 def test_no_card() -> None:
     """Without a GPU the error has the memory that the most demanding table needs, and its name."""
     with pytest.raises(
-        CardNeeded, match=r"reproduce large --measured needs a GPU with 3\.00 GiB free.*none here"
+        CardNeeded, match=r"reproduce large --measured needs a GPU with 3\.00 GiB free.*finds no GPU here"
     ) as seen:
         require_card({"small": GIB, "large": 3 * GIB, "middling": 2 * GIB})
     assert seen.value.needed_bytes == 3 * GIB
