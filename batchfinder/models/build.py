@@ -25,7 +25,6 @@ from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES
 from batchfinder.training.step import Workload
 
-
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _EXPECTED = (
