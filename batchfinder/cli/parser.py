@@ -52,7 +52,14 @@ _STEP: Options = {
     "--precision": _choice(PRECISION_NAMES, "fp32"),
     "--optimizer": _choice(OPTIMIZER_NAMES, "adamw"),
     "--attention": _choice(ATTENTION_NAMES, None),
-    "--gradient-checkpointing": {"action": "store_true", "help": "recompute activations in the backward"},
+    "--gradient-checkpointing": {
+        "nargs": "?",
+        "const": True,
+        "default": False,
+        "metavar": "HOW",
+        "help": "recompute activations in the backward: full (the default), every-2 (layers), every-4, or selective, "
+        "which keeps what matrix products and attention return",
+    },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}

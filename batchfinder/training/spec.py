@@ -17,6 +17,9 @@ OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafa
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
 
+CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
+"""Of all layers, of every second or fourth (`every-K` for any), or of all but their matrix products and attention."""
+
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
 
@@ -99,14 +102,15 @@ class StepOptions:
         precision: one of `PRECISION_NAMES`.
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
-        gradient_checkpointing: whether activations are recomputed in the backward.
+        gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
+            one of `CHECKPOINTING_NAMES`.
     """
 
     mode: str = "train"
     precision: str = "fp32"
     optimizer: str = "adamw"
     attention: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -132,4 +136,7 @@ class StepOptions:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
         words += [f"{self.attention} attention"] if self.attention else []
-        return [*words, "gradient checkpointing"] if self.gradient_checkpointing else words
+        if self.gradient_checkpointing:
+            how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
+            words.append(f"{how}gradient checkpointing")
+        return words
