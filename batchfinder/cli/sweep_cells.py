@@ -87,8 +87,12 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
         versions=facts.versions,
-        extra={"capability": device.compute_capability},
+        extra={"capability": device.compute_capability, **_compiled(options)},
     )
+
+
+def _compiled(options: StepOptions) -> dict[str, Json]:
+    return {} if options.compile is None else {"compile": options.compile}
 
 
 def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Callable[[SweepRow], object]) -> None:
@@ -284,6 +288,7 @@ class MeasuredCells:
                 extra["RLIMIT_AS"] = limit
         else:
             extra = {"device": "cuda", "capability": self._card.device.compute_capability}
+        extra |= _compiled(cell.options)
         return replace(
             simulated,
             usable_bytes=place.within_budget(),

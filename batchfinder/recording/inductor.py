@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import device_interface
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
 from torch.utils import _pytree as pytree
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 from batchfinder.devices import find_gpu
 from batchfinder.errors import MissingExtra, RecordingFailed
 from batchfinder.recording.fake_device import DEVICE_TYPE
+from batchfinder.recording.recorder import AllocationRecorder
 
 LEAST_CAPABILITY = (7, 0)
 """Triton's oldest cards: `GPUTooOldForTriton` in
@@ -127,7 +129,7 @@ class InductorForCard:
             device_count = staticmethod(lambda: 1)
             is_available = staticmethod(lambda: True)
             synchronize = staticmethod(lambda device=None: None)
-            get_raw_stream = staticmethod(lambda index: 0)
+            get_raw_stream = staticmethod(lambda device_idx: 0)
             exchange_device = maybe_exchange_device = staticmethod(lambda device: 0)
             get_device_properties = staticmethod(lambda device=None: properties)
             get_compute_capability = staticmethod(lambda device=None: 10 * capability[0] + capability[1])
@@ -167,7 +169,8 @@ class InductorForCard:
         # An exception in the backward ends the process; and a CUDA generator's state cannot be kept here.
         functorch_config.force_non_lazy_backward_lowering = True
         functorch_config.graphsafe_rng_functionalization = False
-        _triton.triton_hash_with_backend = lambda: ""  # torch/utils/_triton.py; asks the driver for its card
+        # torch/utils/_triton.py; asks the driver for its card
+        _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
         for name in ("triton", "cpp", "cpp_pybinding"):  # torch/_inductor/async_compile.py
             setattr(async_compile.AsyncCompile, name, lambda *args, **kwargs: _NoKernel())
 
@@ -177,16 +180,29 @@ class InductorForCard:
             rows = [stride for tensor in (left, right) for stride in tensor.stride() if stride != 1]
             pads = any(length % aligned for length in (*rows, right.size(-1)))
             what = "padded where rows are not aligned" if pads else "not padded where rows are aligned"
-            self.assumptions[f"Inductor would measure whether padded matrix products are faster: taken to be {what}"] = (
-                None
-            )
+            self.assumptions[
+                f"Inductor would measure whether padded matrix products are faster: taken to be {what}"
+            ] = None
             return pads
 
-        pad_mm._should_pad = should_pad  # torch/_inductor/fx_passes/pad_mm.py; times both on the card
+        # torch/_inductor/fx_passes/pad_mm.py; times both on the card
+        pad_mm._should_pad = should_pad  # type: ignore[assignment]
+
+        # Where attention with dropout is computed again, its generator's state is kept, on the CPU.
+        def save_state(mode: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return torch.empty(16, dtype=torch.uint8, device="cpu"), operator(*args, **kwargs)
+
+        def with_state(mode: Any, state: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return operator(*args, **kwargs)
+
+        rng_prims.run_and_save_rng_state.py_impl(AllocationRecorder)(save_state)
+        rng_prims.run_with_rng_state.py_impl(AllocationRecorder)(with_state)
 
     def _replace_allocations(self) -> None:
         """Send the generated code's allocations to the fake GPU, and constants of the card to the CPU."""
-        guards = torch._C._dynamo.guards  # type: ignore[attr-defined]  # what torch/_inductor/codegen/wrapper.py calls
+        guards: Any = torch._C._dynamo.guards  # what torch/_inductor/codegen/wrapper.py calls
 
         def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty_strided(size, stride, dtype=dtype, device=self._device)
@@ -220,7 +236,7 @@ class InductorForCard:
             with self._for_cuda(graph, example_inputs):
                 return inner(graph, example_inputs, **kwargs)
 
-        compile_fx.partition_fn = partition_renamed
+        compile_fx.partition_fn = partition_renamed  # type: ignore[assignment]
         self._compile_inner = compile_renamed
 
     def compile(self, model: Any, inputs: Any, settings: Mapping[str, Any]) -> Any:
@@ -291,14 +307,10 @@ def device_guards() -> Any:
     return (ctypes.c_void_p * (_META_TYPE + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
 
 
-@functools.cache
-def _register(capability: tuple[int, int], device: torch.device) -> InductorForCard:
-    return InductorForCard(capability, device)
+_for_card = functools.cache(InductorForCard)
 
 
-def register(
-    capability: tuple[int, int], device: torch.device, assumptions: dict[str, None]
-) -> InductorForCard:
+def register(capability: tuple[int, int], device: torch.device, assumptions: dict[str, None]) -> InductorForCard:
     """Let `torch.compile` work on the fake GPU, for good, as on a card of this compute capability.
 
     What is taken to be so in the graphs compiled from now on is added to `assumptions`, in words.
@@ -316,6 +328,6 @@ def register(
             f"torch.compile needs compute capability {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or newer, for Triton; "
             f"this is {capability[0]}.{capability[1]}. Ask for a newer --gpu, or for the model as it is, not compiled."
         )
-    compiler = _register(capability, device)
+    compiler = _for_card(capability, device)
     compiler.assumptions = assumptions
     return compiler

@@ -120,11 +120,13 @@ def record_step(
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that `torch.compile(module)` or `module.compile()` has marked, by their dotted paths."""
+    """The modules that `torch.compile` has marked, or a method of theirs, by their dotted paths."""
     return {
         name: module
         for name, module in model.named_modules()
-        if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        if getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        or any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
     }
 
 
@@ -148,7 +150,7 @@ def compile_for_card(capability: tuple[int, int], device: torch.device, at_once:
         return compiler.compile(model, inputs, {**wrapper.config, **(config_patches or {})})
 
     # torch.compile's backend "inductor", in torch/__init__.py of 2.13.0.
-    torch._TorchCompileInductorWrapper.__call__ = compile_graph  # type: ignore[attr-defined, method-assign]
+    torch._TorchCompileInductorWrapper.__call__ = compile_graph  # type: ignore[method-assign]
     if at_once:
         from batchfinder.recording import inductor
 

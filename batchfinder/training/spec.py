@@ -17,6 +17,11 @@ OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafa
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
 
+COMPILED_PARTS = ("model", "layers")
+"""What `torch.compile` is given: all of the model, or each of its layers, as torchtitan and accelerate do."""
+
+COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
+
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
 
@@ -92,7 +97,7 @@ class WorkloadFacts:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a model is built and stepped, by the five options that every command has for it.
+    """How a model is built and stepped, by the six options that every command has for it.
 
     Attributes:
         mode: one of `MODES`.
@@ -100,6 +105,7 @@ class StepOptions:
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
         gradient_checkpointing: whether activations are recomputed in the backward.
+        compile: one of `COMPILED_PARTS`; None for a model as it is, compiled or not.
     """
 
     mode: str = "train"
@@ -107,6 +113,7 @@ class StepOptions:
     optimizer: str = "adamw"
     attention: str | None = None
     gradient_checkpointing: bool = False
+    compile: str | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -116,6 +123,7 @@ class StepOptions:
                 "spec": model,
                 "attention": self.attention,
                 "gradient_checkpointing": self.gradient_checkpointing,
+                **({} if self.compile is None else {"compile": self.compile}),
             },
         )
 
@@ -132,4 +140,5 @@ class StepOptions:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
         words += [f"{self.attention} attention"] if self.attention else []
-        return [*words, "gradient checkpointing"] if self.gradient_checkpointing else words
+        words += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]
