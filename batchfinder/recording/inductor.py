@@ -85,21 +85,9 @@ class InductorForCard:
     def __init__(self, capability: tuple[int, int], device: torch.device) -> None:
         self._device = device
         self._capability = capability
-        below = [known for known in TYPICAL_CARDS if known <= capability]
-        card = find_gpu(TYPICAL_CARDS[max(below)])
-        self._properties = SimpleNamespace(
-            name=card.name,
-            gcnArchName=card.name,
-            major=capability[0],
-            minor=capability[1],
-            multi_processor_count=card.multiprocessors,
-            max_threads_per_multi_processor=_RESIDENT_THREADS.get(capability, 2048),
-            max_threads_per_block=1024,
-            regs_per_multiprocessor=65536,
-            warp_size=32,
-            total_memory=card.memory_bytes,
-        )
+        self._properties = _properties_of(capability)
         self.assumptions: dict[str, None] = {}
+        prepare()
         self._describe_device()
         self._replace_kernels()
         self._replace_allocations()
@@ -159,16 +147,10 @@ class InductorForCard:
 
     def _replace_kernels(self) -> None:
         """Compile no kernel, measure nothing, and read no file that another run has left."""
-        from torch._functorch import config as functorch_config
-        from torch._inductor import async_compile, config
+        from torch._inductor import async_compile
         from torch._inductor.fx_passes import pad_mm
         from torch.utils import _triton
 
-        config.compile_threads = 1
-        config.fx_graph_cache = functorch_config.enable_autograd_cache = False
-        # An exception in the backward ends the process; and a CUDA generator's state cannot be kept here.
-        functorch_config.force_non_lazy_backward_lowering = True
-        functorch_config.graphsafe_rng_functionalization = False
         # torch/utils/_triton.py; asks the driver for its card
         _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
         for name in ("triton", "cpp", "cpp_pybinding"):  # torch/_inductor/async_compile.py
@@ -214,13 +196,6 @@ class InductorForCard:
 
         guards._empty_strided_cuda = empty_strided
         guards._reinterpret_tensor = reinterpret  # the C++ one makes no fake tensor
-        # Inductor folds constants by computing them where they are: in torch/_inductor/fx_passes/joint_graph.py.
-        library = Library("aten", "IMPL", "CUDA")
-        library.impl("empty.memory_format", lambda size, **how: _on_cpu(torch.empty, size, **how))
-        library.impl("empty_strided", lambda size, stride, **how: _on_cpu(torch.empty_strided, size, stride, **how))
-        self._constants = library  # the registrations last as long as this does
-        # torch/_subclasses/fake_tensor.py: no fake tensor of Inductor's patterns is to wake up a device.
-        FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[method-assign, assignment]
 
     def _rename_before_passes(self) -> None:
         """Have graphs renamed to CUDA before the passes of torch/_inductor/compile_fx.py, and back after them."""
@@ -267,30 +242,60 @@ class InductorForCard:
                 node.args = fx.node.map_aggregate(node.args, rename)
                 node.kwargs = fx.node.map_aggregate(node.kwargs, rename)
         pytree.tree_map_(rename, list(inputs))
-        answers: dict[str, Any] = {
-            "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
-            "get_device_capability": lambda device=None: self._capability,
-            "get_device_properties": lambda device=None: self._properties,
-            "device": contextlib.nullcontext,
-            "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
-            "set_rng_state": lambda state, device=None: None,
-        }
-        before = {name: getattr(torch.cuda, name) for name in answers}
-        guards = device_guards()
-        cuda_guard = guards[_CUDA_TYPE]
         try:
-            for name, answer in answers.items():
-                setattr(torch.cuda, name, answer)
-            guards[_CUDA_TYPE] = guards[_META_TYPE]  # one that does nothing: indexing asks for it
-            yield
+            with _cuda_present(self._properties):
+                yield
         finally:
-            guards[_CUDA_TYPE] = cuda_guard
-            for name, answer in before.items():
-                setattr(torch.cuda, name, answer)
             for tensor in renamed:
                 tensor.fake_device = self._device
+
+
+def _properties_of(capability: tuple[int, int]) -> SimpleNamespace:
+    """What `torch.cuda.get_device_properties` says of the typical card of a compute capability."""
+    known = [each for each in TYPICAL_CARDS if each <= capability]
+    card = find_gpu(TYPICAL_CARDS[max(known)])
+    return SimpleNamespace(
+        name=card.name,
+        gcnArchName=card.name,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=card.multiprocessors,
+        max_threads_per_multi_processor=_RESIDENT_THREADS.get(capability, 2048),
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        warp_size=32,
+        total_memory=card.memory_bytes,
+    )
+
+
+@contextlib.contextmanager
+def _cuda_present(properties: SimpleNamespace) -> Iterator[None]:
+    """While Inductor decides: `torch.cuda` answers as if there were such a card."""
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_properties": lambda device=None: properties,
+        "device": contextlib.nullcontext,
+        "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+    }
+    before = {name: getattr(torch.cuda, name) for name in answers}
+    # PyTorch's table of device guards, by `c10::DeviceType`; indexing a tensor on CUDA asks for one.
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/impl/DeviceGuardImplInterface.h
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_META_TYPE + 1)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
+    cuda_guard = guards[_CUDA_TYPE]
+    try:
+        for name, answer in answers.items():
+            setattr(torch.cuda, name, answer)
+        guards[_CUDA_TYPE] = guards[_META_TYPE]  # one that does nothing
+        yield
+    finally:
+        guards[_CUDA_TYPE] = cuda_guard
+        for name, answer in before.items():
+            setattr(torch.cuda, name, answer)
 
 
 def _on_cpu(make: Callable[..., torch.Tensor], *sizes: Any, **how: Any) -> torch.Tensor:
@@ -305,6 +310,37 @@ def device_guards() -> Any:
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     return (ctypes.c_void_p * (_META_TYPE + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+
+
+@functools.cache
+def prepare() -> Library:
+    """What takes Inductor seconds and is the same for all cards: for the process that forks for each recording.
+
+    The library returned must be held.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    config.compile_threads = 1  # before the import of what starts processes to compile in
+    config.fx_graph_cache = functorch_config.enable_autograd_cache = False
+    # An exception in the backward ends the process; and a CUDA generator's state cannot be kept here.
+    functorch_config.force_non_lazy_backward_lowering = True
+    functorch_config.graphsafe_rng_functionalization = False
+    from torch._inductor import compile_fx  # noqa: F401
+    from torch._inductor.codegen.common import init_backend_registration
+    from torch._inductor.fx_passes import joint_graph, post_grad
+
+    # Inductor folds constants by computing them where they are: in torch/_inductor/fx_passes/joint_graph.py.
+    library = Library("aten", "IMPL", "CUDA")
+    library.impl("empty.memory_format", lambda size, **how: _on_cpu(torch.empty, size, **how))
+    library.impl("empty_strided", lambda size, stride, **how: _on_cpu(torch.empty_strided, size, stride, **how))
+    # torch/_subclasses/fake_tensor.py: no fake tensor of Inductor's patterns is to wake up a device.
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[method-assign, assignment]
+    init_backend_registration()
+    with _cuda_present(_properties_of((8, 0))):
+        joint_graph.lazy_init(_CUDA)
+        post_grad.lazy_init()
+    return library
 
 
 _for_card = functools.cache(InductorForCard)
