@@ -111,9 +111,9 @@ def record_step(
     graphs = graphs_compiled()
     if compiled and not graphs:
         raise RecordingFailed(
-            "torch.compile has compiled nothing of this model: Dynamo passed over all of it, which happens where "
-            "TORCH_COMPILE_DISABLE is set, or where bf16 is asked for on a GPU before compute capability 8.0. "
-            "A real GPU would run it eagerly as well: ask for the model not compiled."
+            "torch.compile has compiled nothing of this model: Dynamo passed over all of it. It does so where "
+            "TORCH_COMPILE_DISABLE is set, for modules of PyTorch's own that are compiled by their method, and "
+            "for bf16 on a GPU before compute capability 8.0. A real GPU would run it eagerly as well: ask for the model not compiled."
         )
     unmodelled = (*cudnn, "kernels' small scratch tensors", *assumptions, *recording.unmodelled)
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, compiled=graphs > 0)

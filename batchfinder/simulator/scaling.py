@@ -245,7 +245,7 @@ class TraceSource:
 def _recording_points(seq_lens: list[int | None], compiled: bool) -> list[tuple[int, int | None]]:
     """Where to record: the shortest, the longest, and one between them."""
     ordered = sorted(seq_lens, key=lambda seq_len: seq_len or 0)
-    sizes = _BATCH_SIZES
+    sizes: tuple[int, ...] = _BATCH_SIZES
     if compiled:
         enough = sum(size * (ordered[0] or 1) < _COMPILED_TOKENS for size in _COMPILED_BATCH_SIZES[:-3])
         sizes = _COMPILED_BATCH_SIZES[enough : enough + 3]

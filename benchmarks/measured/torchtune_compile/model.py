@@ -16,7 +16,7 @@ from benchmarks.measured.torchtitan.model import Block, Llama, batch_of_tokens
 
 
 def rotate_pairs(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of (batch, tokens, heads, head size) by cosines and sines (tokens, head size / 2, 2), in fp32."""
+    """Rotary embedding of (batch, tokens, heads, head size) by cosines and sines (tokens, head size / 2, 2)."""
     pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
     cosine, sine = angles.view(1, heads.size(1), 1, -1, 2).unbind(-1)
     turned = torch.stack(
