@@ -57,7 +57,7 @@ _CUDA = torch.device("cuda", 0)
 _CUDA_TYPE, _META_TYPE = 1, 14  # c10::DeviceType::CUDA and Meta
 # What would be measured, or would run CUDA graphs: `list_mode_options` in torch/_inductor/__init__.py has the modes.
 _NOT_HERE = {
-    "triton.cudagraphs": "CUDA graphs' private memory pool, in which a compiled step keeps what it once took",
+    "triton.cudagraphs": "CUDA graphs' private memory pool",
     "max_autotune": "Inductor's autotuning: matrix products are taken to stay with cuBLAS",
     "max_autotune_gemm": "Inductor's autotuning: matrix products are taken to stay with cuBLAS",
     "max_autotune_pointwise": "",
@@ -218,6 +218,10 @@ class InductorForCard:
         """What torch.compile's backend does with a graph of Dynamo's, by the settings of Inductor that it was given."""
         from torch._inductor import compile_fx, config
 
+        card = self._properties
+        self.assumptions[
+            f"Inductor splits reductions for the {card.multi_processor_count} multiprocessors of {card.name}"
+        ] = None
         current = config.get_config_copy()
         for name, left_out in _NOT_HERE.items():
             if left_out and settings.get(name, current[name]):

@@ -112,8 +112,8 @@ def record_step(
     if compiled and not graphs:
         raise RecordingFailed(
             "torch.compile has compiled nothing of this model: Dynamo passed over all of it. It does so where "
-            "TORCH_COMPILE_DISABLE is set, for modules of PyTorch's own that are compiled by their method, and "
-            "for bf16 on a GPU before compute capability 8.0. A real GPU would run it eagerly as well: ask for the model not compiled."
+            "TORCH_COMPILE_DISABLE is set, for modules of PyTorch's own compiled by their method, and for bf16 "
+            "before compute capability 8.0. A real GPU would run it eagerly as well: ask for the model not compiled."
         )
     unmodelled = (*cudnn, "kernels' small scratch tensors", *assumptions, *recording.unmodelled)
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, compiled=graphs > 0)
