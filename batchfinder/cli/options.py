@@ -17,6 +17,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
     CHECKPOINTING_NAMES,
+    COMPILED_PARTS,
     MODES,
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
@@ -100,13 +101,14 @@ DEFAULT_IMAGE_SIDE = 224
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
-    """The five options of the step; raises as `one_of`."""
+    """The six options of the step; raises as `one_of`."""
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
         optimizer=arguments.optimizer,
         attention=arguments.attention,
         gradient_checkpointing=arguments.gradient_checkpointing if arguments.gradient_checkpointing != "full" else True,
+        compile=arguments.compile,
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)
@@ -116,6 +118,8 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     how = options.gradient_checkpointing
     if isinstance(how, str) and not how.removeprefix("every-").isdecimal():
         one_of("--gradient-checkpointing", how, CHECKPOINTING_NAMES)
+    if options.compile is not None:
+        one_of("--compile", options.compile, COMPILED_PARTS)
     return options
 
 

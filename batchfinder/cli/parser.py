@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchfinder.reproductions import REPRODUCTIONS
-from batchfinder.training.spec import ATTENTION_NAMES, MODES, OPTIMIZER_NAMES, PRECISION_NAMES
+from batchfinder.training.spec import ATTENTION_NAMES, COMPILED_PARTS, MODES, OPTIMIZER_NAMES, PRECISION_NAMES
 
 Options = Mapping[str, Mapping[str, Any]]
 """By the name of an option: what `ArgumentParser.add_argument` takes for it."""
@@ -59,6 +59,12 @@ _STEP: Options = {
         "metavar": "HOW",
         "help": "recompute activations in the backward: full (the default), every-2 (layers), every-4, or selective, "
         "which keeps what matrix products and attention return",
+    },
+    "--compile": {
+        "nargs": "?",
+        "const": COMPILED_PARTS[0],
+        "metavar": "WHAT",
+        "help": f"compile with torch.compile: {' or '.join(COMPILED_PARTS)} (default of --compile: model)",
     },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}

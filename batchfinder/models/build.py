@@ -21,7 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models.catalog import find_model
-from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
+from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES
@@ -78,7 +78,13 @@ def allow_fake_weights() -> Iterator[None]:
             nn.init._no_grad_trunc_normal_ = drawn
 
 
-def build_workload(spec: str, *, attention: str | None = None, gradient_checkpointing: bool | str = False) -> Workload:
+def build_workload(
+    spec: str,
+    *,
+    attention: str | None = None,
+    gradient_checkpointing: bool | str = False,
+    compile: str | None = None,
+) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
     Inside a `FakeTensorMode` the model is made of fake tensors and takes no memory. No random generator of the user's
@@ -91,6 +97,8 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
             scaled_dot_product_attention), or None for the model's default.
         gradient_checkpointing: whether activations inside the model's layers are computed again in the backward, and
             which; see `enable_checkpointing`.
+        compile: `model` for `torch.compile` of the model (of a LightningModule's training step), `layers` for each of
+            its layers; None to leave it as it is.
 
     Raises:
         UnknownName: no such model.
@@ -128,6 +136,8 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
         model.set_attn_implementation(attention_of(type(model), attention, spec))
     if gradient_checkpointing:
         enable_checkpointing(model, gradient_checkpointing, spec)
+    if compile is not None:
+        compile_workload(workload, compile, spec)
     return workload
 
 
@@ -164,6 +174,36 @@ def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
         enable(every_n_layers=int(every[1]))
     else:
         raise InvalidValue("gradient_checkpointing", how, f"one of {', '.join(CHECKPOINTING_NAMES)}")
+
+
+def compile_workload(workload: Workload, what: str, spec: str) -> None:
+    """Have torch.compile compile a model, or its layers, when they are first called.
+
+    Layers are the modules of each `nn.ModuleList` of modules of one class, as in `compile_regions` of
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/other.py.
+
+    Raises:
+        InvalidValue: there are no such layers.
+    """
+    if what == "model":
+        model = workload.model
+        if isinstance(model, TrainingStep):  # Lightning compiles a module's steps, not the module
+            module: Any = model.module
+            module.training_step = torch.compile(module.training_step)
+        else:
+            model.compile()
+        return
+    layers: dict[nn.Module, None] = {}
+    for module in workload.model.modules():
+        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1:
+            layers |= dict.fromkeys(module)
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    for layer in layers:
+        if layer not in inner:
+            layer.compile()
+    if not layers:
+        expected = f"model; {spec} has no list of layers of one class"
+        raise InvalidValue("compile", what, expected)
 
 
 def is_factory(spec: str) -> bool:

@@ -24,22 +24,20 @@ _FP32 = 4
 
 # What asks for a cuBLAS handle. An addmm with a bias runs in cuBLASLt, which shares cuBLAS's workspace.
 MATRIX_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.mm.dtype,
-        aten.bmm.default,
-        aten.bmm.dtype,
-        aten.addmm.default,
-        aten.addmm.dtype,
-        aten.baddbmm.default,
-        aten.baddbmm.dtype,
-        aten.addbmm.default,
-        aten.mv.default,
-        aten.addmv.default,
-        aten.dot.default,
-        aten.vdot.default,
-        aten._addmm_activation.default,
-    }
+    getattr(packet, overload)
+    for packet in (
+        aten.mm,
+        aten.bmm,
+        aten.addmm,
+        aten.baddbmm,
+        aten.addbmm,
+        aten.mv,
+        aten.addmv,
+        aten.dot,
+        aten.vdot,
+        aten._addmm_activation,
+    )
+    for overload in packet.overloads()  # compiled code calls those with an `out`
 )
 
 # Sizes of what a kernel allocates, from the operator's arguments. The recording allocates them after the operator's

@@ -90,6 +90,11 @@ class AllocationRecorder(TorchDispatchMode):
             if block >= first and self.kinds[block] == "temporary":
                 self.kinds[block] = kind
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile while this is active, which sees what the compiled code does, not the compiling."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -20,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,16 @@ class RecordingServer:
 
             from batchfinder.models.fingerprint import fingerprint_workload
             from batchfinder.recording.fake_device import FakeDeviceMode
+            from batchfinder.recording.record_step import compiled_modules
 
             # A fork does not have the threads that OpenMP starts for real tensors, and would wait for them.
             torch.set_num_threads(1)
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
             self.workload = self._build(builder, arguments)
+            if compiled_modules(self.workload.model) and find_spec("triton") is not None:
+                from batchfinder.recording import inductor
+
+                inductor.prepare()  # here once, and not in every fork
             versions = {}
             for name in _SHOWN_VERSIONS:
                 with contextlib.suppress(PackageNotFoundError):

@@ -26,6 +26,8 @@ from batchfinder.training.child_process import Child, ChildDied, revive
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
+_CONFIRMATIONS = 8
+"""Searches for the answer of a compiled step, each with more sizes recorded than the one before."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 # And it is recorded in forks, which do not have the threads that OpenMP has started.
@@ -206,7 +208,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
                 workload = None if self.spec == self._recorder.spec else self.spec
                 return self._recorder.submit(RecordingJob(self.how, capability, batch_size, seq_len, workload))
 
-            self._sources[capability] = TraceSource(submit, seq_lens)
+            compiled = self.spec.arguments.get("compile") is not None
+            self._sources[capability] = TraceSource(submit, seq_lens, compiled)
         return self._sources[capability]
 
     def probe(
@@ -239,8 +242,15 @@ def search_simulated(
     Raises:
         InvalidValue: there is no such size.
     """
-    search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
-    search = Floored(Multiples(search, multiple_of), min_batch_size)
-    if max_batch_size is not None:
-        search = Capped(search, max_batch_size)
-    return find_max_batch_size(probe, shape, search=search)
+    for _ in range(_CONFIRMATIONS):
+        search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
+        search = Floored(Multiples(search, multiple_of), min_batch_size)
+        if max_batch_size is not None:
+            search = Capped(search, max_batch_size)
+        result = find_max_batch_size(probe, shape, search=search)
+        # That it fits, and that the next size does not.
+        decisive = {max(result.max_batch_size, min_batch_size), result.max_batch_size + multiple_of}
+        decisive = {size for size in decisive if max_batch_size is None or size <= max_batch_size}
+        if not probe.traces.confirm(sorted(decisive), shape.seq_len):
+            break
+    return result

@@ -20,6 +20,13 @@ ATTENTION_NAMES = ("eager", "sdpa", "flash")
 CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
 """Of all layers, of every second or fourth (`every-K` for any), or of all but their matrix products and attention."""
 
+COMPILED_PARTS = ("model", "layers")
+"""What `torch.compile` is given: all of the model, or each of its layers, as torchtitan and accelerate do."""
+
+COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
+
+_OF_THE_MODEL = ("compile",)  # newer options that a model is built with
+
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
 
@@ -95,7 +102,7 @@ class WorkloadFacts:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a model is built and stepped, by the five options that every command has for it.
+    """How a model is built and stepped, by the options that every command has for it.
 
     Attributes:
         mode: one of `MODES`.
@@ -104,6 +111,7 @@ class StepOptions:
         attention: one of `ATTENTION_NAMES`; None for the model's own.
         gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
             one of `CHECKPOINTING_NAMES`.
+        compile: one of `COMPILED_PARTS`; None for a model as it is, compiled or not.
     """
 
     mode: str = "train"
@@ -111,6 +119,7 @@ class StepOptions:
     optimizer: str = "adamw"
     attention: str | None = None
     gradient_checkpointing: bool | str = False
+    compile: str | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -120,6 +129,7 @@ class StepOptions:
                 "spec": model,
                 "attention": self.attention,
                 "gradient_checkpointing": self.gradient_checkpointing,
+                **{name: value for name, value in self.newer().items() if name in _OF_THE_MODEL},
             },
         )
 
@@ -127,6 +137,14 @@ class StepOptions:
         """How a step is taken, by the recording process or on a real device."""
         flash = self.attention == "flash"
         return StepConfig(self.mode, self.precision, self.optimizer, micro_batches, flash)
+
+    def newer(self) -> dict[str, Any]:
+        """What was asked for of the options that the first version did not have."""
+        usual, first = StepOptions(), ("mode", "precision", "optimizer", "attention")
+        given = {name: value for name, value in asdict(self).items() if value != getattr(usual, name)}
+        if given.get("gradient_checkpointing") is True:
+            del given["gradient_checkpointing"]
+        return {name: value for name, value in given.items() if name not in first}
 
     def to_json(self) -> dict[str, Any]:
         """All of them, with `default` for the model's own attention."""
@@ -139,4 +157,4 @@ class StepOptions:
         if self.gradient_checkpointing:
             how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
             words.append(f"{how}gradient checkpointing")
-        return words
+        return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]
