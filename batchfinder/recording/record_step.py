@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as nn_module
 
-from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
+from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig
@@ -52,6 +52,7 @@ def record_step(
     sdpa.register(capability, config.flash)
     rnn.register()
     fake_values.register()
+    user_kernels.register(capability)
     fake_device.hide_from_transformers()
     mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
     tracker = ModuleTracker(workload.model)
@@ -96,7 +97,13 @@ def record_step(
         for module in workload.model.modules()
     )
     eager = ("torch.compile: the step is recorded as it runs eagerly, and a compiled one takes less or more",)
-    unmodelled = (*(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.unmodelled)
+    unmodelled = (
+        *(eager if compiled else ()),
+        *cudnn,
+        "kernels' small scratch tensors",
+        *recording.unmodelled,
+        *user_kernels.unmodelled(),
+    )
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
 
 
