@@ -16,6 +16,7 @@ from batchfinder.devices import Card, device_for, device_with_budget, find_gpu, 
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
+    LOSS_NAMES,
     MODES,
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
@@ -99,17 +100,20 @@ DEFAULT_IMAGE_SIDE = 224
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
-    """The five options of the step; raises as `one_of`."""
+    """The options of the step; raises as `one_of`."""
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
         optimizer=arguments.optimizer,
         attention=arguments.attention,
         gradient_checkpointing=arguments.gradient_checkpointing,
+        loss=arguments.loss,
+        packed=arguments.packed,
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)
     one_of("--optimizer", options.optimizer, OPTIMIZER_NAMES)
+    one_of("--loss", options.loss, LOSS_NAMES)
     if options.attention is not None:
         one_of("--attention", options.attention, ATTENTION_NAMES)
     return options

@@ -87,7 +87,10 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
         versions=facts.versions,
-        extra={"capability": device.compute_capability},
+        extra={
+            "capability": device.compute_capability,
+            **options.newer(),
+        },
     )
 
 
@@ -284,6 +287,7 @@ class MeasuredCells:
                 extra["RLIMIT_AS"] = limit
         else:
             extra = {"device": "cuda", "capability": self._card.device.compute_capability}
+        extra |= {name: value for name, value in simulated.extra.items() if name != "capability"}
         return replace(
             simulated,
             usable_bytes=place.within_budget(),

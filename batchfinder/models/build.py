@@ -22,7 +22,7 @@ from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
-from batchfinder.training.spec import ATTENTION_NAMES
+from batchfinder.training.spec import ATTENTION_NAMES, LOSS_NAMES
 from batchfinder.training.step import Workload
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -63,7 +63,14 @@ def allow_fake_weights() -> Iterator[None]:
             nn.init._no_grad_trunc_normal_ = drawn
 
 
-def build_workload(spec: str, *, attention: str | None = None, gradient_checkpointing: bool = False) -> Workload:
+def build_workload(
+    spec: str,
+    *,
+    attention: str | None = None,
+    gradient_checkpointing: bool = False,
+    loss: str = "default",
+    packed: bool = False,
+) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
     Inside a `FakeTensorMode` the model is made of fake tensors and takes no memory. No random generator of the user's
@@ -75,14 +82,19 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
         attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
             scaled_dot_product_attention), or None for the model's default.
         gradient_checkpointing: whether activations inside the model's layers are computed again in the backward.
+        loss: how a causal model computes its loss, one of `LOSS_NAMES`.
+        packed: whether samples stand one after the other in one row, without padding.
 
     Raises:
         UnknownName: no such model.
+        MissingExtra: the loss needs a package that is not installed.
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
     if attention is not None and attention not in ATTENTION_NAMES:
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
+    if loss not in LOSS_NAMES:
+        raise InvalidValue("loss", loss, f"one of {', '.join(LOSS_NAMES)}")
     from_factory = is_factory(spec)
     if from_factory:
         workload = workload_from_factory(spec)
@@ -110,6 +122,14 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
         from batchfinder.models.pretrained import attention_of
 
         model.set_attn_implementation(attention_of(type(model), attention, spec))
+    if packed:
+        from batchfinder.models.pretrained import pack
+
+        workload = pack(workload, attention, spec)
+    if loss != "default":
+        from batchfinder.models.pretrained import replace_loss
+
+        replace_loss(model, loss, spec)
     if gradient_checkpointing:
         # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(

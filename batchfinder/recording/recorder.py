@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchfinder.errors import BatchFinderError
 from batchfinder.recording import fake_values, kernel_memory, user_kernels
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.kernel_memory import aten
@@ -30,6 +32,9 @@ class AllocationRecorder(TorchDispatchMode):
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
     """
+
+    # Else PyTorch would say of `flex_attention` that it knows no rule for this class.
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -102,6 +107,8 @@ class AllocationRecorder(TorchDispatchMode):
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = str(func)
+            if isinstance(func, HigherOrderOperator):
+                raise user_kernels.not_compiled(name)
         self._on_operator(name)
         if func is _ITEM:
             if args[0].device.type == DEVICE_TYPE:
@@ -166,9 +173,11 @@ class AllocationRecorder(TorchDispatchMode):
             try:
                 with self:
                     return kernel(*args, **kwargs)
-            except Exception:  # it needs values, or calls something compiled
-                failed = True
-            if failed and all(block < first for block, _ in self._live.values()):
+            except BatchFinderError:
+                raise
+            except Exception:  # it needs values, or calls something compiled; its frames go before the block does
+                pass
+            if all(block < first for block, _ in self._live.values()):
                 # What it allocated until then is forgotten.
                 self.order[position:] = [event for event in self.order[position:] if event < 0 and ~event < first]
                 for column in (self.sizes, self.operators, self.modules, self.kinds, self._shapes):

@@ -12,15 +12,17 @@ what it allocates inside is seen too. Of one whose kernel is compiled, its fake 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.machinery
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch._library import custom_ops
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -47,6 +49,12 @@ MULTIPROCESSORS = {
 Source: NVIDIA's architecture whitepapers and data sheets of these cards.
 """
 _USUAL_MULTIPROCESSORS = 108
+_ENOUGH_CHUNKS = 2
+
+# Other modules that ask whether they are on CUDA, and allocate accordingly (torch 2.13, TRL 1.16).
+_ASK_FOR_CUDA = frozenset(
+    {"torch.nn.attention.flex_attention", "torch.nn.modules.linear_cross_entropy", "trl.trainer.utils"}
+)
 
 _launched: dict[str, None] = {}
 _asked: dict[str, None] = {}
@@ -130,10 +138,54 @@ def register(capability: tuple[int, int]) -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.device = nullcontext  # type: ignore[assignment, misc]
     torch.cuda.synchronize = lambda *_: None
+    _autocast_as_on_cuda()
+    # torch 2.13 takes half types to fp32 here where `torch.cuda.is_available()`, from 7.0 on (8.0 for bf16):
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/linear_cross_entropy_options.py
+    options = getattr(nn, "LinearCrossEntropyOptions", None)
+    if options is not None:
+        _run_few_chunks()
+        least = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
+        options._resolve_auto_acc_dtype = staticmethod(
+            lambda dtype, _: torch.float32 if capability >= least.get(dtype, (99, 0)) else None
+        )
+
+
+def _run_few_chunks() -> None:
+    """Let PyTorch's chunked loss go through two of its hundred or more chunks, which allocate alike.
+
+    `_ChunkContext.chunks` of torch 2.13; the last chunk may be smaller than the others, never larger.
+    """
+    context = importlib.import_module("torch.nn.modules.linear_cross_entropy")._ChunkContext
+    all_chunks = context.chunks
+
+    def chunks(self: Any) -> Iterator[Any]:
+        for number, chunk in enumerate(all_chunks(self)):
+            if number == _ENOUGH_CHUNKS:
+                return
+            yield chunk
+
+    context.chunks = chunks
+
+
+def _autocast_as_on_cuda() -> None:
+    """Let `torch.autocast("cuda")`, and code that asks whether that is on, mean the fake GPU's."""
+    enter, enabled, dtype = torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def fake(device_type: str) -> str:
+        return DEVICE_TYPE if device_type == "cuda" else device_type
+
+    def init(context: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        enter(context, fake(device_type), *args, **kwargs)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign, assignment]
+    torch.is_autocast_enabled = lambda device_type="cuda": enabled(fake(device_type))
+    torch.get_autocast_dtype = lambda device_type: dtype(fake(device_type))
+    torch.get_autocast_gpu_dtype = lambda: dtype(DEVICE_TYPE)
 
 
 def _uses_triton(names: dict[str, Any]) -> bool:
-    return "triton" in names and not names.get("__name__", "").startswith("torch.")
+    module = names.get("__name__", "")
+    return module in _ASK_FOR_CUDA or ("triton" in names and not module.startswith("torch."))
 
 
 def on_fake_device(value: Any) -> Any:
@@ -180,4 +232,14 @@ def without_fake_kernel(name: str, error: BaseException, module: str) -> Recordi
         f"Its kernel does not run on tensors without values, and it has no fake kernel that does: {said}\n"
         f'Tell the shapes of its outputs with @torch.library.register_fake("{operator.replace(".", "::")}"): a '
         "function of the same arguments that returns empty tensors."
+    )
+
+
+def not_compiled(name: str) -> RecordingFailed:
+    """The error for an operator, such as `flex_attention`, that is meant for torch.compile and was called without."""
+    line = line_of_user(traceback.extract_stack())
+    return RecordingFailed(
+        f"{name} is not recorded outside of torch.compile{f', {line}' if line else ''}\n"
+        "Compile it, as it is meant to be (without, flex_attention computes all scores on a GPU), or call "
+        "scaled_dot_product_attention or torch.nn.attention.varlen."
     )

@@ -17,6 +17,11 @@ OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafa
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
 
+LOSS_NAMES = ("default", "chunked", "liger", "trl")
+"""`models.pretrained.replace_loss` says what each is."""
+
+_AS_BEFORE = ("default", False)
+
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
 
@@ -92,7 +97,7 @@ class WorkloadFacts:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a model is built and stepped, by the five options that every command has for it.
+    """How a model is built and stepped, by the options that every command has for it.
 
     Attributes:
         mode: one of `MODES`.
@@ -100,6 +105,8 @@ class StepOptions:
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
         gradient_checkpointing: whether activations are recomputed in the backward.
+        loss: one of `LOSS_NAMES`: how a causal model computes its loss.
+        packed: whether samples stand one after the other in one row, without padding.
     """
 
     mode: str = "train"
@@ -107,6 +114,8 @@ class StepOptions:
     optimizer: str = "adamw"
     attention: str | None = None
     gradient_checkpointing: bool = False
+    loss: str = "default"
+    packed: bool = False
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -116,20 +125,30 @@ class StepOptions:
                 "spec": model,
                 "attention": self.attention,
                 "gradient_checkpointing": self.gradient_checkpointing,
+                **self.newer(),
             },
         )
 
+    def newer(self) -> dict[str, Any]:
+        """The options that differ from what earlier versions did, which had none of them."""
+        return {
+            name: value for name, value in (("loss", self.loss), ("packed", self.packed)) if value not in _AS_BEFORE
+        }
+
     def step(self, micro_batches: int = 1) -> StepConfig:
         """How a step is taken, by the recording process or on a real device."""
-        flash = self.attention == "flash"
+        flash = self.attention == "flash" and not self.packed
         return StepConfig(self.mode, self.precision, self.optimizer, micro_batches, flash)
 
     def to_json(self) -> dict[str, Any]:
-        """All of them, with `default` for the model's own attention."""
-        return {**asdict(self), "attention": self.attention or "default"}
+        """All of them, with `default` for the model's own attention; the newer ones only where they are used."""
+        settings = {name: value for name, value in asdict(self).items() if name not in ("loss", "packed")}
+        return {**settings, "attention": self.attention or "default", **self.newer()}
 
     def words(self) -> list[str]:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
         words += [f"{self.attention} attention"] if self.attention else []
-        return [*words, "gradient checkpointing"] if self.gradient_checkpointing else words
+        words += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        words += [] if self.loss == "default" else [f"{self.loss} loss"]
+        return [*words, "packed"] if self.packed else words

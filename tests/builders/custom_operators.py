@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from batchfinder.training.step import Workload
 from tests.builders.small import IN, vectors
@@ -80,6 +81,9 @@ class Calling(nn.Module):
             return out * float(out.detach().numpy().max())
         if self.which == "crash":
             return out + ctypes.string_at(0)
+        if self.which == "flex":
+            heads = out.view(1, 1, -1, IN)
+            return flex_attention(heads, heads, heads)
         if self.which == "cuda":
             return out + torch.zeros(out.shape, device="cuda")
         if self.which == "compared":

@@ -54,6 +54,15 @@ def test_an_operator_without_a_fake_kernel_names_itself(forked_recorders: None, 
     assert '@torch.library.register_fake("batchfinder_tests::unknown")' in said
 
 
+def test_flex_attention_is_to_be_compiled(forked_recorders: None) -> None:
+    """Called without torch.compile it is refused, with the line that calls it."""
+    with RecordingClient(WorkloadSpec("tests.builders.custom_operators:calling", {"which": "flex"})) as recorder:
+        error = recorder.submit(RecordingJob(StepConfig(), (8, 0), B, None)).exception()
+    assert type(error) is RecordingFailed
+    assert "flex_attention is not recorded outside of torch.compile, at " in str(error)
+    assert "in forward: return flex_attention(heads, heads, heads)" in str(error)
+
+
 def test_cuda_is_the_fake_gpu(record: Record) -> None:
     """`device="cuda"` in a model's code makes a tensor on the GPU that is simulated."""
     trace = record(partial(calling, "cuda"), B)
@@ -87,28 +96,55 @@ def test_a_triton_kernel_is_recorded(record: Record) -> None:
     assert any("1 Triton kernel (such as scaled_kernel): neither run nor tuned" in text for text in trace.unmodelled)
 
 
+LOGITS = 2 * 2048 * 128_256
+WEIGHTS = 2 * 128_256 * 2048
+
+
+def llama(loss: str, packed: bool = False) -> object:
+    """Two layers of Llama 3.2 1B, whose words are 128,256, with another loss or packed samples."""
+    from batchfinder.models.pretrained import pack, replace_loss
+    from batchfinder.recording.user_kernels import skip_triton_launches
+    from tests.builders.few_layers import build
+
+    skip_triton_launches()
+    workload = build("llama-3.2-1b")
+    if packed:
+        workload = pack(workload, None, "llama")
+    if loss != "default":
+        replace_loss(workload.model, loss, "llama")
+    return workload
+
+
 @pytest.mark.slow
-def test_liger_never_makes_all_logits(record: Record) -> None:
-    """Its fused linear cross-entropy, at 2048 tokens of 128,256 words, makes logits in chunks."""
-    pytest.importorskip("triton")
-    pytest.importorskip("liger_kernel")
+@pytest.mark.parametrize("loss", ["chunked", "liger", "trl"])
+def test_other_losses_never_make_all_logits(record: Record, loss: str) -> None:
+    """At 2048 tokens they make logits in parts; the model's own loss makes all of them, and in fp32 once more."""
+    if loss != "chunked":
+        pytest.importorskip("triton")
+        pytest.importorskip({"liger": "liger_kernel", "trl": "trl.trainer.utils"}[loss])
+    trace = record(partial(llama, loss), 2, 1024, capability=(8, 0), precision="bf16-true")
+    # Sums of the weights' gradients may be kept in fp32.
+    assert {size for size in trace.sizes if size >= LOGITS} <= {WEIGHTS, 2 * WEIGHTS}
+    plain = record(partial(llama, "default"), 2, 1024, capability=(8, 0), precision="bf16-true", steps=1)
+    assert plain.sizes.count(2 * LOGITS) >= 2
 
-    def build(liger: bool) -> object:
-        from batchfinder.recording.user_kernels import skip_triton_launches
-        from tests.builders.few_layers import build as few_layers
 
-        skip_triton_launches()
-        workload = few_layers("llama-3.2-1b")
-        if liger:
-            from transformers.integrations.liger import apply_liger_kernel
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_packed_attention_is_the_flash_kernel(record: Record, precision: str) -> None:
+    """One row of 4 samples of 512: the output, a number for each token and head, and the backward's own memory."""
+    trace = record(partial(llama, "default", packed=True), 4, 512, capability=(8, 0), precision=precision, steps=1)
+    tokens, heads, head = 4 * 512, 32, 64
+    forward = made_by(trace, "aten._flash_attention_forward")
+    assert forward.count(2 * tokens * heads * head) == 2
+    assert forward.count(4 * tokens * heads) == 2
+    backward = made_by(trace, "aten._flash_attention_backward")
+    padded = tokens + 128 * 4
+    assert backward.count(4 * padded * heads) == backward.count(4 * padded * heads * head) == 2
 
-            apply_liger_kernel(workload.model, None)
-        return workload
 
-    logits = 2 * 2048 * 128_256
-    plain, liger = (
-        record(partial(build, on), 2, 1024, capability=(8, 0), precision="bf16-true") for on in (False, True)
-    )
-    assert max(plain.sizes) == 2 * logits  # the loss is computed in fp32
-    weights = 2 * 128_256 * 2048
-    assert [size for size in liger.sizes if size >= logits and size != weights] == []
+@pytest.mark.slow
+def test_a_packed_row_is_refused_where_it_cannot_run(record: Record) -> None:
+    """Flash attention needs Ampere and half precision."""
+    with pytest.raises(AssertionError, match=r"compute capability 8\.0 and half precision"):
+        record(partial(llama, "default", packed=True), 2, 64, capability=(7, 5), precision="16-mixed", steps=1)
