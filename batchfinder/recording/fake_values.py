@@ -7,10 +7,14 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/PackedSeque
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,6 +40,27 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
     return float(value) if tensor.dtype.is_floating_point else int(value)
 
 
+def is_asserted() -> bool:
+    """Whether the value that is being read decides an `assert` of the code that called PyTorch.
+
+    The frame stands at the jump that the value decides: over the AssertionError where it is true, or to it where not.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "batchfinder.")):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    following = (each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
+    for jump in itertools.islice(following, 2):  # Python 3.13 makes a bool of the value first
+        if "JUMP" in jump.opname and "IF_FALSE" in jump.opname:
+            target = next(each for each in dis.get_instructions(frame.f_code) if each.offset == jump.argval)
+            return target.opname == _FAILS
+        if "JUMP" in jump.opname and "IF_TRUE" in jump.opname:
+            return any(each.opname == _FAILS for each in itertools.islice(following, 2))
+    return False
+
+
+_FAILS = "LOAD_ASSERTION_ERROR"
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
 _COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
     aten.eq.Scalar: operator.eq,

@@ -115,6 +115,8 @@ class AllocationRecorder(TorchDispatchMode):
                 block = self._block_of(args[0])
                 made_by = self.operators[block] if block >= 0 else ""
                 value = fake_values.plausible_scalar(args[0], made_by, self._constants.get(block))
+                if not value and args[0].dtype is torch.bool and fake_values.is_asserted():
+                    value = True
                 origin = made_by or "an unknown operator"
                 self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {value}"] = None
                 return value
