@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as nn_module
 
+from batchfinder.models.build import allow_fake_weights
 from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
@@ -74,7 +75,8 @@ def record_step(
         recording.mark(number, stage, micro_batch)
 
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
-    with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording:
         recording.mark(-1, "model")
         fake_device.move_module(workload.model, device, step.precision.weights, rnn.flatten_weights)
         step.run(batch_size, seq_len, on_stage)

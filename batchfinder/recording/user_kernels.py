@@ -139,6 +139,16 @@ def register(capability: tuple[int, int]) -> None:
     torch.cuda.device = nullcontext  # type: ignore[assignment, misc]
     torch.cuda.synchronize = lambda *_: None
     _autocast_as_on_cuda()
+    # PyTorch asks CUDA itself for the current device before an operator for `.to("cuda")` is seen.
+    move = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = on_fake_device(kwargs["device"])
+        return move(tensor, *map(on_fake_device, args), **kwargs)
+
+    torch.Tensor.to = to  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda tensor, *_, **__: to(tensor, cuda)  # type: ignore[method-assign]
     # torch 2.13 takes half types to fp32 here where `torch.cuda.is_available()`, from 7.0 on (8.0 for bf16):
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/linear_cross_entropy_options.py
     options = getattr(nn, "LinearCrossEntropyOptions", None)
@@ -190,7 +200,8 @@ def _uses_triton(names: dict[str, Any]) -> bool:
 
 def on_fake_device(value: Any) -> Any:
     """An argument of an operator: CUDA's device is the fake GPU, once that is there."""
-    if isinstance(value, torch.device) and value.type == "cuda":
+    named = value.type if isinstance(value, torch.device) else value
+    if isinstance(named, str) and named.partition(":")[0] == "cuda":
         return torch.device(DEVICE_TYPE, 0)
     return value
 

@@ -85,7 +85,8 @@ class Calling(nn.Module):
             heads = out.view(1, 1, -1, IN)
             return flex_attention(heads, heads, heads)
         if self.which == "cuda":
-            return out + torch.zeros(out.shape, device="cuda")
+            moved = nn.Linear(1, 1).to("cuda").to(torch.float32)(torch.ones(1).cuda())
+            return out + torch.zeros(out.shape, device="cuda") + moved
         if self.which == "compared":
             return out if torch.equal(out, x) else out.exp()
         called = {"doubled": doubled, "compiled": compiled, "unknown": unknown}[self.which]

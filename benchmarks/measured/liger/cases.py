@@ -109,7 +109,7 @@ def checkout(commit: str) -> Path:
         raise RuntimeError("set LIGER_KERNEL_CLONE to a clone of https://github.com/linkedin/Liger-Kernel")
     folder = Path(tempfile.gettempdir()) / f"liger-kernel-{commit}"
     if not folder.exists():
-        command = ["git", "-C", clone, "archive", commit, "src", "benchmark/scripts"]
+        command = ["git", "-C", clone, "archive", commit, "src", "benchmark/scripts", "test"]
         archive = subprocess.run(command, check=True, capture_output=True).stdout
         partial = Path(tempfile.mkdtemp(dir=folder.parent))
         with tarfile.open(fileobj=BytesIO(archive)) as files:
@@ -142,6 +142,15 @@ def stand_in_for_names(folder: Path) -> None:
                     setattr(module, alias.name, "" if alias.name.isupper() else absent)
 
 
+def rotary_embedding(head: Any, device: Any = None, **settings: Any) -> Any:
+    """transformers' class, which was given the size of a head once, and a config today."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(head_dim=head) if isinstance(head, int) else head
+    return LlamaRotaryEmbedding(settings.get("config", config), device=device)
+
+
 def workload(kernel: str, provider: str, mode: str, commit: str, config: str) -> Any:
     """What one benchmark function measures, as the loss of a model that has it set up in its first forward.
 
@@ -152,7 +161,8 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
     from batchfinder import Workload
 
     folder = checkout(commit)
-    sys.path[:0] = [str(folder / "src"), str(folder / "benchmark" / "scripts")]
+    sys.path[:0] = [str(folder / "src"), str(folder / "benchmark" / "scripts"), str(folder)]
+    sys.modules.pop("test", None)  # Python's own
     stand_in_for_names(folder / "src")
     with contextlib.suppress(ImportError):
         # The scripts make their tensors where this says; it looks for a real GPU.
@@ -167,6 +177,8 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
 
     utils._test_memory = keep
     script = importlib.import_module(f"benchmark_{SCRIPTS.get(kernel, kernel)}")
+    if hasattr(script, "LlamaRotaryEmbedding"):
+        script.LlamaRotaryEmbedding = rotary_embedding
     names = [name for name in vars(script) if name.startswith("bench_memory_")]
     name = f"bench_memory_{kernel}" if f"bench_memory_{kernel}" in names else names[0]
 
