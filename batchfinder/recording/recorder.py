@@ -118,7 +118,9 @@ class AllocationRecorder(TorchDispatchMode):
                 if not value and args[0].dtype is torch.bool and fake_values.is_asserted():
                     value = True
                 origin = made_by or "an unknown operator"
-                self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {value}"] = None
+                counted = block in self._constants and made_by == "aten.sum.default"  # a number for each size
+                said = "that of all elements" if counted else value
+                self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {said}"] = None
                 return value
             known = fake_values.known_element(args[0])
             if known is not None:

@@ -138,6 +138,9 @@ def test_backward_that_raises() -> None:
     [
         ("numpy", "return out * float(out.detach().numpy().max())", "where the code reads values, which fake tensors"),
         ("crash", "return out + ctypes.string_at(0)", "ended while aten.addmm.default was running"),
+        ("unknown", "return called(out)", '@torch.library.register_fake("batchfinder_tests::unknown")'),
+        ("backward", "return unknown(grad)", "the custom operator batchfinder_tests.unknown cannot be recorded, at "),
+        ("flex", "return flex_attention(heads, heads, heads)", "is not recorded outside of torch.compile, at "),
     ],
 )
 def test_the_line_of_the_users(which: str, line: str, said: str) -> None:
@@ -146,7 +149,9 @@ def test_the_line_of_the_users(which: str, line: str, said: str) -> None:
         error = error_of(recorder, job(GOOD))
         assert isinstance(error, RecordingFailed)
         assert said in str(error)
-        assert re.search(rf"at \S+custom_operators\.py:\d+, in forward: {re.escape(line)}", str(error), re.IGNORECASE)
+        assert re.search(
+            rf"at \S+custom_operators\.py:\d+, in (for|back)ward: {re.escape(line)}", str(error), re.IGNORECASE
+        )
 
 
 @pytest.mark.parametrize("builder", ["tests.builders.small:nothing_there", "tests.builders.nowhere:build"])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 
-from batchfinder.errors import RecordingFailed
-from batchfinder.recording.simulation import RecordingClient
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 from tests.builders.custom_operators import calling
 from tests.builders.small import IN
 
@@ -39,28 +35,6 @@ def test_a_compiled_kernel_is_known_by_its_fake_one(record: Record) -> None:
     assert made_by(trace, "batchfinder_tests.compiled") == [OUTPUT] * 2
     assert made_by(trace, "aten.new_empty") == []
     assert "batchfinder_tests.compiled.default: what its kernel takes besides its outputs" in trace.unmodelled
-
-
-@pytest.mark.parametrize(("which", "line"), [("unknown", "return called(out)"), ("backward", "return unknown(grad)")])
-def test_an_operator_without_a_fake_kernel_names_itself(forked_recorders: None, which: str, line: str) -> None:
-    """The error says which operator, on which line of the user's, and what to do; in the backward too."""
-    spec = WorkloadSpec("tests.builders.custom_operators:calling", {"which": which})
-    with RecordingClient(spec) as recorder:
-        error = recorder.submit(RecordingJob(StepConfig(), (8, 0), B, None)).exception()
-    assert type(error) is RecordingFailed
-    said = str(error)
-    assert "the custom operator batchfinder_tests.unknown cannot be recorded, at " in said
-    assert re.search(rf"custom_operators\.py:\d+, in \w+: {re.escape(line)}", said)
-    assert '@torch.library.register_fake("batchfinder_tests::unknown")' in said
-
-
-def test_flex_attention_is_to_be_compiled(forked_recorders: None) -> None:
-    """Called without torch.compile it is refused, with the line that calls it."""
-    with RecordingClient(WorkloadSpec("tests.builders.custom_operators:calling", {"which": "flex"})) as recorder:
-        error = recorder.submit(RecordingJob(StepConfig(), (8, 0), B, None)).exception()
-    assert type(error) is RecordingFailed
-    assert "flex_attention is not recorded outside of torch.compile, at " in str(error)
-    assert "in forward: return flex_attention(heads, heads, heads)" in str(error)
 
 
 def test_cuda_is_the_fake_gpu(record: Record) -> None:

@@ -1,8 +1,9 @@
 """Liger's own benchmark functions, run on the fake GPU at the commits that have the rows.
 
 Needs a clone of https://github.com/linkedin/Liger-Kernel, named by LIGER_KERNEL_CLONE, and the triton package. From the
-clone each row's commit is taken with `git archive`: the library and the benchmark scripts as they were when the row was
-measured. Today's PyTorch, Triton and transformers stand in for those of the time.
+clone each row's commit is taken: the library, the benchmark scripts, and the tests that some scripts have their PyTorch
+versions in, as they were when the row was measured. Today's PyTorch, Triton and transformers stand in for those of the
+time.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +48,7 @@ SCRIPTS = {
     "fused_linear_grpo_loss_sequence": "grpo_loss",
     "sparse_multi_token_attention": "sparse_multi_token_attention",
 }
+FOLDERS = ("src", "benchmark/scripts", "test")
 STEPS = 3
 """A benchmark function calls what it measures ten times and takes the median; the third is as every later one."""
 
@@ -109,11 +109,16 @@ def checkout(commit: str) -> Path:
         raise RuntimeError("set LIGER_KERNEL_CLONE to a clone of https://github.com/linkedin/Liger-Kernel")
     folder = Path(tempfile.gettempdir()) / f"liger-kernel-{commit}"
     if not folder.exists():
-        command = ["git", "-C", clone, "archive", commit, "src", "benchmark/scripts", "test"]
-        archive = subprocess.run(command, check=True, capture_output=True).stdout
+        git = ("git", "-C", clone)
+        listed = subprocess.run(
+            [*git, "ls-tree", "-r", "--name-only", commit, *FOLDERS], check=True, capture_output=True
+        )
         partial = Path(tempfile.mkdtemp(dir=folder.parent))
-        with tarfile.open(fileobj=BytesIO(archive)) as files:
-            files.extractall(partial, filter="data")
+        for name in listed.stdout.decode().splitlines():
+            if name.endswith(".py"):
+                text = subprocess.run([*git, "show", f"{commit}:{name}"], check=True, capture_output=True).stdout
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).write_bytes(text)
         # The scripts ask for its version.
         information = partial / "src" / "liger_kernel-0.dist-info"
         information.mkdir()
