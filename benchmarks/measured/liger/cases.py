@@ -153,7 +153,7 @@ def rotary_embedding(head: Any, device: Any = None, **settings: Any) -> Any:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = LlamaConfig(head_dim=head) if isinstance(head, int) else head
-    return LlamaRotaryEmbedding(settings.get("config", config), device=device)
+    return LlamaRotaryEmbedding(settings.get("config", config)).to(device)
 
 
 def workload(kernel: str, provider: str, mode: str, commit: str, config: str) -> Any:
