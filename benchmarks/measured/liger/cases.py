@@ -48,6 +48,21 @@ SCRIPTS = {
     "fused_linear_grpo_loss_sequence": "grpo_loss",
     "sparse_multi_token_attention": "sparse_multi_token_attention",
 }
+# What makes rows of a kernel, or of its Liger version alone, differ; README.md says how each was found.
+NOTES = {
+    "embedding": "12.0 or 13.5 GiB of earlier measurements in the same process, alike in all rows of a setting",
+    "rms_norm liger": "the buffer of the sum over rows, which PyTorch makes in its reduction kernel",
+    "rope": "the cuBLAS workspace: the rotary embedding of the time was a matrix product",
+    "fused_linear_cross_entropy liger": "measured with the fp32 copy of each chunk, which the row's commit removes",
+    **dict.fromkeys(
+        (
+            "fused_linear_orpo_loss", "fused_linear_cpo_loss", "fused_linear_simpo_loss", "kto_loss",
+            "distill_jsd_loss", "distill_cosine_loss", "fused_linear_grpo_loss_token",
+            "fused_linear_grpo_loss_sequence",
+        ),
+        "Liger compiles the loss of a chunk with torch.compile; recorded as it runs eagerly",
+    ),
+}  # fmt: skip
 FOLDERS = ("src", "benchmark/scripts", "test")
 STEPS = 3
 """A benchmark function calls what it measures ten times and takes the median; the third is as every later one."""
@@ -99,6 +114,7 @@ def cases() -> Iterator[Case]:
             step=StepConfig(optimizer="sgd", steps=STEPS),
             batch_size=int(float(row["x_value"])),
             seq_len=None,
+            note=NOTES.get(row["kernel_name"], NOTES.get(f"{row['kernel_name']} {row['kernel_provider']}", "")),
         )  # fmt: skip
 
 
@@ -184,6 +200,9 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
     script = importlib.import_module(f"benchmark_{SCRIPTS.get(kernel, kernel)}")
     if hasattr(script, "LlamaRotaryEmbedding"):
         script.LlamaRotaryEmbedding = rotary_embedding
+    if hasattr(script, "apply_rotary_pos_emb"):  # it was given the positions as well
+        rotate = script.apply_rotary_pos_emb
+        script.apply_rotary_pos_emb = lambda q, k, cos, sin, *_: rotate(q, k, cos, sin)
     names = [name for name in vars(script) if name.startswith("bench_memory_")]
     name = f"bench_memory_{kernel}" if f"bench_memory_{kernel}" in names else names[0]
 
