@@ -54,7 +54,14 @@ _STEP: Options = {
     "--attention": _choice(ATTENTION_NAMES, None),
     "--loss": _choice(LOSS_NAMES, "default"),
     "--packed": {"action": "store_true", "help": "pack the samples into one row, and answer in tokens per step"},
-    "--gradient-checkpointing": {"action": "store_true", "help": "recompute activations in the backward"},
+    "--gradient-checkpointing": {
+        "nargs": "?",
+        "const": True,
+        "default": False,
+        "metavar": "HOW",
+        "help": "recompute activations in the backward: full (the default), every-2 (layers), every-4, or selective, "
+        "which keeps what matrix products and attention return",
+    },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}

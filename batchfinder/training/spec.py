@@ -17,6 +17,8 @@ OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafa
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
 
+CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
+"""Of all layers, of every second or fourth (`every-K` for any), or of all but their matrix products and attention."""
 LOSS_NAMES = ("default", "chunked", "liger", "trl")
 """`models.pretrained.replace_loss` says what each is."""
 
@@ -104,7 +106,8 @@ class StepOptions:
         precision: one of `PRECISION_NAMES`.
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
-        gradient_checkpointing: whether activations are recomputed in the backward.
+        gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
+            one of `CHECKPOINTING_NAMES`.
         loss: one of `LOSS_NAMES`: how a causal model computes its loss.
         packed: whether samples stand one after the other in one row, without padding.
     """
@@ -113,7 +116,7 @@ class StepOptions:
     precision: str = "fp32"
     optimizer: str = "adamw"
     attention: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     loss: str = "default"
     packed: bool = False
 
@@ -149,6 +152,8 @@ class StepOptions:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
         words += [f"{self.attention} attention"] if self.attention else []
-        words += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        if self.gradient_checkpointing:
+            how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
+            words.append(f"{how}gradient checkpointing")
         words += [] if self.loss == "default" else [f"{self.loss} loss"]
         return [*words, "packed"] if self.packed else words
