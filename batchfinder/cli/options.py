@@ -18,6 +18,7 @@ from batchfinder.training.spec import (
     ATTENTION_NAMES,
     CHECKPOINTING_NAMES,
     COMPILED_PARTS,
+    LOSS_NAMES,
     MODES,
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
@@ -101,7 +102,7 @@ DEFAULT_IMAGE_SIDE = 224
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
-    """The six options of the step; raises as `one_of`."""
+    """The options of the step; raises as `one_of`."""
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
@@ -109,10 +110,13 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         attention=arguments.attention,
         gradient_checkpointing=arguments.gradient_checkpointing if arguments.gradient_checkpointing != "full" else True,
         compile=arguments.compile,
+        loss=arguments.loss,
+        packed=arguments.packed,
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)
     one_of("--optimizer", options.optimizer, OPTIMIZER_NAMES)
+    one_of("--loss", options.loss, LOSS_NAMES)
     if options.attention is not None:
         one_of("--attention", options.attention, ATTENTION_NAMES)
     how = options.gradient_checkpointing

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchfinder.reproductions import REPRODUCTIONS
-from batchfinder.training.spec import ATTENTION_NAMES, COMPILED_PARTS, MODES, OPTIMIZER_NAMES, PRECISION_NAMES
+from batchfinder.training.spec import (
+    ATTENTION_NAMES,
+    COMPILED_PARTS,
+    LOSS_NAMES,
+    MODES,
+    OPTIMIZER_NAMES,
+    PRECISION_NAMES,
+)
 
 Options = Mapping[str, Mapping[str, Any]]
 """By the name of an option: what `ArgumentParser.add_argument` takes for it."""
@@ -52,6 +59,8 @@ _STEP: Options = {
     "--precision": _choice(PRECISION_NAMES, "fp32"),
     "--optimizer": _choice(OPTIMIZER_NAMES, "adamw"),
     "--attention": _choice(ATTENTION_NAMES, None),
+    "--loss": _choice(LOSS_NAMES, "default"),
+    "--packed": {"action": "store_true", "help": "pack the samples into one row, and answer in tokens per step"},
     "--gradient-checkpointing": {
         "nargs": "?",
         "const": True,

@@ -24,7 +24,7 @@ from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
-from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES
+from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES, LOSS_NAMES
 from batchfinder.training.step import Workload
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -84,6 +84,8 @@ def build_workload(
     attention: str | None = None,
     gradient_checkpointing: bool | str = False,
     compile: str | None = None,
+    loss: str = "default",
+    packed: bool = False,
 ) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
@@ -99,14 +101,19 @@ def build_workload(
             which; see `enable_checkpointing`.
         compile: `model` for `torch.compile` of the model (of a LightningModule's training step), `layers` for each of
             its layers; None to leave it as it is.
+        loss: how a causal model computes its loss, one of `LOSS_NAMES`.
+        packed: whether samples stand one after the other in one row, without padding.
 
     Raises:
         UnknownName: no such model.
+        MissingExtra: the loss needs a package that is not installed.
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
     if attention is not None and attention not in ATTENTION_NAMES:
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
+    if loss not in LOSS_NAMES:
+        raise InvalidValue("loss", loss, f"one of {', '.join(LOSS_NAMES)}")
     from_factory = is_factory(spec)
     if from_factory:
         workload = workload_from_factory(spec)
@@ -134,6 +141,14 @@ def build_workload(
         from batchfinder.models.pretrained import attention_of
 
         model.set_attn_implementation(attention_of(type(model), attention, spec))
+    if packed:
+        from batchfinder.models.pretrained import pack
+
+        workload = pack(workload, attention, spec)
+    if loss != "default":
+        from batchfinder.models.pretrained import replace_loss
+
+        replace_loss(model, loss, spec)
     if gradient_checkpointing:
         enable_checkpointing(model, gradient_checkpointing, spec)
     if compile is not None:

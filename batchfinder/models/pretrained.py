@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 import transformers
 from torch import nn
 from torch._guards import active_fake_mode
+from transformers.modeling_outputs import CausalLMOutput
 
-from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.models.catalog import ModelRow, families
-from batchfinder.models.synthetic_batches import ImageBatches, TextBatches
+from batchfinder.models.synthetic_batches import ImageBatches, PackedBatches, TextBatches
 from batchfinder.training.step import Workload
 
 # How our names for attention are spelt in transformers, and the attribute of a model class that says it has it. Flash
@@ -31,6 +33,12 @@ ATTENTION = {
     "sdpa": ("sdpa", "_supports_sdpa"),
     "flash": ("sdpa", "_supports_flash_attn"),
 }
+
+PACKED_ATTENTION = "batchfinder_packed"
+"""The name that `packed_attention` is registered by in transformers."""
+
+# What configs call a factor of the logits, or a bound that they are pressed under.
+_LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 # A config.json may come from anywhere. The largest that were published have some 100 KiB and 200 layers.
 _FILE_BYTES = 16 << 20
@@ -187,6 +195,62 @@ def workload_from_model(model: nn.Module, what: str) -> Workload:
     raise InvalidValue("model", what, expected)
 
 
+def pack(workload: Workload, attention: str | None, what: str) -> Workload:
+    """The workload with its samples packed into one row without padding, and attention that knows where they end.
+
+    Raises:
+        InvalidValue: the model is none that this can be done to.
+    """
+    model: Any = workload.model
+    name, batches = type(model).__name__, workload.make_batch
+    takes = getattr(model, "_supports_flash_attn", False) and getattr(model.config, "num_attention_heads", 0)
+    if not name.endswith("ForCausalLM") or not takes or not isinstance(batches, TextBatches):
+        expected = f"no --packed: {what} ({name}) is no causal language model that takes packed samples"
+        raise InvalidValue("packed", True, expected)
+    if attention not in (None, "flash"):
+        raise InvalidValue("attention", attention, "flash, or none, with --packed: other kernels would see all samples")
+    transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return replace(workload, make_batch=PackedBatches(batches.vocab_size, batches.max_seq_len))
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **told: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sample of a packed row, by PyTorch's variable-length flash kernel.
+
+    It allocates what the flash-attn package's kernel does, which transformers would call: the output and, for each
+    token and head, one number in fp32.
+
+    Args:
+        query: (1, heads, tokens, head size); of keys and values alike, whose heads may be fewer.
+        told: `cu_seq_lens_q` and `max_length_q`: where samples end, (samples + 1,), and the longest sample's length.
+
+    Returns:
+        (1, tokens, heads, head size), and None for the weights.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # As `_flash_attention_forward` of transformers: norms and rotations may have left fp32 under autocast.
+    dtype = query.dtype
+    if dtype is torch.float32 and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value))
+    ends, longest = told["cu_seq_lens_q"], told["max_length_q"]
+    window = (-1 if sliding_window is None or sliding_window > longest else sliding_window - 1, 0)
+    attended = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=True
+    )
+    return attended.unsqueeze(0), None  # type: ignore[union-attr]
+
+
 def attention_of(model_class: Any, attention: str, what: str) -> str:
     """What transformers calls an attention of ours, for a model of one of its classes.
 
@@ -197,6 +261,69 @@ def attention_of(model_class: Any, attention: str, what: str) -> str:
     if attention not in has:
         raise InvalidValue("attention", attention, f"{' or '.join(has)}, which {what} supports")
     return ATTENTION[attention][0]
+
+
+def replace_loss(model: nn.Module, loss: str, what: str) -> None:
+    """Let a causal model of transformers compute its loss without all of its logits at one time, in place.
+
+    `chunked`: PyTorch's own `linear_cross_entropy` with its default options, which computes the gradients of the head
+    in the forward, chunk by chunk (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py).
+    `liger`: all of Liger's kernels for the model, as `TrainingArguments(use_liger_kernel=True)` applies them.
+    `trl`: what TRL's SFTTrainer has done since 1.16 without being asked: the head in tiles, computed again in the
+    backward (https://github.com/huggingface/trl/blob/v1.16.0/trl/kernels/chunked_logprob.py).
+
+    Raises:
+        InvalidValue: the model is none that this can be done to.
+        MissingExtra: a package is missing.
+    """
+    name, head = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(model, transformers.PreTrainedModel) or not name.endswith("ForCausalLM") or head is None:
+        raise InvalidValue("loss", loss, f"default: {what} ({name}) is no causal language model of transformers")
+    config: Any = model.config.get_text_config()
+    if loss == "liger":
+        try:
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as SUPPORTED
+        except ImportError as error:
+            missing = "triton" if (error.name or "").startswith("triton") else "liger-kernel"
+            raise MissingExtra(missing, "liger", "the loss liger") from error
+        if model.config.model_type not in SUPPORTED:
+            raise InvalidValue("loss", loss, f"default: Liger has no kernels for {what} ({model.config.model_type})")
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, None)  # type: ignore[no-untyped-call]
+        return
+    if loss == "trl":
+        try:
+            from trl.trainer.utils import add_fused_lm_head
+        except ImportError as error:
+            raise MissingExtra("trl", "trl", "the loss trl", "" if error.name == "trl" else str(error)) from error
+        # What SFTTrainer asks for besides the loss.
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        model.forward = partial(model.forward, fused_lm_head=True)
+        return
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        raise InvalidValue(
+            "loss", loss, f"default or liger: chunked needs PyTorch 2.13, and this is {torch.__version__}"
+        )
+    scaled = [name for name in _LOGIT_SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
+    if scaled:
+        expected = f"default, liger or trl: the logits of {what} are not those of its head alone ({', '.join(scaled)})"
+        raise InvalidValue("loss", loss, expected)
+
+    def forward(labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
+        hidden = model.base_model(**inputs).last_hidden_state.flatten(0, -2)
+        weight, bias = head.weight, getattr(head, "bias", None)
+        # The operator has no rule for autocast: the head's product is in the type that a Linear's would be.
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight, bias = (each if each is None else each.to(dtype) for each in (hidden, weight, bias))
+        following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        options = nn.LinearCrossEntropyOptions()
+        return CausalLMOutput(
+            loss=nn.functional.linear_cross_entropy(hidden, weight, following, linear_bias=bias, options=options)
+        )
+
+    model.forward = forward
 
 
 def _build(model_class: Any, config: Any, attention: str | None, what: str) -> Workload:

@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchfinder.errors import BatchFinderError, RecordingFailed
-from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
+from batchfinder.models.build import allow_fake_weights
+from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig
@@ -57,6 +58,7 @@ def record_step(
     sdpa.register(capability, config.flash)
     rnn.register()
     fake_values.register()
+    user_kernels.register(capability)
     fake_device.hide_from_transformers()
     mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
     compiled = compiled_modules(workload.model)
@@ -80,7 +82,8 @@ def record_step(
         recording.mark(number, stage, micro_batch)
 
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
-    with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording:
         recording.mark(-1, "model")
         fake_device.move_module(workload.model, device, step.precision.weights, rnn.flatten_weights)
         try:
@@ -115,7 +118,13 @@ def record_step(
             "TORCH_COMPILE_DISABLE is set, for modules of PyTorch's own compiled by their method, and for bf16 "
             "before compute capability 8.0. A real GPU would run it eagerly as well: ask for the model not compiled."
         )
-    unmodelled = (*cudnn, "kernels' small scratch tensors", *assumptions, *recording.unmodelled)
+    unmodelled = (
+        *cudnn,
+        "kernels' small scratch tensors",
+        *assumptions,
+        *recording.unmodelled,
+        *user_kernels.unmodelled(),
+    )
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, compiled=graphs > 0)
 
 

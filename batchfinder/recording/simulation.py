@@ -22,7 +22,7 @@ from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training import child_process
-from batchfinder.training.child_process import Child, ChildDied, revive
+from batchfinder.training.child_process import Child, ChildDied, line_of_crash, revive
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
@@ -129,7 +129,9 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
                         operator_file = path.with_suffix(".operator")
                         operator = operator_file.read_text().strip() if operator_file.exists() else ""
                         last_words = self._child.last_words(f"{number}.log")
-                        _resolve(future, RecordingDied(what, operator, exit_code, last_words))
+                        crash_file = path.with_suffix(".crash")
+                        line = line_of_crash(crash_file.read_text()) if crash_file.exists() else ""
+                        _resolve(future, RecordingDied(what, operator, exit_code, last_words, line))
                 except Exception as error:
                     _resolve(future, RecordingDied(what, "", exit_code, _unreadable(error)))
         except ChildDied as death:
@@ -164,9 +166,10 @@ def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
     if not description["type"] and (
         description["module"].startswith("torch._subclasses") or any(sign in message for sign in _NEEDS_VALUES)
     ):
+        line = f"\n{description['line'][:1].upper()}{description['line'][1:]}" if description["line"] else ""
         return RecordingFailed(
-            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}\n"
-            "Give the model fixed shapes and no decisions on tensors' values, or measure on a real GPU."
+            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}{line}\n"
+            "Give the model fixed shapes and no decisions on tensors' values there, or measure on a real GPU."
         )
     return revive(description, what)
 

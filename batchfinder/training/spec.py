@@ -19,13 +19,16 @@ ATTENTION_NAMES = ("eager", "sdpa", "flash")
 
 CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
 """Of all layers, of every second or fourth (`every-K` for any), or of all but their matrix products and attention."""
+LOSS_NAMES = ("default", "chunked", "liger", "trl")
+"""`models.pretrained.replace_loss` says what each is."""
 
 COMPILED_PARTS = ("model", "layers")
 """What `torch.compile` is given: all of the model, or each of its layers, as torchtitan and accelerate do."""
 
 COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
 
-_OF_THE_MODEL = ("compile",)  # newer options that a model is built with
+_FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version
+_OF_THE_MODEL = ("compile", "loss", "packed")  # newer options that a model is built with
 
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
@@ -112,6 +115,8 @@ class StepOptions:
         gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
             one of `CHECKPOINTING_NAMES`.
         compile: one of `COMPILED_PARTS`; None for a model as it is, compiled or not.
+        loss: one of `LOSS_NAMES`: how a causal model computes its loss.
+        packed: whether samples stand one after the other in one row, without padding.
     """
 
     mode: str = "train"
@@ -120,6 +125,8 @@ class StepOptions:
     attention: str | None = None
     gradient_checkpointing: bool | str = False
     compile: str | None = None
+    loss: str = "default"
+    packed: bool = False
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -135,20 +142,20 @@ class StepOptions:
 
     def step(self, micro_batches: int = 1) -> StepConfig:
         """How a step is taken, by the recording process or on a real device."""
-        flash = self.attention == "flash"
+        flash = self.attention == "flash" and not self.packed
         return StepConfig(self.mode, self.precision, self.optimizer, micro_batches, flash)
 
     def newer(self) -> dict[str, Any]:
         """What was asked for of the options that the first version did not have."""
-        usual, first = StepOptions(), ("mode", "precision", "optimizer", "attention")
-        given = {name: value for name, value in asdict(self).items() if value != getattr(usual, name)}
-        if given.get("gradient_checkpointing") is True:
-            del given["gradient_checkpointing"]
-        return {name: value for name, value in given.items() if name not in first}
+        usual = asdict(StepOptions())
+        given = {n: value for n, value in asdict(self).items() if n not in _FIRST and value != usual[n]}
+        how = self.gradient_checkpointing
+        return {"gradient_checkpointing": how, **given} if isinstance(how, str) else given
 
     def to_json(self) -> dict[str, Any]:
-        """All of them, with `default` for the model's own attention."""
-        return {**asdict(self), "attention": self.attention or "default"}
+        """All of them, with `default` for the model's own attention; the newer ones only where they are used."""
+        settings = {name: getattr(self, name) for name in _FIRST}
+        return {**settings, "attention": self.attention or "default", **self.newer()}
 
     def words(self) -> list[str]:
         """What stands above a table."""
@@ -157,4 +164,6 @@ class StepOptions:
         if self.gradient_checkpointing:
             how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
             words.append(f"{how}gradient checkpointing")
+        words += [] if self.loss == "default" else [f"{self.loss} loss"]
+        words += ["packed"] if self.packed else []
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]
