@@ -15,6 +15,7 @@ from torch.nn.modules import module as nn_module
 from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.optimizers import OPTIMIZERS, states_of
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
 
@@ -75,7 +76,7 @@ def record_step(
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, device, step.precision.weights, rnn.flatten_weights)
+        fake_device.move_module(workload.model, device, step.weights_dtype, rnn.flatten_weights)
         step.run(batch_size, seq_len, on_stage)
         for name, buffer in workload.model.named_buffers():
             recording.label([buffer], "buffer", name.rpartition(".")[0])
@@ -83,9 +84,8 @@ def record_step(
         for name, parameter in workload.model.named_parameters():
             holders[parameter] = name.rpartition(".")[0]
             recording.label([parameter], "parameter", holders[parameter])
-        for stepped, state in step.optimizer.state.items() if step.optimizer is not None else ():
-            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            recording.label(values, "optimizer", holders.get(stepped, ""))
+        for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
+            recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
@@ -96,7 +96,15 @@ def record_step(
         for module in workload.model.modules()
     )
     eager = ("torch.compile: the step is recorded as it runs eagerly, and a compiled one takes less or more",)
-    unmodelled = (*(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.unmodelled)
+    named = config.mode == "train" and workload.optimizer is None
+    assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
+    unmodelled = (
+        *(eager if compiled else ()),
+        *cudnn,
+        *assumed,
+        "kernels' small scratch tensors",
+        *recording.unmodelled,
+    )
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
 
 

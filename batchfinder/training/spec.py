@@ -11,8 +11,14 @@ MODES = ("train", "forward", "inference")
 PRECISION_NAMES = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
 """`fp32`, and three by Lightning's names; `training.step.PRECISIONS` says what each means."""
 
-OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
-"""`training.step.OPTIMIZERS` makes each of them."""
+OPTIMIZER_NAMES = (
+    "adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit",
+    "lion", "muon", "schedule-free",
+)  # fmt: skip
+"""`training.optimizers.OPTIMIZERS` makes each of them."""
+
+QUANTIZATION_NAMES = ("nf4", "nf4-double", "int8")
+"""Types of frozen weights; `models.quantization.QUANTIZATIONS` says what each is in bitsandbytes."""
 
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
@@ -50,6 +56,7 @@ class StepConfig:
     micro_batches: int = 1  # forwards and backwards per optimizer step
     flash: bool = False  # whether attention must run as the flash kernel
     steps: int = PEAK_STEPS  # optimizer steps
+    optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
 
 
 @dataclass(frozen=True)
