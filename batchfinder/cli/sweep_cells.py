@@ -87,7 +87,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
         versions=facts.versions,
-        extra={"capability": device.compute_capability},
+        extra={"capability": device.compute_capability, **options.for_key()},
     )
 
 
@@ -291,5 +291,5 @@ class MeasuredCells:
             tolerance=request.tolerance,
             source=ChildProcessProbe.source,
             versions={**self._facts.versions, **place.versions},
-            extra=extra,
+            extra={**extra, **cell.options.for_key()},
         )

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as nn_module
 
+from batchfinder.models import quantization
 from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
@@ -55,6 +56,8 @@ def record_step(
     fake_values.register()
     fake_device.hide_from_transformers()
     mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
+    with mode:
+        quantization.replace_bitsandbytes(workload.model)
     tracker = ModuleTracker(workload.model)
     recording = AllocationRecorder(capability, tracker.current, on_operator)
     step = Step(workload, config, device, lambda tensor, dtype: fake_device.fake_copy(tensor, device, dtype))
@@ -73,10 +76,14 @@ def record_step(
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
 
+    def on_moved(module: nn.Module) -> None:
+        rnn.flatten_weights(module)
+        quantization.make_statistics(module, device)
+
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, device, step.weights_dtype, rnn.flatten_weights)
+        fake_device.move_module(workload.model, device, step.weights_dtype, on_moved)
         step.run(batch_size, seq_len, on_stage)
         for name, buffer in workload.model.named_buffers():
             recording.label([buffer], "buffer", name.rpartition(".")[0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from batchfinder.errors import InvalidValue
+
 MODES = ("train", "forward", "inference")
 """All stages of training, one forward in eval mode with its graph kept, or one without a graph."""
 
@@ -99,7 +101,7 @@ class WorkloadFacts:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a model is built and stepped, by the five options that every command has for it.
+    """How a model is built and stepped, by the options that every command has for it.
 
     Attributes:
         mode: one of `MODES`.
@@ -107,6 +109,10 @@ class StepOptions:
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
         gradient_checkpointing: whether activations are recomputed in the backward.
+        optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
+        lora: the rank of peft's adapters, which then are all that trains; None without them.
+        lora_targets: the layers that get one, separated by commas; None for peft's own choice.
+        quantization: one of `QUANTIZATION_NAMES`, of the frozen weights; None to leave them.
     """
 
     mode: str = "train"
@@ -114,22 +120,42 @@ class StepOptions:
     optimizer: str = "adamw"
     attention: str | None = None
     gradient_checkpointing: bool = False
+    optimizer_in_backward: bool = False
+    lora: int | None = None
+    lora_targets: str | None = None
+    quantization: str | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
-        return WorkloadSpec(
-            builder="batchfinder.models:build_workload",
-            arguments={
-                "spec": model,
-                "attention": self.attention,
-                "gradient_checkpointing": self.gradient_checkpointing,
-            },
-        )
+        arguments: dict[str, Any] = {
+            "spec": model,
+            "attention": self.attention,
+            "gradient_checkpointing": self.gradient_checkpointing,
+        }
+        if self.lora is not None or self.quantization is not None:
+            arguments |= {"lora": self.lora, "lora_targets": self.lora_targets, "quantization": self.quantization}
+            arguments["precision"] = self.precision
+        return WorkloadSpec("batchfinder.models:build_workload", arguments)
 
     def step(self, micro_batches: int = 1) -> StepConfig:
-        """How a step is taken, by the recording process or on a real device."""
-        flash = self.attention == "flash"
-        return StepConfig(self.mode, self.precision, self.optimizer, micro_batches, flash)
+        """How a step is taken, by the recording process or on a real device.
+
+        Raises:
+            InvalidValue: steps in the backward leave no gradient for another micro-batch to add to.
+        """
+        if self.optimizer_in_backward and micro_batches > 1:
+            expected = "a step of one micro-batch: gradients are gone when the next one would add to them"
+            raise InvalidValue("optimizer_in_backward", True, expected)
+        flash, in_backward = self.attention == "flash", self.optimizer_in_backward
+        return StepConfig(
+            self.mode, self.precision, self.optimizer, micro_batches, flash, optimizer_in_backward=in_backward
+        )
+
+    def for_key(self) -> dict[str, Any]:
+        """Of the options that a cache key has no field for, those that were given."""
+        usual = StepOptions()
+        names = ("optimizer_in_backward", "lora", "lora_targets", "quantization")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
 
     def to_json(self) -> dict[str, Any]:
         """All of them, with `default` for the model's own attention."""
@@ -138,5 +164,9 @@ class StepOptions:
     def words(self) -> list[str]:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
+        words += ["stepped in the backward"] if self.optimizer_in_backward and self.mode == "train" else []
+        if self.lora is not None:
+            words.append(f"LoRA of rank {self.lora}" + (f" on {self.lora_targets}" if self.lora_targets else ""))
+        words += [f"{self.quantization} weights"] if self.quantization else []
         words += [f"{self.attention} attention"] if self.attention else []
         return [*words, "gradient checkpointing"] if self.gradient_checkpointing else words

@@ -29,8 +29,8 @@ class Workload:
         optimizer: `optimizer(parameters)` returns an optimizer; None leaves the choice to the caller's options.
         max_seq_len: the longest sequence the model's positions allow; None where there is no such limit.
         seq_len_unit: what a sequence length counts: `tokens`, `pixels`, or `none` for data of one fixed shape.
-        casts_weights: whether a precision such as bf16-true changes the types of its weights; False where they have been
-            chosen one by one, as fp32 adapters on a bf16 model.
+        casts_weights: whether a precision such as bf16-true changes the types of its weights; False where each was
+            chosen, as fp32 adapters on a bf16 model.
         zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
             rather than before the forward: they are there, then, while the forward fills the memory.
     """

@@ -84,7 +84,7 @@ def test_paged_states() -> None:
 
 
 def test_4_bit_states() -> None:
-    """Half a byte an element, an fp32 scale per block of 128 and 16 codes, twice; else two states like the parameter."""
+    """Half a byte an element, a scale per block of 128 and 16 codes, twice; else two states like the parameter."""
     whole, begun, small_one = stepped(AdamW4bitStates, (64, 128), (41, 100), (100,))
     assert total(whole) == 2 * (64 * 64 + 4 * 64 + 4 * 16)
     assert total(begun) == 2 * 4 * 4100
