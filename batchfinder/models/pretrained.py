@@ -205,6 +205,11 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
         config.use_cache = False
     if attention is not None:
         config._attn_implementation = attention_of(model_class, attention, what)
+    window = getattr(config, "sliding_window", None)
+    if attention == "flash" and isinstance(window, int):
+        # At a length of exactly the window, which hides nothing yet, transformers 5.23 makes a mask
+        # (`_ignore_causal_mask_sdpa`: `kv_length >= local_attention_size`), with which there is no flash kernel.
+        config.sliding_window = window + 1
     if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
     # Without log lines, without moving the random generators, and without code or files of the hub, which transformers

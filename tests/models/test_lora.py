@@ -20,7 +20,7 @@ from batchfinder.recording.fake_device import FakeDeviceMode
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
-from tests.builders.tiny_llama import config_file
+from tests.builders.tiny_llama import FIGURES, config_file
 
 pytest.importorskip("peft")
 Record = Callable[..., Trace]
@@ -202,3 +202,14 @@ def test_a_factory_with_peft_is_built_without_memory(record: Record) -> None:
 
     trace = record(build, 1)
     assert kind_bytes(trace, "parameter") == 4 << 30 | 2 * 4 * 4 << 15
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_flash_attention_within_a_window(length: int, tmp_path: Path, record: Record) -> None:
+    """A window that is as long as the sequence hides nothing, and so there is a flash kernel."""
+    figures = {**FIGURES, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
+    (tmp_path / "config.json").write_text(json.dumps(figures))
+    trace = record(
+        lambda: build_workload(str(tmp_path), attention="flash"), 1, length, (8, 0), flash=True, precision="bf16-true"
+    )
+    assert any("flash_attention" in name for name in trace.structure.operators)
