@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.models.catalog import ModelRow, families
+from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit
 from batchfinder.models.synthetic_batches import ImageBatches, PackedBatches, TextBatches
 from batchfinder.training.step import Workload
 
@@ -331,6 +332,11 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
         config.use_cache = False
     if attention is not None:
         config._attn_implementation = attention_of(model_class, attention, what)
+    window = getattr(config, "sliding_window", None)
+    if attention == "flash" and isinstance(window, int):
+        # At a length of exactly the window, which hides nothing yet, transformers 5.23 makes a mask
+        # (`_ignore_causal_mask_sdpa`: `kv_length >= local_attention_size`), with which there is no flash kernel.
+        config.sliding_window = window + 1
     if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
     # Without log lines, without moving the random generators, and without code or files of the hub, which transformers
@@ -359,3 +365,130 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # the library's own fallback, which it takes with a warning
     return workload_from_model(model, what)
+
+
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer but the output head."""
+
+_TASKS = (
+    ("ForCausalLM|LMHeadModel", "CAUSAL_LM"),
+    ("ForSequenceClassification", "SEQ_CLS"),
+    ("ForTokenClassification", "TOKEN_CLS"),
+    ("ForQuestionAnswering", "QUESTION_ANS"),
+    ("^(T5|MT5|UMT5|Bart|MBart|Pegasus).*ForConditionalGeneration", "SEQ_2_SEQ_LM"),
+)
+"""peft's tasks by the class of the model; a classifier's new head trains beside the adapters."""
+
+
+def add_lora(
+    workload: Workload,
+    what: str,
+    rank: int,
+    targets: str | None,
+    quantization: str | None,
+    weights: torch.dtype | None,
+    compute: torch.dtype,
+) -> Workload:
+    """Freeze a transformers model, put peft's LoRA adapters into it, and hold the frozen weights in fewer bits.
+
+    The order is that of a training script: load in `weights`, quantize, `prepare_model_for_kbit_training`,
+    `get_peft_model`. So adapters are fp32 on a model in half precision, and what stays of a quantized model (norms,
+    embeddings, the head) is fp32.
+
+    Args:
+        workload: of a model without adapters, which is changed; with its activation checkpointing chosen already.
+        what: the model as the user named it.
+        rank: of each adapter; 0 for none, which leaves all weights as they are.
+        targets: names of the layers that get one, separated by commas, or `ALL_LINEAR`; None for peft's own choice.
+        quantization: one of `spec.QUANTIZATION_NAMES`, or None.
+        weights: the type that the model's weights are loaded in; None leaves them.
+        compute: the type that 4-bit weights are computed in.
+
+    Raises:
+        MissingExtra: peft is not installed, or bitsandbytes, which a real device needs for quantized weights.
+        InvalidValue: peft does not know this model's layers, or it has none of these names.
+    """
+    model: Any = workload.model
+    if weights is not None:
+        model.to(weights)
+    if quantization is not None:
+        _quantize(model, quantization, compute)
+    if not rank:
+        return replace(workload, casts_weights=False)
+    try:
+        import peft
+    except ImportError as error:
+        reason = "" if isinstance(error, ModuleNotFoundError) and error.name == "peft" else str(error)
+        raise MissingExtra("peft", "lora", "--lora", reason) from error
+    if quantization is not None:
+        model.is_loaded_in_8bit, model.is_loaded_in_4bit = quantization == "int8", quantization != "int8"
+        model = peft.prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=bool(getattr(model, "is_activation_checkpointing", False)),
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    name = type(model).__name__
+    config = peft.LoraConfig(
+        r=rank,
+        target_modules=targets if targets in (None, ALL_LINEAR) else targets.split(","),
+        task_type=next((task for pattern, task in _TASKS if re.search(pattern, name)), None),
+    )
+    if quantization is not None and active_fake_mode() is not None:
+        # peft 0.21 calls this experimental; its own layers for quantized weights take bitsandbytes' classes only.
+        config._register_custom_module(_lora_layers())
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        if targets is None:
+            expected = f"--lora-targets with it: peft has no usual ones for {what} ({said})"
+            raise InvalidValue("lora", rank, expected) from error
+        raise InvalidValue("lora_targets", targets, f"names of layers of {what} ({said})") from error
+    return replace(workload, model=adapted, casts_weights=False)
+
+
+def _quantize(model: Any, name: str, compute: torch.dtype) -> None:
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kind, kept = QUANTIZATIONS[name], get_keys_to_not_convert(model)
+    make = kind.of_bitsandbytes if active_fake_mode() is None else kind.stand_in
+    for path, module in list(model.named_modules()):
+        if not should_convert_module(path, kept):
+            continue
+        if type(module) is nn.Linear:
+            model.set_submodule(path, make(module, (module.in_features, module.out_features), compute))
+        elif isinstance(module, transformers.pytorch_utils.Conv1D):
+            rows, columns = module.weight.shape
+            model.set_submodule(path, make(module, (rows, columns), compute))
+
+
+def _lora_layers() -> dict[Any, Any]:
+    """peft's layers for bitsandbytes' classes, by our stand-ins for these.
+
+    Source: `Linear8bitLt.forward` and `Linear4bit.forward` in
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/bnb.py.
+    """
+    from peft.tuners.lora import Linear
+
+    class Lora8bit(Linear):  # type: ignore[misc]
+        copies = False
+
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result = self.base_layer(x, *args, **kwargs)
+            if self.copies:
+                result = result.clone()
+            for name in self.active_adapters:
+                lora_a, lora_b = self.lora_A[name], self.lora_B[name]
+                convert = not torch.is_autocast_enabled()
+                if convert:
+                    x = self._cast_input_dtype(x, lora_a.weight.dtype)
+                output = lora_b(lora_a(self.lora_dropout[name](x))) * self.scaling[name]
+                result = result + (output.to(result.dtype) if convert else output)
+            adapted: torch.Tensor = result
+            return adapted
+
+    class Lora4bit(Lora8bit):
+        copies = True
+
+    return {Linear4bit: Lora4bit, Linear8bit: Lora8bit}

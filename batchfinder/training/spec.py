@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from batchfinder.errors import InvalidValue
+
 MODES = ("train", "forward", "inference")
 """All stages of training, one forward in eval mode with its graph kept, or one without a graph."""
 
 PRECISION_NAMES = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
 """`fp32`, and three by Lightning's names; `training.step.PRECISIONS` says what each means."""
 
-OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
-"""`training.step.OPTIMIZERS` makes each of them."""
+OPTIMIZER_NAMES = (
+    "adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit",
+    "lion", "muon", "schedule-free",
+)  # fmt: skip
+"""`training.optimizers.OPTIMIZERS` makes each of them."""
+
+QUANTIZATION_NAMES = ("nf4", "nf4-double", "int8")
+"""Types of frozen weights; `models.quantization.QUANTIZATIONS` says what each is in bitsandbytes."""
 
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
@@ -28,7 +36,14 @@ COMPILED_PARTS = ("model", "layers")
 COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
 
 _FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version
-_OF_THE_MODEL = ("compile", "loss", "packed")  # newer options that a model is built with
+_OF_THE_MODEL = ("compile", "loss", "packed", "lora", "lora_targets", "quantization")  # newer options it is built with
+    "compile",
+    "loss",
+    "packed",
+    "lora",
+    "lora_targets",
+    "quantization",
+)  # newer options that a model is built with
 
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
@@ -63,6 +78,7 @@ class StepConfig:
     micro_batches: int = 1  # forwards and backwards per optimizer step
     flash: bool = False  # whether attention must run as the flash kernel
     steps: int = PEAK_STEPS  # optimizer steps
+    optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,10 @@ class StepOptions:
         compile: one of `COMPILED_PARTS`; None for a model as it is, compiled or not.
         loss: one of `LOSS_NAMES`: how a causal model computes its loss.
         packed: whether samples stand one after the other in one row, without padding.
+        optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
+        lora: the rank of peft's adapters, which then are all that trains; None without them.
+        lora_targets: the layers that get one, separated by commas; None for peft's own choice.
+        quantization: one of `QUANTIZATION_NAMES`, of the frozen weights; None to leave them.
     """
 
     mode: str = "train"
@@ -127,6 +147,10 @@ class StepOptions:
     compile: str | None = None
     loss: str = "default"
     packed: bool = False
+    optimizer_in_backward: bool = False
+    lora: int | None = None
+    lora_targets: str | None = None
+    quantization: str | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -137,13 +161,25 @@ class StepOptions:
                 "attention": self.attention,
                 "gradient_checkpointing": self.gradient_checkpointing,
                 **{name: value for name, value in self.newer().items() if name in _OF_THE_MODEL},
+                # It decides on the types of weights that do not train.
+                **({} if self.lora is None and self.quantization is None else {"precision": self.precision}),
             },
         )
 
     def step(self, micro_batches: int = 1) -> StepConfig:
-        """How a step is taken, by the recording process or on a real device."""
+        """How a step is taken, by the recording process or on a real device.
+
+        Raises:
+            InvalidValue: steps in the backward leave no gradient for another micro-batch to add to.
+        """
+        if self.optimizer_in_backward and micro_batches > 1:
+            expected = "a step of one micro-batch: gradients are gone when the next one would add to them"
+            raise InvalidValue("optimizer_in_backward", True, expected)
         flash = self.attention == "flash" and not self.packed
-        return StepConfig(self.mode, self.precision, self.optimizer, micro_batches, flash)
+        in_backward = self.optimizer_in_backward
+        return StepConfig(
+            self.mode, self.precision, self.optimizer, micro_batches, flash, optimizer_in_backward=in_backward
+        )
 
     def newer(self) -> dict[str, Any]:
         """What was asked for of the options that the first version did not have."""
@@ -160,6 +196,10 @@ class StepOptions:
     def words(self) -> list[str]:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
+        words += ["stepped in the backward"] if self.optimizer_in_backward and self.mode == "train" else []
+        if self.lora is not None:
+            words.append(f"LoRA of rank {self.lora}" + (f" on {self.lora_targets}" if self.lora_targets else ""))
+        words += [f"{self.quantization} weights"] if self.quantization else []
         words += [f"{self.attention} attention"] if self.attention else []
         if self.gradient_checkpointing:
             how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
