@@ -153,13 +153,13 @@ def fake_copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | N
 
 def move_module(
     module: nn.Module,
-    device: torch.device,
+    move_tensor: Callable[[torch.Tensor, torch.dtype | None], torch.Tensor],
     dtype: torch.dtype | None = None,
     on_moved: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
     """What `module.to(device, dtype)` does, in the same order, for modules of real or fake CPU tensors.
 
-    A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. The order (children,
+    `move_tensor` makes the copy of one on the device, `fake_copy` as a rule. A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. The order (children,
     then parameters, then buffers) is that of `torch.nn.Module._apply`,
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `on_moved` is called with each module
     whose tensors have been moved.
@@ -168,7 +168,7 @@ def move_module(
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in moved:
-            copy = fake_copy(tensor, device, dtype if tensor.is_floating_point() else None)
+            copy = move_tensor(tensor, dtype if tensor.is_floating_point() else None)
             if isinstance(tensor, nn.Parameter):
                 copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
             moved[id(tensor)] = copy

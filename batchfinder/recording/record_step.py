@@ -56,7 +56,13 @@ def record_step(
     mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
     tracker = ModuleTracker(workload.model)
     recording = AllocationRecorder(capability, tracker.current, on_operator)
-    step = Step(workload, config, device, lambda tensor, dtype: fake_device.fake_copy(tensor, device, dtype))
+
+    def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        copy = fake_device.fake_copy(tensor, device, dtype)
+        recording.values.give(copy, tensor)
+        return copy
+
+    step = Step(workload, config, device, move)
     first = 0
 
     def on_stage(number: int, stage: str, micro_batch: int) -> None:
@@ -75,7 +81,7 @@ def record_step(
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, device, step.precision.weights, rnn.flatten_weights)
+        fake_device.move_module(workload.model, move, step.precision.weights, rnn.flatten_weights)
         step.run(batch_size, seq_len, on_stage)
         for name, buffer in workload.model.named_buffers():
             recording.label([buffer], "buffer", name.rpartition(".")[0])
@@ -96,7 +102,7 @@ def record_step(
         for module in workload.model.modules()
     )
     eager = ("torch.compile: the step is recorded as it runs eagerly, and a compiled one takes less or more",)
-    unmodelled = (*(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.unmodelled)
+    unmodelled = (*(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.values.assumed, *recording.unmodelled)
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
 
 
