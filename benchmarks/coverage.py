@@ -12,12 +12,14 @@ Types whose result is in the file already are left as they are; `--again` tries 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
 import sys
 import tempfile
 import time
+import tomllib
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from datetime import UTC, datetime
@@ -34,6 +36,7 @@ from batchfinder.recording.simulation import RecordingClient
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
+CHANGES = Path(__file__).with_name("coverage.toml")  # what default configs need so that they can be trained
 RESULTS = ROOT / "benchmarks" / "results"
 PRECISIONS = ("bf16-mixed", "bf16-true")
 CAPABILITY = (8, 0)
@@ -54,10 +57,12 @@ TASKS = (
 )
 # Sequence lengths to try, longest last, since an image or a recording takes many tokens; None for the config's own.
 SEQ_LENS: dict[str, tuple[int | None, ...]] = {
-    "vision-language": (512, 2048, 8192, 64),
+    "vision-language": (512, 2048, 4096, 8192, 64),
     "multimodal": (512, 2048, 8192),
     "speech to text": (64, 512, 2048),
-    "image classification": (None,),
+    "speech, CTC": (None,),
+    "audio classification": (None,),
+    "image classification": (None, 64),
 }
 LAYERS = 2
 DEPTHS = frozenset({
@@ -83,19 +88,51 @@ def config_of(model_type: str, architecture: str) -> dict[str, Any]:
     import transformers
 
     kind = transformers.CONFIG_MAPPING[model_type]
-    default = kind()
+    changes: dict[str, Any] = tomllib.loads(CHANGES.read_text())["figures"].get(model_type, {})
+    default = kind(**copy.deepcopy(changes))
     error: Exception | None = None
     for lists in (False, True, None):
         try:
-            config = default if lists is None else kind(**_shallow(default, lists))
+            config = default if lists is None else kind(**_merged(_shallow(default, lists), changes))
+            _agree(config)
             figures = json.loads(config.to_json_string(use_diff=True))
-            kind.from_dict(dict(figures))
+            kind.from_dict(json.loads(json.dumps(figures), object_hook=_infinite))
         except Exception as failed:  # a list of the default's that has an entry for each layer, as a rule
             error = failed
             continue
         return {**figures, "model_type": model_type, "architectures": [architecture]}
     assert error is not None
     raise error
+
+
+def _infinite(mapping: dict[str, Any]) -> Any:
+    """How transformers writes numbers that JSON does not have."""
+    return float(mapping["__float__"]) if set(mapping) == {"__float__"} else mapping
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Both, those of the other where they differ."""
+    merged = copy.deepcopy(one)
+    for name, value in other.items():
+        inner = merged.get(name)
+        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _agree(config: Any) -> None:
+    """Make parts of a default config agree: what an encoder gives is as wide as the text, and each token is a token."""
+    text = config.get_text_config()
+    parts = [config]
+    tokens = [0]
+    while parts:
+        part = parts.pop()
+        parts += [inner for inner in vars(part).values() if hasattr(inner, "to_dict")]
+        named = {name: value for name, value in vars(part).items() if name.endswith(("token_id", "token_index"))}
+        tokens += [value for value in named.values() if isinstance(value, int)]
+        if hasattr(part, "out_hidden_size") and hasattr(text, "hidden_size"):
+            part.out_hidden_size = text.hidden_size
+    if config.sub_configs and isinstance(getattr(text, "vocab_size", None), int):
+        text.vocab_size = max(text.vocab_size, max(tokens) + 1)
 
 
 def _shallow(config: Any, lists: bool) -> dict[str, Any]:

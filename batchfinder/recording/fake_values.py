@@ -32,7 +32,7 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
     if filled_with is not None:
         value: float = filled_with
     elif tensor.dtype is torch.bool:
-        value = made_by.startswith("aten.all")
+        value = made_by.startswith(("aten.all", "aten._is_all_true"))
     else:
         value = 1.0
     if tensor.dtype is torch.bool:
@@ -41,6 +41,7 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
 
 
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
+_FAULTS = frozenset({aten.isnan.default, aten.isinf.default})
 _COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
     aten.eq.Scalar: operator.eq,
     aten.ne.Scalar: operator.ne,
@@ -62,6 +63,8 @@ def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor]
     """
     if func in _COPIES:
         return known(args[0])
+    if func in _FAULTS:
+        return 0.0
     if func is aten.sum.default and args[0].dtype is torch.bool:
         each = known(args[0])
         return float(args[0].numel()) * (1.0 if each is None else each)
@@ -126,7 +129,12 @@ class KnownValues:
 
     def give(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Say what a tensor on the fake GPU holds."""
-        if tensor.dtype in WHOLE_NUMBERS and not isinstance(values, FakeTensor) and values.nbytes <= _KNOWN_BYTES:
+        if (
+            isinstance(tensor, FakeTensor)
+            and tensor.dtype in WHOLE_NUMBERS
+            and not isinstance(values, FakeTensor)
+            and values.nbytes <= _KNOWN_BYTES
+        ):
             tensor.batchfinder_values = values  # type: ignore[attr-defined]
 
     def of(self, tensor: Any) -> torch.Tensor | None:
@@ -199,7 +207,6 @@ _DATA_DEPENDENT = frozenset(
         aten._unique2.default,
         aten.bincount.default,
         aten.index.Tensor,
-        aten.repeat_interleave.Tensor,
         aten._pack_padded_sequence.default,
     }
 )
@@ -213,11 +220,11 @@ def output_of_values(
     None where the shape does not depend on them. Where they are not known, it is as large as it can get: every element
     is selected, every element is different, every sequence is of full length.
     """
-    if func not in _DATA_DEPENDENT:
+    dependent = func in _DATA_DEPENDENT or torch.Tag.dynamic_output_shape in func.tags
+    if not dependent or not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(args)):
         return None
     tensor = args[0]
     new = functools.partial(torch.empty, device=tensor.device)
-    elements = tensor.numel()
     if func is aten.index.Tensor:
         # `tensor[mask]`: a mask stands for one index per dimension, of as many rows as are selected.
         rows: list[torch.Tensor | None] = []
@@ -235,7 +242,8 @@ def output_of_values(
                 with no_dispatch():
                     places = known.nonzero().unbind(1)
                 for place in places:
-                    rows.append(torch.empty(place.shape, dtype=torch.int64, device=index.device))
+                    on_cpu = index.device.type == "cpu"
+                    rows.append(place if on_cpu else torch.empty(place.shape, dtype=torch.int64, device=index.device))
                     values.give(rows[-1], place)  # type: ignore[arg-type]
         if len(rows) == len(args[1]) and all(map(operator.is_, rows, args[1])):
             return None
@@ -266,8 +274,8 @@ def _largest_output(func: Any, args: tuple[Any, ...]) -> Any:
         weights = args[1] if len(args) > 1 else None
         least = args[2] if len(args) > 2 else 0
         return new(max(least, elements), dtype=torch.int64 if weights is None else weights.dtype)
-    if func is aten.repeat_interleave.Tensor:
-        return func(*args)  # refused by the fake mode, unless the size is given
+    if func is not aten._pack_padded_sequence.default:
+        return func(*args)  # which the fake mode refuses, with its name
     # Packed: all steps of the first sample of each, then the second; a copy, of another one if batches come first.
     by_step = (tensor.transpose(0, 1) if args[2] else tensor).contiguous()
     return torch.cat([by_step.flatten(0, 1)]), _counts(by_step.size(0), by_step.size(1))
@@ -297,7 +305,13 @@ def register() -> tuple[Library, ...]:
         padded.narrow(0, 0, steps).narrow(1, 0, batch).copy_(packed.view(steps, batch, *rest))
         return (padded.transpose(0, 1) if batch_first else padded), _counts(batch, steps)
 
+    def scalar(tensor: torch.Tensor) -> bool | int | float:
+        # `torch.tensor([tensor])` asks for values where no mode sees it.
+        values = KnownValues().of(tensor)
+        return plausible_scalar(tensor, "", None) if values is None else values.item()
+
     libraries = tuple(Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1"))
+    libraries[1].impl("_local_scalar_dense", scalar)
     for library in libraries:
         library.impl("_pack_padded_sequence_backward", pack_backward)
         library.impl("_pad_packed_sequence", unpack)

@@ -102,7 +102,7 @@ def record_step(
         for module in workload.model.modules()
     )
     eager = ("torch.compile: the step is recorded as it runs eagerly, and a compiled one takes less or more",)
-    unmodelled = (*(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.values.assumed, *recording.unmodelled)
+    unmodelled = (*workload.assumptions, *(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.values.assumed, *recording.unmodelled)
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
 
 

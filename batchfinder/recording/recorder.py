@@ -137,7 +137,7 @@ class AllocationRecorder(TorchDispatchMode):
         for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self._note_storage(tensor, func, name, args)
-                whole_numbers |= tensor.dtype in fake_values.WHOLE_NUMBERS and tensor.device.type == DEVICE_TYPE
+                whole_numbers |= tensor.dtype in fake_values.WHOLE_NUMBERS and isinstance(tensor, FakeTensor)
         if whole_numbers:
             self.values.follow(func, args, kwargs, output)
         written = args[0] if func._schema.is_mutable and args else None

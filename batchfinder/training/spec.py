@@ -81,6 +81,7 @@ class WorkloadFacts:
         seq_len_unit: what a sequence length counts.
         brings_optimizer: whether it has an optimizer of its own.
         versions: of the libraries that took part.
+        warnings: what the user is told of how it was built.
     """
 
     fingerprint: str
@@ -88,6 +89,7 @@ class WorkloadFacts:
     seq_len_unit: str
     brings_optimizer: bool
     versions: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,11 @@ class Workload:
             the output itself where that is a scalar, else the mean of its floating-point elements.
         optimizer: `optimizer(parameters)` returns an optimizer; None leaves the choice to the caller's options.
         max_seq_len: the longest sequence the model's positions allow; None where there is no such limit.
-        seq_len_unit: what a sequence length counts: `tokens`, `pixels`, or `none` for data of one fixed shape.
+        seq_len_unit: what a sequence length counts: `tokens`, `pixels`, `samples` or `frames` of a recording, or `none`
+            for data of one fixed shape.
         zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
             rather than before the forward: they are there, then, while the forward fills the memory.
+        assumptions: what was taken to be so as it was built, in words, for `Trace.unmodelled`.
     """
 
     model: nn.Module
@@ -40,6 +42,7 @@ class Workload:
     max_seq_len: int | None = None
     seq_len_unit: str = "tokens"
     zero_grad_after_loss: bool = False
+    assumptions: tuple[str, ...] = ()
 
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
