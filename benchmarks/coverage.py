@@ -12,6 +12,7 @@ Types whose result is in the file already are left as they are; `--again` tries 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -23,7 +24,7 @@ import tomllib
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,10 @@ TASKS = (
     ("masked", "MASKED_LM"),
     ("causal", "CAUSAL_LM"),
     ("image classification", "IMAGE_CLASSIFICATION"),
-    ("multimodal", "MULTIMODAL_LM"),
 )
 # Sequence lengths to try, longest last, since an image or a recording takes many tokens; None for the config's own.
 SEQ_LENS: dict[str, tuple[int | None, ...]] = {
     "vision-language": (512, 2048, 4096, 8192, 64),
-    "multimodal": (512, 2048, 8192),
     "speech to text": (64, 512, 2048),
     "speech, CTC": (None,),
     "audio classification": (None,),
@@ -141,7 +140,8 @@ def _shallow(config: Any, lists: bool) -> dict[str, Any]:
     for name, value in config.to_dict().items():
         inner = getattr(config, str(name), None)
         if hasattr(inner, "to_dict"):
-            changed[name] = {"model_type": inner.model_type, **_shallow(inner, lists)}
+            own = json.loads(json.dumps(inner.to_diff_dict()), object_hook=_infinite)
+            changed[name] = {**own, "model_type": inner.model_type, **_shallow(inner, lists)}
         elif name in DEPTHS and type(value) is int and value > LAYERS:
             changed[name] = LAYERS
         elif name == "num_kv_shared_layers" and value:
@@ -211,7 +211,7 @@ def covered(model_type: str, task: str, architecture: str, recorder: Recorder, f
     path.write_text(json.dumps(figures))
     spec = WorkloadSpec("benchmarks.coverage:workload", {"spec": str(path), "architecture": architecture})
     answers: list[Trace | str] = []
-    seq_lens = SEQ_LENS.get(task, (64,))
+    seq_lens = SEQ_LENS.get(task, (64, 512, 2048))
     for number, seq_len in enumerate(seq_lens):
         answers = recorder.traces([(spec, StepConfig(precision=precision), seq_len) for precision in PRECISIONS])
         row["seq_len"] = seq_len
@@ -256,6 +256,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / f"coverage-{os.cpu_count()}-cores.json")
     arguments = parser.parse_args()
     versions = {name: version(name) for name in ("batchfinder", "torch", "transformers")}
+    for name in ("timm", "scipy"):  # which some types need
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
     types = model_types()
     rows: dict[str, Any] = {}
     if arguments.out.exists():

@@ -67,6 +67,7 @@ class Media:
     model_types: frozenset[str]  # those it is for; empty for all
     features: str = ""  # the model's method that makes one vector for each placeholder token
     placeholders: str = ""  # how many placeholders a sample has, where no method says it
+    text: bool = True  # whether token ids are read as well, where the model could read them
     length: str = ""  # the size that the sequence length stands for, where the model reads no text
 
 

@@ -173,18 +173,21 @@ def workload_from_model(model: nn.Module, what: str) -> Workload:
         getattr(config, f"{word}_config", config) is None for word in ("vision", "audio") if word in media.config
     ):
         media = None  # a model that could have an encoder for images, and has none
-    image_only = inputs == "pixel_values" and "input_ids" not in arguments and "decoder_input_ids" not in arguments
+    image_only = media is not None and media.arguments == {"pixel_values"} and "input_ids" not in arguments
     if labels is not None and media is not None and not image_only:
         return _media_workload(model, media, labels, arguments)
-    if labels is not None and inputs == "input_ids":
+    if labels is not None and inputs in ("input_ids", "inputs") and "input_ids" in arguments:
         text = _text_batches(config, labels, "input_ids", "attention_mask" in arguments)
         return Workload(model, text, max_seq_len=text.max_seq_len)
     if labels is not None and inputs == "pixel_values":
+        num_labels = config.num_labels
+        config = _parts(config, ("vision",))[0]
         interpolates = "interpolate_pos_encoding" in arguments
-        patch = config.patch_size if interpolates and isinstance(config.patch_size, int) else 1
+        patch = getattr(config, "patch_size", 1)
+        patch = patch if interpolates and isinstance(patch, int) else 1
         side = getattr(config, "image_size", 224)
         make_batch = ImageBatches(
-            num_labels=config.num_labels,
+            num_labels=num_labels,
             channels=getattr(config, "num_channels", 3),
             side=side if isinstance(side, int) else max(side),
             smallest_side=max(patch, families().smallest_side.get(config.model_type, 1)),
@@ -243,9 +246,10 @@ def _media_workload(model: Any, media: Media, labels: tuple[Label, ...], argumen
     sizes |= {name: value for name, value in media.sizes.items() if isinstance(value, int)}
     sizes["cells"] = sizes["side"] // sizes["patch"] // sizes["merge"]
     sizes["grid"] = sizes["cells"] * sizes["merge"]
+    sizes["pooled"] = sizes["positions"] // 2
     sizes["flat"] = 2 + sizes["channels"] * sizes["patch"] ** 2  # a patch behind its row and column
     sizes |= {name: product(value, sizes) for name, value in media.sizes.items() if isinstance(value, str)}
-    keyword = "input_ids" if "input_ids" in arguments else ""
+    keyword = "input_ids" if "input_ids" in arguments and media.text else ""
     text = _text_batches(config, labels, keyword, bool(keyword))
     kinds = families().token_kinds
     batches = MediaBatches(media.tensors, sizes, frozenset(arguments), text, token_kinds=kinds, length=media.length)
@@ -278,9 +282,15 @@ def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
     """How many vectors a model makes of one sample's image or recording."""
     takes = inspect.signature(features).parameters
     one = batches.media(1, 1)
+    given = one if "args" in takes else {name: one[name] for name in takes if name in one}
     with torch.no_grad():
-        made = features(**(one if "args" in takes else {name: one[name] for name in takes if name in one}))
-    vectors = pytree.tree_leaves(getattr(made, "pooler_output", made))
+        try:
+            made = features(**given)
+        except RuntimeError:  # PyTorch multiplies the matrices of experts on a CPU in bf16 only
+            with torch.autocast("cpu", torch.bfloat16):
+                made = features(**given)
+    pooled = getattr(made, "pooler_output", None)
+    vectors = pytree.tree_leaves(getattr(made, "last_hidden_state", made) if pooled is None else pooled)
     return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))
 
 

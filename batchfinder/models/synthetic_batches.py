@@ -135,7 +135,8 @@ class MediaBatches:
         if seq_len is not None and 0 < seq_len <= self.placeholders:
             expected = f"more than {self.placeholders} tokens, which stand for the image or recording of a sample"
             raise InvalidValue("seq_len", seq_len, expected)
-        written = self.text(batch_size, TRANSCRIPT_TOKENS if self.length else seq_len)
+        of_transcript = bool(self.length) or (seq_len is None and not self.text.keyword)
+        written = self.text(batch_size, TRANSCRIPT_TOKENS if of_transcript else seq_len)
         assert isinstance(written, dict)
         if self.placeholders and "input_ids" in written:
             ids = written["input_ids"]

@@ -20,7 +20,7 @@ from torch.library import Library
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from batchfinder.recording.kernel_memory import aten
+from batchfinder.recording.kernel_memory import REPLACED, aten
 
 
 def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | None) -> bool | int | float:
@@ -133,7 +133,7 @@ class KnownValues:
             isinstance(tensor, FakeTensor)
             and tensor.dtype in WHOLE_NUMBERS
             and not isinstance(values, FakeTensor)
-            and values.nbytes <= _KNOWN_BYTES
+            and values.untyped_storage().nbytes() <= _KNOWN_BYTES
         ):
             tensor.batchfinder_values = values  # type: ignore[attr-defined]
 
@@ -168,7 +168,7 @@ class KnownValues:
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Give an operator's outputs on the fake GPU their values, or forget those of the tensor it wrote to."""
         made = pytree.tree_leaves(output)
-        if sum(tensor.nbytes for tensor in made if isinstance(tensor, torch.Tensor)) > _KNOWN_BYTES:
+        if sum(each.untyped_storage().nbytes() for each in made if isinstance(each, torch.Tensor)) > _KNOWN_BYTES:
             values = None
         elif func in _CHOICES:
             values = self._choices(func, args, made)
@@ -220,7 +220,7 @@ def output_of_values(
     None where the shape does not depend on them. Where they are not known, it is as large as it can get: every element
     is selected, every element is different, every sequence is of full length.
     """
-    dependent = func in _DATA_DEPENDENT or torch.Tag.dynamic_output_shape in func.tags
+    dependent = func in _DATA_DEPENDENT or (torch.Tag.dynamic_output_shape in func.tags and func not in REPLACED)
     if not dependent or not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(args)):
         return None
     tensor = args[0]
@@ -240,7 +240,12 @@ def output_of_values(
                 rows += [each() for _ in range(index.dim())]
             else:
                 with no_dispatch():
-                    places = known.nonzero().unbind(1)
+                    # Of a mask that was expanded over the features, how many it selects is enough.
+                    few = known.numel() <= _KNOWN_BYTES // 8
+                    places = known.nonzero().unbind(1) if few else ()
+                    selected = int(known.sum())
+                if not few:
+                    rows += [torch.empty(selected, dtype=torch.int64, device=index.device) for _ in range(index.dim())]
                 for place in places:
                     on_cpu = index.device.type == "cpu"
                     rows.append(place if on_cpu else torch.empty(place.shape, dtype=torch.int64, device=index.device))
@@ -256,6 +261,8 @@ def output_of_values(
             return new(selected, dtype=tensor.dtype), True
         return new(torch.broadcast_shapes(tensor.shape, args[1].shape).numel(), dtype=tensor.dtype), False
     known_output = values.result(func, args, kwargs)
+    if known_output is not None and tensor.device.type == "cpu":
+        return known_output, True
     if known_output is not None:
         return pytree.tree_map_only(torch.Tensor, lambda each: new(each.shape, dtype=each.dtype), known_output), True
     return _largest_output(func, args), False
