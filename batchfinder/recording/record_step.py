@@ -69,7 +69,13 @@ def record_step(
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
     recording = AllocationRecorder(capability, tracker.current, on_operator)
-    step = Step(workload, config, device, lambda tensor, dtype: fake_device.fake_copy(tensor, device, dtype))
+
+    def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        copy = fake_device.fake_copy(tensor, device, dtype)
+        recording.values.give(copy, tensor)
+        return copy
+
+    step = Step(workload, config, device, move)
     first = 0
 
     def on_stage(number: int, stage: str, micro_batch: int) -> None:
@@ -93,7 +99,7 @@ def record_step(
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording:
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, device, step.weights_dtype, on_moved)
+        fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
         try:
             step.run(batch_size, seq_len, on_stage)
         except Exception as error:  # Dynamo's, around what a compiler has raised
@@ -128,10 +134,12 @@ def record_step(
     named = config.mode == "train" and workload.optimizer is None
     assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
     unmodelled = (
+        *workload.assumptions,
         *cudnn,
         *assumed,
         "kernels' small scratch tensors",
         *assumptions,
+        *recording.values.assumed,
         *recording.unmodelled,
         *user_kernels.unmodelled(),
     )

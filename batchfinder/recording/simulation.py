@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict
@@ -55,6 +56,7 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
         self._died: RecordingDied | None = None
+        self._told: set[str] = set()
         self._next = 0
         folder = child_process.temporary_folder()
         silent = str(child_process.SILENT_SECONDS)
@@ -77,7 +79,15 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         Raises:
             BatchFinderError: it could not be built; the user's own failures are `UserCodeFailed`.
         """
-        return self._facts.result()
+        facts = self._facts.result()
+        self._warn(facts.warnings)
+        return facts
+
+    def _warn(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text not in self._told:
+                self._told.add(text)
+                warnings.warn(text, stacklevel=3)
 
     def submit(self, job: RecordingJob) -> Future[Trace]:
         """Ask for a recording. Several may run at once.
@@ -124,6 +134,7 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
                         result = json.loads(path.read_text())
                         path.unlink()
                         failed = "error" in result
+                        self._warn(result.get("warnings", ()))
                         _resolve(future, _revive(result["error"], what) if failed else Trace.from_json(result["trace"]))
                     else:
                         operator_file = path.with_suffix(".operator")

@@ -36,14 +36,7 @@ COMPILED_PARTS = ("model", "layers")
 COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
 
 _FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version
-_OF_THE_MODEL = ("compile", "loss", "packed", "lora", "lora_targets", "quantization")  # newer options it is built with
-    "compile",
-    "loss",
-    "packed",
-    "lora",
-    "lora_targets",
-    "quantization",
-)  # newer options that a model is built with
+_OF_THE_MODEL = ("compile", "loss", "packed", "lora", "lora_targets", "quantization")  # newer, and part of the model
 
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
@@ -110,6 +103,7 @@ class WorkloadFacts:
         seq_len_unit: what a sequence length counts.
         brings_optimizer: whether it has an optimizer of its own.
         versions: of the libraries that took part.
+        warnings: what the user is told of how it was built.
     """
 
     fingerprint: str
@@ -117,6 +111,7 @@ class WorkloadFacts:
     seq_len_unit: str
     brings_optimizer: bool
     versions: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
