@@ -205,6 +205,27 @@ PROFILE = Command(
         },
     },
 )
+PLAN = Command(
+    "print the options under which a target batch trains on a GPU that change least, and what each costs and saves",
+    {
+        "what is planned": {
+            "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
+            "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
+            "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
+            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
+            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, each with a copy of the model"},
+            "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
+            "--keep": {
+                "action": "append",
+                "metavar": "NAME",
+                "help": "leave this as it is: precision, optimizer, loss or checkpointing; repeatable",
+            },
+            "--allow": {"action": "append", "metavar": "NAME", "help": "lora: train adapters, where all else fails"},
+        },
+        "the step to start from": _STEP,
+        "the output": {**_JSON, **_MARKDOWN, "--explain": _PLOT["--explain"]},
+    },
+)
 REPRODUCE = Command(
     "print published tables beside the same figures, found here",
     {
@@ -257,7 +278,14 @@ CACHE = Command(
         ),
     },
 )
-COMMANDS = {"sweep": SWEEP, "estimate": ESTIMATE, "profile": PROFILE, "reproduce": REPRODUCE, "cache": CACHE}
+COMMANDS = {
+    "sweep": SWEEP,
+    "estimate": ESTIMATE,
+    "profile": PROFILE,
+    "plan": PLAN,
+    "reproduce": REPRODUCE,
+    "cache": CACHE,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

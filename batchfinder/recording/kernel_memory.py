@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from batchfinder.errors import InvalidValue
 from batchfinder.recording.fake_device import DEVICE_TYPE
@@ -40,6 +41,17 @@ MATRIX_PRODUCTS = frozenset(
     )
     for overload in packet.overloads()  # compiled code calls those with an `out`
 )
+
+
+def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Floating-point operations of a matrix product, convolution or attention, by PyTorch's formulas; else 0."""
+    packet = getattr(func, "_overloadpacket", None)
+    if packet is aten._grouped_mm:  # of which torch 2.13 has no formula
+        left, right = args[:2]
+        return 2 * int(left.numel()) * int(right.size(-1))
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
 
 # Sizes of what a kernel allocates, from the operator's arguments. The recording allocates them after the operator's
 # outputs and releases them, last first, at the kernel's end; so what counts is what is alive at one time.

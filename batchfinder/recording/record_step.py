@@ -143,7 +143,8 @@ def record_step(
         *recording.unmodelled,
         *user_kernels.unmodelled(),
     )
-    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, compiled=graphs > 0)
+    flops = recording.flops // (config.steps * config.micro_batches)
+    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops)
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:

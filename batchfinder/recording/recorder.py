@@ -60,6 +60,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.kinds: list[str] = []
         self._shapes: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
         self.unmodelled: dict[str, None] = {}
+        self.flops = 0
         self.values = fake_values.KnownValues()
 
     def mark(self, step: int, stage: str, micro_batch: int = 0) -> None:
@@ -165,6 +166,7 @@ class AllocationRecorder(TorchDispatchMode):
                 whole_numbers |= tensor.dtype in fake_values.WHOLE_NUMBERS and isinstance(tensor, FakeTensor)
         if whole_numbers:
             self.values.follow(func, args, kwargs, output)
+        self.flops += kernel_memory.product_flops(func, args, kwargs, output)
         written = args[0] if func._schema.is_mutable and args else None
         if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:
             # It holds no constant any more, unless it was filled with one.

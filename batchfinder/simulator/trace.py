@@ -57,6 +57,8 @@ class Trace:
         shapes: for each block, its first tensor's type and dimensions (`float32[8, 128]`), empty where it is not known;
             empty as a whole for a trace that was scaled, which is equal to a recorded one all the same.
         compiled: whether torch.compile has compiled a part of the step. Its code is another one at other sizes.
+        flops: floating-point operations of one micro-batch's matrix products, convolutions and attention, what is
+            recomputed among them, and of a chunked loss two chunks alone; 0 for a trace that was scaled.
     """
 
     batch_size: int
@@ -66,6 +68,7 @@ class Trace:
     unmodelled: tuple[str, ...] = ()
     shapes: tuple[str, ...] = field(default=(), compare=False)
     compiled: bool = False
+    flops: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The trace as JSON values; names are written once and referred to by index."""
@@ -86,6 +89,7 @@ class Trace:
             "unmodelled": list(self.unmodelled),
             "shapes": [index[shape] for shape in self.shapes],
             **({"compiled": True} if self.compiled else {}),
+            "flops": self.flops,
         }
 
     @classmethod
@@ -109,6 +113,7 @@ class Trace:
             unmodelled=tuple(data["unmodelled"]),
             shapes=tuple(names[i] for i in data["shapes"]),
             compiled=data.get("compiled", False),
+            flops=data.get("flops", 0),
         )
 
 
