@@ -16,6 +16,7 @@ from batchfinder.devices import Card, device_for, device_with_budget, find_gpu, 
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
+    CHECKPOINTING_NAMES,
     COMPILED_PARTS,
     MODES,
     OPTIMIZER_NAMES,
@@ -106,7 +107,7 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         precision=arguments.precision,
         optimizer=arguments.optimizer,
         attention=arguments.attention,
-        gradient_checkpointing=arguments.gradient_checkpointing,
+        gradient_checkpointing=arguments.gradient_checkpointing if arguments.gradient_checkpointing != "full" else True,
         compile=arguments.compile,
     )
     one_of("--mode", options.mode, MODES)
@@ -114,6 +115,9 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     one_of("--optimizer", options.optimizer, OPTIMIZER_NAMES)
     if options.attention is not None:
         one_of("--attention", options.attention, ATTENTION_NAMES)
+    how = options.gradient_checkpointing
+    if isinstance(how, str) and not how.removeprefix("every-").isdecimal():
+        one_of("--gradient-checkpointing", how, CHECKPOINTING_NAMES)
     if options.compile is not None:
         one_of("--compile", options.compile, COMPILED_PARTS)
     return options

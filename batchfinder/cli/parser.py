@@ -52,7 +52,14 @@ _STEP: Options = {
     "--precision": _choice(PRECISION_NAMES, "fp32"),
     "--optimizer": _choice(OPTIMIZER_NAMES, "adamw"),
     "--attention": _choice(ATTENTION_NAMES, None),
-    "--gradient-checkpointing": {"action": "store_true", "help": "recompute activations in the backward"},
+    "--gradient-checkpointing": {
+        "nargs": "?",
+        "const": True,
+        "default": False,
+        "metavar": "HOW",
+        "help": "recompute activations in the backward: full (the default), every-2 (layers), every-4, or selective, "
+        "which keeps what matrix products and attention return",
+    },
     "--compile": {
         "nargs": "?",
         "const": COMPILED_PARTS[0],

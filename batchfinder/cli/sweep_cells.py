@@ -66,6 +66,8 @@ class ModelCells:
 def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheKey:
     """Everything that changes a simulated cell's result."""
     device, options = cell.card.device, cell.options
+    how = options.gradient_checkpointing
+    recomputed = {"gradient_checkpointing": how} if isinstance(how, str) else {}
     return CacheKey(
         model=facts.fingerprint,
         gpu=device.name,
@@ -77,7 +79,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         optimizer=options.optimizer,
         optimizer_options={},
         attention=options.attention or "",
-        gradient_checkpointing=options.gradient_checkpointing,
+        gradient_checkpointing=bool(options.gradient_checkpointing),
         accumulation=request.step.micro_batches,
         allocator=asdict(request.allocator),
         max_batch_size=request.max_batch_size,
@@ -87,7 +89,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
         versions=facts.versions,
-        extra={"capability": device.compute_capability, **_compiled(options)},
+        extra={"capability": device.compute_capability, **recomputed, **_compiled(options)},
     )
 
 

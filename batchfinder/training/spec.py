@@ -22,6 +22,9 @@ COMPILED_PARTS = ("model", "layers")
 
 COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
 
+CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
+"""Of all layers, of every second or fourth (`every-K` for any), or of all but their matrix products and attention."""
+
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
 
@@ -104,7 +107,8 @@ class StepOptions:
         precision: one of `PRECISION_NAMES`.
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
-        gradient_checkpointing: whether activations are recomputed in the backward.
+        gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
+            one of `CHECKPOINTING_NAMES`.
         compile: one of `COMPILED_PARTS`; None for a model as it is, compiled or not.
     """
 
@@ -112,7 +116,7 @@ class StepOptions:
     precision: str = "fp32"
     optimizer: str = "adamw"
     attention: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     compile: str | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
@@ -140,5 +144,7 @@ class StepOptions:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
         words += [f"{self.attention} attention"] if self.attention else []
-        words += ["gradient checkpointing"] if self.gradient_checkpointing else []
+        if self.gradient_checkpointing:
+            how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
+            words.append(f"{how}gradient checkpointing")
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

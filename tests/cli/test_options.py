@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.options import card, seq_lens_of, write_file
+from batchfinder.cli.options import card, seq_lens_of, step_options, write_file
+from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import StepConfig, StepOptions, WorkloadFacts
@@ -32,6 +33,23 @@ def test_step() -> None:
     assert StepOptions().step() == StepConfig()
     asked = StepOptions("forward", "16-mixed", "sgd", "flash", gradient_checkpointing=True)
     assert asked.step(3) == StepConfig("forward", "16-mixed", "sgd", micro_batches=3, flash=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "compiled", "word"),
+    [("", None, "adamw"), ("--compile", "model", "compiled"), ("--compile layers", "layers", "layers compiled")],
+)
+def test_compile(typed: str, compiled: str | None, word: str) -> None:
+    """What is compiled reaches the process that builds the model, stands above the table and in JSON."""
+    options = step_options(build_parser().parse_args(["sweep", *typed.split()]))
+    assert options.workload("bert-base").arguments.get("compile") == options.to_json()["compile"] == compiled
+    assert options.words()[-1] == word
+
+
+def test_a_part_that_is_not_compiled() -> None:
+    """Only the model and its layers can be named."""
+    with pytest.raises(InvalidValue, match="--compile: invalid value 'loss'; expected one of model, layers"):
+        step_options(build_parser().parse_args(["sweep", "--compile", "loss"]))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ ASKED_FOR = {
     "optimizer": str,
     "attention": str,
     "gradient_checkpointing": bool,
+    "compile": type(None),
     "max_batch_size": int,
     "peak_allocated_bytes": int,
     "peak_reserved_bytes": int,

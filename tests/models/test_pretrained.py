@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.models import build_workload, list_models
@@ -179,6 +181,38 @@ def test_checkpointing_of_a_model_without() -> None:
     """A model that cannot checkpoint is named."""
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(InvalidValue, match=r"resnet50 .*does not"):
         build_workload("resnet50", gradient_checkpointing=True)
+
+
+def test_which_layers_checkpoint(tmp_path: Path) -> None:
+    """All, each second one, or all but what matrix products return: the gradients are the same, fewer forwards are
+    taken again.
+    """
+    file = tmp_path / "config.json"
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "num_hidden_layers": 4, "hidden_size": 16}
+    file.write_text(json.dumps({**config, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}))
+    taken, gradients = {}, {}
+    for how in (False, True, "every-2", "every-3", "selective"):
+        torch.manual_seed(0)
+        workload = build_workload(str(file), attention="eager", gradient_checkpointing=how)
+        for name, parameter in workload.model.named_parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+        for module in workload.model.modules():
+            module.p = 0.0  # no dropout
+        batch = workload.make_batch(2, 8)
+        with FlopCounterMode(display=False) as products:
+            workload.model.train()(**{name: torch.ones_like(ids) for name, ids in batch.items()}).loss.backward()
+        taken[how] = products.get_total_flops()
+        gradients[how] = [parameter.grad for parameter in workload.model.parameters() if parameter.grad is not None]
+    again = taken[True] - taken[False]
+    assert again > 0
+    assert taken["every-2"] - taken[False] == again / 2
+    assert taken["every-3"] - taken[False] == again / 2  # the first and the fourth of four
+    assert taken["selective"] == taken[False]
+    for how in gradients:
+        for one, other in zip(gradients[how], gradients[False], strict=True):
+            torch.testing.assert_close(one, other)
+    with pytest.raises(InvalidValue, match="one of full, every-2, every-4, selective"):
+        build_workload(str(file), gradient_checkpointing="every-0")
 
 
 def test_generators_do_not_move(tmp_path: Path) -> None:
