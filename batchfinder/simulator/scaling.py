@@ -254,10 +254,11 @@ class TraceSource:
         for count in (2, 3):
             futures = [self._record(*point) for point in points[:count]]
             traces = [future.result() for future in futures]
-            if traces[0].compiled and not self._compiled:
+            scaled = fit(traces, seq_lens)
+            if scaled is None and traces[0].compiled and not self._compiled:
                 self._compiled = True
                 return self._fit(seq_lens)
-            scaled = fit(traces, seq_lens)
+            self._compiled = traces[0].compiled
             if scaled is not None:
                 return scaled
         return None

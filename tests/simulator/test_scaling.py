@@ -232,13 +232,17 @@ def test_nothing_is_confirmed_of_eager_steps() -> None:
 
 
 def test_recordings_tell_that_a_step_is_compiled() -> None:
-    """A factory that compiles is seen by its first recordings, and fitted to large batches from then on."""
+    """A factory that compiles is seen by its first recordings, and fitted to large batches where those do not fit."""
     recordings = CompiledRecordings(clean)
+    source = TraceSource(recordings, [128])
+    assert source.at(64, 128).compiled
+    assert recordings.asked == [(7, 128), (13, 128)]
+    assert source.confirm([64], 128)
+
+    recordings = CompiledRecordings(clean, name=lambda b, s: "small" if b < 10 else "large")
     source = TraceSource(recordings, [128])
     assert source.at(64, 128).sizes == clean(64, 128)
     assert recordings.asked == [(7, 128), (13, 128), (257, 128), (509, 128)]
-    assert source.at(64, 128).compiled
-    assert source.confirm([64], 128)
 
 
 def test_two_recordings_do() -> None:
