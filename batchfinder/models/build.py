@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,12 +138,12 @@ def build_workload(
     if gradient_checkpointing:
         enable_checkpointing(model, gradient_checkpointing, spec)
     if compile is not None:
-        compile_workload(workload, compile, spec)
+        workload = compile_workload(workload, compile, spec)
     return workload
 
 
-def compile_workload(workload: Workload, what: str, spec: str) -> None:
-    """Have torch.compile compile a model, or its layers, when they are first called.
+def compile_workload(workload: Workload, what: str, spec: str) -> Workload:
+    """Have torch.compile compile a model, or its layers, when they are first called; returns the workload to use.
 
     Layers are the modules of each `nn.ModuleList` of modules of one class, as in `compile_regions` of
     https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/other.py.
@@ -150,25 +151,35 @@ def compile_workload(workload: Workload, what: str, spec: str) -> None:
     Raises:
         InvalidValue: there are no such layers.
     """
+
+    def compiled(module: nn.Module) -> nn.Module:
+        # Of PyTorch's own modules `compile()` compiles nothing: Dynamo skips the frames of torch.nn (torch 2.13).
+        if type(module).__module__.startswith("torch.nn."):
+            wrapped: Any = torch.compile(module)
+            return wrapped  # type: ignore[no-any-return]
+        module.compile()
+        return module
+
     if what == "model":
-        model = workload.model
-        if isinstance(model, TrainingStep):  # Lightning compiles a module's steps, not the module
-            module: Any = model.module
-            module.training_step = torch.compile(module.training_step)
-        else:
-            model.compile()
-        return
-    layers: dict[nn.Module, None] = {}
-    for module in workload.model.modules():
-        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1:
-            layers |= dict.fromkeys(module)
-    inner = {part for layer in layers for part in layer.modules() if part is not layer}
-    for layer in layers:
-        if layer not in inner:
-            layer.compile()
-    if not layers:
+        if not isinstance(workload.model, TrainingStep):
+            return replace(workload, model=compiled(workload.model))
+        step: Any = workload.model.module  # Lightning compiles a module's steps, not the module
+        step.training_step = torch.compile(step.training_step)
+        return workload
+    lists = [
+        module
+        for module in workload.model.modules()
+        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
+    ]
+    inner = {part for layers in lists for layer in layers for part in layer.modules() if part is not layer}
+    for layers in lists:
+        for index, layer in enumerate(layers):
+            if layer not in inner:
+                layers[index] = compiled(layer)
+    if not lists:
         expected = f"model; {spec} has no list of layers of one class"
         raise InvalidValue("compile", what, expected)
+    return workload
 
 
 def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
