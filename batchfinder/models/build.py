@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
@@ -25,8 +26,8 @@ from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
-from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES
-from batchfinder.training.step import Workload
+from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES, LOSS_NAMES
+from batchfinder.training.step import PRECISIONS, Workload
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
@@ -56,6 +57,7 @@ def allow_fake_weights() -> Iterator[None]:
     Of the functions in torch.nn.init truncated normal alone looks at the values it has drawn (torch 2.13,
     `_no_grad_trunc_normal_`: `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
     `module.to(memory_format=...)` swaps parameters, which is refused while the fake mode's own memo refers to them.
+    A fake tensor cannot become one of another class, as bitsandbytes' parameters are made: it becomes a plain one.
     """
     mode = active_fake_mode()
     if mode is None:
@@ -63,18 +65,26 @@ def allow_fake_weights() -> Iterator[None]:
         return
     memo = mode.fake_tensor_converter.meta_converter.tensor_memo
     drawn, swap = getattr(nn.init, "_no_grad_trunc_normal_", None), torch.utils.swap_tensors
+    make_subclass = torch.Tensor._make_subclass
 
     def forget_and_swap(first: torch.Tensor, second: torch.Tensor) -> None:
         memo.clear()
         swap(first, second)  # type: ignore[no-untyped-call]
 
+    def make_parameter(kind: Any, data: torch.Tensor, require_grad: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, FakeTensor):
+            return nn.Parameter(data, require_grad)
+        return make_subclass(kind, data, require_grad, *args, **kwargs)
+
     torch.utils.swap_tensors = forget_and_swap
+    torch.Tensor._make_subclass = staticmethod(make_parameter)  # type: ignore[method-assign, assignment]
     if drawn is not None:
         nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
         torch.utils.swap_tensors = swap
+        torch.Tensor._make_subclass = make_subclass  # type: ignore[method-assign]
         if drawn is not None:
             nn.init._no_grad_trunc_normal_ = drawn
 
@@ -85,6 +95,12 @@ def build_workload(
     attention: str | None = None,
     gradient_checkpointing: bool | str = False,
     compile: str | None = None,
+    loss: str = "default",
+    packed: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    quantization: str | None = None,
+    precision: str = "fp32",
 ) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
@@ -100,14 +116,23 @@ def build_workload(
             which; see `enable_checkpointing`.
         compile: `model` for `torch.compile` of the model (of a LightningModule's training step), `layers` for each of
             its layers; None to leave it as it is.
+        loss: how a causal model computes its loss, one of `LOSS_NAMES`.
+        packed: whether samples stand one after the other in one row, without padding.
+        lora: the rank of peft's adapters, which then are all that trains; None without them.
+        lora_targets: the layers that get one, separated by commas, or `all-linear`; None for peft's own choice.
+        quantization: one of `QUANTIZATION_NAMES`, for weights that do not train; None to leave them.
+        precision: one of `PRECISION_NAMES`, which decides on the types of the frozen weights.
 
     Raises:
+        MissingExtra: an option needs a package that is not installed.
         UnknownName: no such model.
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
     if attention is not None and attention not in ATTENTION_NAMES:
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
+    if loss not in LOSS_NAMES:
+        raise InvalidValue("loss", loss, f"one of {', '.join(LOSS_NAMES)}")
     from_factory = is_factory(spec)
     if from_factory:
         workload = workload_from_factory(spec)
@@ -135,8 +160,27 @@ def build_workload(
         from batchfinder.models.pretrained import attention_of
 
         model.set_attn_implementation(attention_of(type(model), attention, spec))
+    if packed:
+        from batchfinder.models.pretrained import pack
+
+        workload = pack(workload, attention, spec)
+    if loss != "default":
+        from batchfinder.models.pretrained import replace_loss
+
+        replace_loss(model, loss, spec)
     if gradient_checkpointing:
         enable_checkpointing(model, gradient_checkpointing, spec)
+    if lora is not None or quantization is not None:
+        if from_factory:
+            option, value = ("lora", lora) if lora is not None else ("quantization", quantization)
+            expected = f"no --{option}: {spec} makes its model, with adapters or quantized weights, itself"
+            raise InvalidValue(option, value, expected)
+        from batchfinder.models.pretrained import add_lora
+
+        chosen = PRECISIONS[precision]
+        compute = chosen.weights or chosen.autocast or torch.float32
+        with allow_fake_weights():
+            workload = add_lora(workload, spec, lora or 0, lora_targets, quantization, chosen.weights, compute)
     if compile is not None:
         workload = compile_workload(workload, compile, spec)
     return workload

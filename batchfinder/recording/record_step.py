@@ -13,9 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchfinder.errors import BatchFinderError, RecordingFailed
-from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
+from batchfinder.models import quantization
+from batchfinder.models.build import allow_fake_weights
+from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.optimizers import OPTIMIZERS, states_of
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
 
@@ -57,13 +60,22 @@ def record_step(
     sdpa.register(capability, config.flash)
     rnn.register()
     fake_values.register()
+    user_kernels.register(capability)
     fake_device.hide_from_transformers()
     mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
+    with mode:
+        quantization.replace_bitsandbytes(workload.model)
     compiled = compiled_modules(workload.model)
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
     recording = AllocationRecorder(capability, tracker.current, on_operator)
-    step = Step(workload, config, device, lambda tensor, dtype: fake_device.fake_copy(tensor, device, dtype))
+
+    def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        copy = fake_device.fake_copy(tensor, device, dtype)
+        recording.values.give(copy, tensor)
+        return copy
+
+    step = Step(workload, config, device, move)
     first = 0
 
     def on_stage(number: int, stage: str, micro_batch: int) -> None:
@@ -79,10 +91,15 @@ def record_step(
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
 
+    def on_moved(module: nn.Module) -> None:
+        rnn.flatten_weights(module)
+        quantization.make_statistics(module, device)
+
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
-    with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording:
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, device, step.precision.weights, rnn.flatten_weights)
+        fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
         try:
             step.run(batch_size, seq_len, on_stage)
         except Exception as error:  # Dynamo's, around what a compiler has raised
@@ -101,9 +118,8 @@ def record_step(
         for name, parameter in workload.model.named_parameters():
             holders[parameter] = name.rpartition(".")[0]
             recording.label([parameter], "parameter", holders[parameter])
-        for stepped, state in step.optimizer.state.items() if step.optimizer is not None else ():
-            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            recording.label(values, "optimizer", holders.get(stepped, ""))
+        for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
+            recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
@@ -115,7 +131,18 @@ def record_step(
             "TORCH_COMPILE_DISABLE is set, for modules of PyTorch's own compiled by their method, and for bf16 "
             "before compute capability 8.0. A real GPU would run it eagerly as well: ask for the model not compiled."
         )
-    unmodelled = (*cudnn, "kernels' small scratch tensors", *assumptions, *recording.unmodelled)
+    named = config.mode == "train" and workload.optimizer is None
+    assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
+    unmodelled = (
+        *workload.assumptions,
+        *cudnn,
+        *assumed,
+        "kernels' small scratch tensors",
+        *assumptions,
+        *recording.values.assumed,
+        *recording.unmodelled,
+        *user_kernels.unmodelled(),
+    )
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, compiled=graphs > 0)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training import child_process
-from batchfinder.training.child_process import Child, ChildDied, revive
+from batchfinder.training.child_process import Child, ChildDied, line_of_crash, revive
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
@@ -55,6 +56,7 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
         self._died: RecordingDied | None = None
+        self._told: set[str] = set()
         self._next = 0
         folder = child_process.temporary_folder()
         silent = str(child_process.SILENT_SECONDS)
@@ -77,7 +79,15 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         Raises:
             BatchFinderError: it could not be built; the user's own failures are `UserCodeFailed`.
         """
-        return self._facts.result()
+        facts = self._facts.result()
+        self._warn(facts.warnings)
+        return facts
+
+    def _warn(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text not in self._told:
+                self._told.add(text)
+                warnings.warn(text, stacklevel=3)
 
     def submit(self, job: RecordingJob) -> Future[Trace]:
         """Ask for a recording. Several may run at once.
@@ -124,12 +134,15 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
                         result = json.loads(path.read_text())
                         path.unlink()
                         failed = "error" in result
+                        self._warn(result.get("warnings", ()))
                         _resolve(future, _revive(result["error"], what) if failed else Trace.from_json(result["trace"]))
                     else:
                         operator_file = path.with_suffix(".operator")
                         operator = operator_file.read_text().strip() if operator_file.exists() else ""
                         last_words = self._child.last_words(f"{number}.log")
-                        _resolve(future, RecordingDied(what, operator, exit_code, last_words))
+                        crash_file = path.with_suffix(".crash")
+                        line = line_of_crash(crash_file.read_text()) if crash_file.exists() else ""
+                        _resolve(future, RecordingDied(what, operator, exit_code, last_words, line))
                 except Exception as error:
                     _resolve(future, RecordingDied(what, "", exit_code, _unreadable(error)))
         except ChildDied as death:
@@ -164,9 +177,10 @@ def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
     if not description["type"] and (
         description["module"].startswith("torch._subclasses") or any(sign in message for sign in _NEEDS_VALUES)
     ):
+        line = f"\n{description['line'][:1].upper()}{description['line'][1:]}" if description["line"] else ""
         return RecordingFailed(
-            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}\n"
-            "Give the model fixed shapes and no decisions on tensors' values, or measure on a real GPU."
+            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}{line}\n"
+            "Give the model fixed shapes and no decisions on tensors' values there, or measure on a real GPU."
         )
     return revive(description, what)
 
