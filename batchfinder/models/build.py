@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,47 @@ def build_workload(
         with allow_fake_weights():
             workload = add_lora(workload, spec, lora or 0, lora_targets, quantization, chosen.weights, compute)
     if compile is not None:
-        compile_workload(workload, compile, spec)
+        workload = compile_workload(workload, compile, spec)
+    return workload
+
+
+def compile_workload(workload: Workload, what: str, spec: str) -> Workload:
+    """Have torch.compile compile a model, or its layers, when they are first called; returns the workload to use.
+
+    Layers are the modules of each `nn.ModuleList` of modules of one class, as in `compile_regions` of
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/other.py.
+
+    Raises:
+        InvalidValue: there are no such layers.
+    """
+
+    def compiled(module: nn.Module) -> nn.Module:
+        # Of PyTorch's own modules `compile()` compiles nothing: Dynamo skips the frames of torch.nn (torch 2.13).
+        if type(module).__module__.startswith("torch.nn."):
+            wrapped: Any = torch.compile(module)
+            return wrapped  # type: ignore[no-any-return]
+        module.compile()
+        return module
+
+    if what == "model":
+        if not isinstance(workload.model, TrainingStep):
+            return replace(workload, model=compiled(workload.model))
+        step: Any = workload.model.module  # Lightning compiles a module's steps, not the module
+        step.training_step = torch.compile(step.training_step)
+        return workload
+    lists = [
+        module
+        for module in workload.model.modules()
+        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
+    ]
+    inner = {part for layers in lists for layer in layers for part in layer.modules() if part is not layer}
+    for layers in lists:
+        for index, layer in enumerate(layers):
+            if layer not in inner:
+                layers[index] = compiled(layer)
+    if not lists:
+        expected = f"model; {spec} has no list of layers of one class"
+        raise InvalidValue("compile", what, expected)
     return workload
 
 
@@ -218,36 +259,6 @@ def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
         enable(every_n_layers=int(every[1]))
     else:
         raise InvalidValue("gradient_checkpointing", how, f"one of {', '.join(CHECKPOINTING_NAMES)}")
-
-
-def compile_workload(workload: Workload, what: str, spec: str) -> None:
-    """Have torch.compile compile a model, or its layers, when they are first called.
-
-    Layers are the modules of each `nn.ModuleList` of modules of one class, as in `compile_regions` of
-    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/other.py.
-
-    Raises:
-        InvalidValue: there are no such layers.
-    """
-    if what == "model":
-        model = workload.model
-        if isinstance(model, TrainingStep):  # Lightning compiles a module's steps, not the module
-            module: Any = model.module
-            module.training_step = torch.compile(module.training_step)
-        else:
-            model.compile()
-        return
-    layers: dict[nn.Module, None] = {}
-    for module in workload.model.modules():
-        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1:
-            layers |= dict.fromkeys(module)
-    inner = {part for layer in layers for part in layer.modules() if part is not layer}
-    for layer in layers:
-        if layer not in inner:
-            layer.compile()
-    if not layers:
-        expected = f"model; {spec} has no list of layers of one class"
-        raise InvalidValue("compile", what, expected)
 
 
 def is_factory(spec: str) -> bool:

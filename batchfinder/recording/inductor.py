@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo import device_interface
+from torch._dynamo import device_interface, trace_rules
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
@@ -139,6 +139,8 @@ class InductorForCard:
             def device_guard(self, device_idx: int) -> str:
                 return "__import__('contextlib').nullcontext()"
 
+        # torch/_dynamo/trace_rules.py: what eager parts of a compiled model call of this package is not compiled.
+        trace_rules.add("batchfinder.recording")
         device_interface.get_registered_device_interfaces()  # PyTorch's own, which else replace these
         for name in (_CUDA.type, str(_CUDA), self._device.type, str(self._device)):
             device_interface.register_interface_for_device(name, Card)

@@ -39,7 +39,24 @@ class Term:
         return product
 
 
-Polynomial = tuple[Term, ...]
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes that go straight from `first` to `second`, which are (batch size x length, bytes), and on.
+
+    Compiled code splits some reductions by steps of its own: what it takes for them is near that line.
+    """
+
+    first: tuple[int, int]
+    second: tuple[int, int]
+
+    def __call__(self, batch_size: int, seq_len: int) -> int:
+        (start, low), (end, high) = self.first, self.second
+        if start == end:
+            return low
+        return max(0, low + (high - low) * (batch_size * seq_len - start) // (end - start))
+
+
+Polynomial = tuple[Term | Line, ...]
 
 # The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first.
 _PADDED = [paddings for n in (1, 2) for paddings in combinations_with_replacement((1, *_PADDINGS), n)]
@@ -76,7 +93,8 @@ def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace 
         traces: recordings at different sizes; two suffice where every allocation is a single term.
 
     Returns:
-        None where the recordings' events differ, or an allocation fits no polynomial or several different ones.
+        None where the recordings' events differ, or an allocation fits no polynomial or several different ones. Of a
+        compiled step such an allocation is put on a line, as `TraceSource.confirm` records what is decided by it.
     """
     structure = traces[0].structure
     if any(trace.structure != structure for trace in traces[1:]):
@@ -89,6 +107,9 @@ def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace 
     for sizes in zip(*(trace.sizes for trace in traces), strict=True):
         if sizes not in polynomials:
             polynomial = _polynomial(sizes, points, lengths)
+            if polynomial is None and traces[0].compiled:
+                (first, low), (second, high) = list(zip(points, sizes, strict=True))[:2]
+                polynomial = (Line((first[0] * first[1], low), (second[0] * second[1], high)),)
             if polynomial is None:
                 return None
             polynomials[sizes] = len(found)
@@ -233,10 +254,11 @@ class TraceSource:
         for count in (2, 3):
             futures = [self._record(*point) for point in points[:count]]
             traces = [future.result() for future in futures]
-            if traces[0].compiled and not self._compiled:
+            scaled = fit(traces, seq_lens)
+            if scaled is None and traces[0].compiled and not self._compiled:
                 self._compiled = True
                 return self._fit(seq_lens)
-            scaled = fit(traces, seq_lens)
+            self._compiled = traces[0].compiled
             if scaled is not None:
                 return scaled
         return None

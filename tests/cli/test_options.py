@@ -89,6 +89,23 @@ def test_quantized_weights_without_adapters() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "compiled", "word"),
+    [("", None, "adamw"), ("--compile", "model", "compiled"), ("--compile layers", "layers", "layers compiled")],
+)
+def test_compile(typed: str, compiled: str | None, word: str) -> None:
+    """What is compiled reaches the process that builds the model, stands above the table and in JSON."""
+    options = step_options(build_parser().parse_args(["sweep", *typed.split()]))
+    assert options.workload("bert-base").arguments.get("compile") == options.to_json().get("compile") == compiled
+    assert options.words()[-1] == word
+
+
+def test_a_part_that_is_not_compiled() -> None:
+    """Only the model and its layers can be named."""
+    with pytest.raises(InvalidValue, match="--compile: invalid value 'loss'; expected one of model, layers"):
+        step_options(build_parser().parse_args(["sweep", "--compile", "loss"]))
+
+
+@pytest.mark.parametrize(
     ("most", "unit", "seq_lens"),
     [
         (None, "tokens", (64, 128, 256, 320, 384, 512)),

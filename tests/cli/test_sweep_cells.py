@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from batchfinder.cache import CacheKey
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_cells import ModelCells
+from batchfinder.cli.sweep_cells import ModelCells, cache_key
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.sweep import Cell
@@ -44,6 +45,17 @@ def test_an_optimizer_of_its_own() -> None:
     assert [cell("", facts).options.optimizer for facts in (FACTS, own)] == ["adamw", "its own"]
 
 
+def test_a_compiled_cell_is_another_question() -> None:
+    """What is compiled is in the key, and the key of a model as it is has no word of it."""
+
+    def key(options: str) -> CacheKey:
+        request = read_request(build_parser().parse_args(["sweep", "--no-cache", *options.split()]))
+        return cache_key(cell(options), FACTS, request)
+
+    assert "compile" not in key("").extra
+    assert [key(f"--compile {part}").extra["compile"] for part in ("model", "layers")] == ["model", "layers"]
+
+
 @pytest.mark.parametrize(
     ("options", "published"),
     [
@@ -54,6 +66,7 @@ def test_an_optimizer_of_its_own() -> None:
         ("--precision bf16-mixed", None),
         ("--attention flash", None),
         ("--gradient-checkpointing", None),
+        ("--compile", None),
     ],
 )
 def test_published(options: str, published: int | None) -> None:

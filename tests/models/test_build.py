@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from batchfinder.errors import InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models import build_workload
-from batchfinder.models.build import allow_fake_weights, is_factory, workload_from_factory
+from batchfinder.models.build import allow_fake_weights, compile_workload, is_factory, workload_from_factory
 from batchfinder.recording.fake_device import FakeDeviceMode
+from batchfinder.training.step import Workload
 
 WriteModule = Callable[[str, str], None]
 TINY = {
@@ -331,3 +332,12 @@ def test_fake_weights_are_converted_in_place(change: dict[str, Any]) -> None:
         assert isinstance(weight, nn.Parameter)
     assert isinstance(model[1].weight, FakeTensor)
     assert model.tied is model[1].weight
+
+
+def test_layers_to_compile_are_looked_for() -> None:
+    """A model without a list of layers of one class is compiled as a whole or not at all."""
+    workload = Workload(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()), lambda batch_size, seq_len: torch.zeros(batch_size, 4)
+    )
+    with pytest.raises(InvalidValue, match="compile: invalid value 'layers'; expected model; mine:net has no list"):
+        compile_workload(workload, "layers", "mine:net")

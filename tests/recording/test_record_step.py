@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.step import Workload
 from tests.builders import small
 from tests.builders.small import HIDDEN, IN, OUT
 
@@ -279,3 +281,17 @@ def test_cudnn_is_told_where_it_would_run(record: Record) -> None:
     """cuDNN's workspaces are left out of convolutions, and a model without any does not mention them."""
     assert "cuDNN workspaces" in record(small.convolution, 8).unmodelled
     assert "cuDNN workspaces" not in record(small.mlp, 8).unmodelled
+
+
+@pytest.mark.slow
+def test_compiled_steps_need_triton(record: Record) -> None:
+    """Without Triton a compiled model is refused, in words that say what to install; it is not recorded eagerly."""
+
+    def build() -> Workload:
+        sys.modules["triton"] = None
+        workload = small.mlp()
+        workload.model.compile()
+        return workload
+
+    with pytest.raises(AssertionError, match=r"MissingExtra.*needs triton.*batchfinder\[compile\]"):
+        record(build, 8, capability=(8, 0))

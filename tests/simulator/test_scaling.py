@@ -208,6 +208,20 @@ def test_a_compiled_answer_is_recorded_itself() -> None:
     assert source.unscaled == [(150, 32), (151, 32)]
 
 
+def test_a_compiled_step_may_fit_no_polynomial() -> None:
+    """Splits of a reduction go in steps: they are put on a line, and recorded where they count."""
+
+    def sizes(batch_size: int, seq_len: int) -> tuple[int, ...]:
+        return (3072 * batch_size * seq_len, 4096 * (batch_size // 16 + 1))
+
+    source = TraceSource(CompiledRecordings(sizes), [128], compiled=True)
+    large, small = source.at(400, 128).sizes
+    assert large == 3072 * 400 * 128
+    assert small == pytest.approx(4096 * 26, rel=0.05)
+    assert source.confirm([400], 128)
+    assert source.at(400, 128).sizes == sizes(400, 128)
+
+
 def test_nothing_is_confirmed_of_eager_steps() -> None:
     """What is the same at every size needs no recording at the answer."""
     recordings = Recordings(clean)
@@ -218,13 +232,17 @@ def test_nothing_is_confirmed_of_eager_steps() -> None:
 
 
 def test_recordings_tell_that_a_step_is_compiled() -> None:
-    """A factory that compiles is seen by its first recordings, and fitted to large batches from then on."""
+    """A factory that compiles is seen by its first recordings, and fitted to large batches where those do not fit."""
     recordings = CompiledRecordings(clean)
+    source = TraceSource(recordings, [128])
+    assert source.at(64, 128).compiled
+    assert recordings.asked == [(7, 128), (13, 128)]
+    assert source.confirm([64], 128)
+
+    recordings = CompiledRecordings(clean, name=lambda b, s: "small" if b < 10 else "large")
     source = TraceSource(recordings, [128])
     assert source.at(64, 128).sizes == clean(64, 128)
     assert recordings.asked == [(7, 128), (13, 128), (257, 128), (509, 128)]
-    assert source.at(64, 128).compiled
-    assert source.confirm([64], 128)
 
 
 def test_two_recordings_do() -> None:
