@@ -66,8 +66,6 @@ class ModelCells:
 def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheKey:
     """Everything that changes a simulated cell's result."""
     device, options = cell.card.device, cell.options
-    how = options.gradient_checkpointing
-    recomputed = {"gradient_checkpointing": how} if isinstance(how, str) else {}
     return CacheKey(
         model=facts.fingerprint,
         gpu=device.name,
@@ -89,7 +87,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
         versions=facts.versions,
-        extra={"capability": device.compute_capability, **recomputed, **options.newer()},
+        extra={"capability": device.compute_capability, **options.newer()},
     )
 
 
@@ -286,7 +284,7 @@ class MeasuredCells:
                 extra["RLIMIT_AS"] = limit
         else:
             extra = {"device": "cuda", "capability": self._card.device.compute_capability}
-        extra |= {name: value for name, value in simulated.extra.items() if name != "capability"}
+        extra |= cell.options.newer()
         return replace(
             simulated,
             usable_bytes=place.within_budget(),

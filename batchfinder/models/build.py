@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models.catalog import find_model
-from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
+from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
 from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES, LOSS_NAMES
-from batchfinder.training.step import Workload
+from batchfinder.training.step import PRECISIONS, Workload
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
@@ -55,6 +56,7 @@ def allow_fake_weights() -> Iterator[None]:
     Of the functions in torch.nn.init truncated normal alone looks at the values it has drawn (torch 2.13,
     `_no_grad_trunc_normal_`: `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
     `module.to(memory_format=...)` swaps parameters, which is refused while the fake mode's own memo refers to them.
+    A fake tensor cannot become one of another class, as bitsandbytes' parameters are made: it becomes a plain one.
     """
     mode = active_fake_mode()
     if mode is None:
@@ -62,18 +64,26 @@ def allow_fake_weights() -> Iterator[None]:
         return
     memo = mode.fake_tensor_converter.meta_converter.tensor_memo
     drawn, swap = getattr(nn.init, "_no_grad_trunc_normal_", None), torch.utils.swap_tensors
+    make_subclass = torch.Tensor._make_subclass
 
     def forget_and_swap(first: torch.Tensor, second: torch.Tensor) -> None:
         memo.clear()
         swap(first, second)  # type: ignore[no-untyped-call]
 
+    def make_parameter(kind: Any, data: torch.Tensor, require_grad: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, FakeTensor):
+            return nn.Parameter(data, require_grad)
+        return make_subclass(kind, data, require_grad, *args, **kwargs)
+
     torch.utils.swap_tensors = forget_and_swap
+    torch.Tensor._make_subclass = staticmethod(make_parameter)  # type: ignore[method-assign, assignment]
     if drawn is not None:
         nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
         torch.utils.swap_tensors = swap
+        torch.Tensor._make_subclass = make_subclass  # type: ignore[method-assign]
         if drawn is not None:
             nn.init._no_grad_trunc_normal_ = drawn
 
@@ -83,8 +93,13 @@ def build_workload(
     *,
     attention: str | None = None,
     gradient_checkpointing: bool | str = False,
+    compile: str | None = None,
     loss: str = "default",
     packed: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    quantization: str | None = None,
+    precision: str = "fp32",
 ) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
@@ -98,12 +113,18 @@ def build_workload(
             scaled_dot_product_attention), or None for the model's default.
         gradient_checkpointing: whether activations inside the model's layers are computed again in the backward, and
             which; see `enable_checkpointing`.
+        compile: `model` for `torch.compile` of the model (of a LightningModule's training step), `layers` for each of
+            its layers; None to leave it as it is.
         loss: how a causal model computes its loss, one of `LOSS_NAMES`.
         packed: whether samples stand one after the other in one row, without padding.
+        lora: the rank of peft's adapters, which then are all that trains; None without them.
+        lora_targets: the layers that get one, separated by commas, or `all-linear`; None for peft's own choice.
+        quantization: one of `QUANTIZATION_NAMES`, for weights that do not train; None to leave them.
+        precision: one of `PRECISION_NAMES`, which decides on the types of the frozen weights.
 
     Raises:
+        MissingExtra: an option needs a package that is not installed.
         UnknownName: no such model.
-        MissingExtra: the loss needs a package that is not installed.
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
@@ -148,6 +169,19 @@ def build_workload(
         replace_loss(model, loss, spec)
     if gradient_checkpointing:
         enable_checkpointing(model, gradient_checkpointing, spec)
+    if lora is not None or quantization is not None:
+        if from_factory:
+            option, value = ("lora", lora) if lora is not None else ("quantization", quantization)
+            expected = f"no --{option}: {spec} makes its model, with adapters or quantized weights, itself"
+            raise InvalidValue(option, value, expected)
+        from batchfinder.models.pretrained import add_lora
+
+        chosen = PRECISIONS[precision]
+        compute = chosen.weights or chosen.autocast or torch.float32
+        with allow_fake_weights():
+            workload = add_lora(workload, spec, lora or 0, lora_targets, quantization, chosen.weights, compute)
+    if compile is not None:
+        compile_workload(workload, compile, spec)
     return workload
 
 
@@ -184,6 +218,36 @@ def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
         enable(every_n_layers=int(every[1]))
     else:
         raise InvalidValue("gradient_checkpointing", how, f"one of {', '.join(CHECKPOINTING_NAMES)}")
+
+
+def compile_workload(workload: Workload, what: str, spec: str) -> None:
+    """Have torch.compile compile a model, or its layers, when they are first called.
+
+    Layers are the modules of each `nn.ModuleList` of modules of one class, as in `compile_regions` of
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/other.py.
+
+    Raises:
+        InvalidValue: there are no such layers.
+    """
+    if what == "model":
+        model = workload.model
+        if isinstance(model, TrainingStep):  # Lightning compiles a module's steps, not the module
+            module: Any = model.module
+            module.training_step = torch.compile(module.training_step)
+        else:
+            model.compile()
+        return
+    layers: dict[nn.Module, None] = {}
+    for module in workload.model.modules():
+        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1:
+            layers |= dict.fromkeys(module)
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    for layer in layers:
+        if layer not in inner:
+            layer.compile()
+    if not layers:
+        expected = f"model; {spec} has no list of layers of one class"
+        raise InvalidValue("compile", what, expected)
 
 
 def is_factory(spec: str) -> bool:

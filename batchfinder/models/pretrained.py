@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,11 +18,20 @@ import torch
 import transformers
 from torch import nn
 from torch._guards import active_fake_mode
+from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutput
 
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
-from batchfinder.models.catalog import ModelRow, families
-from batchfinder.models.synthetic_batches import ImageBatches, PackedBatches, TextBatches
+from batchfinder.models.build import allow_fake_weights
+from batchfinder.models.catalog import Label, Media, ModelRow, families
+from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit
+from batchfinder.models.synthetic_batches import (
+    ImageBatches,
+    MediaBatches,
+    PackedBatches,
+    TextBatches,
+    product,
+)
 from batchfinder.training.step import Workload
 
 # How our names for attention are spelt in transformers, and the attribute of a model class that says it has it. Flash
@@ -44,7 +53,7 @@ _LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", 
 _FILE_BYTES = 16 << 20
 _DEPTH = 100
 _MOST_ITEMS = 100_000
-_MOST = ((re.compile("layers|depth|blocks|experts|stages"), 10_000), (re.compile("num_labels"), 1_000_000))
+_MOST = ((re.compile("layers|depth|blocks|experts|stages"), 20_000), (re.compile("num_labels"), 1_000_000))
 _IMPLEMENTATION = re.compile("_?implementation(_internal)?$")
 _NAMES_OF_CODE = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
 
@@ -88,9 +97,18 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
             kinds += [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
             if getattr(config, "is_encoder_decoder", False):
                 kinds = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES]
+            kinds += [
+                auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+                auto.MODEL_FOR_CTC_MAPPING_NAMES,
+                auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+            ]
             architecture = next((kind[config.model_type] for kind in kinds if config.model_type in kind), None)
         if architecture is None:
-            expected = "a text or image classification model; for others give a package.module:factory"
+            expected = (
+                "a model of text, of images to classify, of images with text, or of speech; for others give a "
+                "package.module:factory"
+            )
             raise InvalidValue("model", config.model_type, expected)
         return _build(getattr(transformers, architecture), config, attention, str(path))
     except BatchFinderError:
@@ -113,7 +131,7 @@ def _read_figures(file: Path) -> Any:
             text = stream.read(_FILE_BYTES + 1)
         if len(text) > _FILE_BYTES:
             raise InvalidValue("model", str(file), f"a config.json of at most {_FILE_BYTES >> 20} MiB")
-        figures = json.loads(text.decode())
+        figures = json.loads(text.decode(), object_hook=_number)
     except OSError as error:
         raise InvalidValue("model", str(file), f"a readable config.json ({error.strerror})") from error
     except RecursionError as error:
@@ -149,6 +167,11 @@ def _read_figures(file: Path) -> Any:
     return figures
 
 
+def _number(mapping: dict[str, Any]) -> Any:
+    """`{"__float__": "Infinity"}`, which transformers writes since JSON has no infinite numbers."""
+    return float(mapping["__float__"]) if set(mapping) == {"__float__"} else mapping
+
+
 def workload_from_model(model: nn.Module, what: str) -> Workload:
     """Wrap a transformers model that exists already, with the batches its head takes.
 
@@ -160,27 +183,26 @@ def workload_from_model(model: nn.Module, what: str) -> Workload:
     inputs = getattr(model, "main_input_name", "")
     arguments = inspect.signature(model.forward).parameters
     make_batch: Callable[[int, int | None], Any]
-    if labels is not None and inputs == "input_ids":
-        config = config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        longest = None
-        if config.model_type not in families().unlimited and isinstance(positions, int) and positions >= 1:
-            before_first = config.pad_token_id + 1 if config.model_type in families().after_padding else 0
-            longest = positions - int(before_first)
-        bounds = [b if isinstance(b := label.below, int) or b == "seq_len" else getattr(config, b) for label in labels]
-        make_batch = TextBatches(
-            vocab_size=config.vocab_size,
-            labels=tuple(replace(label, below=below) for label, below in zip(labels, bounds, strict=True)),
-            attention_mask="attention_mask" in arguments,
-            max_seq_len=longest,
-        )
-        return Workload(model, make_batch, max_seq_len=longest)
+    media = families().media_of(config.model_type, arguments)
+    if media is not None and any(
+        getattr(config, f"{word}_config", config) is None for word in ("vision", "audio") if word in media.config
+    ):
+        media = None  # a model that could have an encoder for images, and has none
+    image_only = media is not None and media.arguments == {"pixel_values"} and "input_ids" not in arguments
+    if labels is not None and media is not None and not image_only:
+        return _media_workload(model, media, labels, arguments)
+    if labels is not None and inputs in ("input_ids", "inputs") and "input_ids" in arguments:
+        text = _text_batches(config, labels, "input_ids", "attention_mask" in arguments)
+        return Workload(model, text, max_seq_len=text.max_seq_len)
     if labels is not None and inputs == "pixel_values":
+        num_labels = config.num_labels
+        config = _parts(config, ("vision",))[0]
         interpolates = "interpolate_pos_encoding" in arguments
-        patch = config.patch_size if interpolates and isinstance(config.patch_size, int) else 1
+        patch = getattr(config, "patch_size", 1)
+        patch = patch if interpolates and isinstance(patch, int) else 1
         side = getattr(config, "image_size", 224)
         make_batch = ImageBatches(
-            num_labels=config.num_labels,
+            num_labels=num_labels,
             channels=getattr(config, "num_channels", 3),
             side=side if isinstance(side, int) else max(side),
             smallest_side=max(patch, families().smallest_side.get(config.model_type, 1)),
@@ -193,6 +215,98 @@ def workload_from_model(model: nn.Module, what: str) -> Workload:
     name = type(model).__name__
     expected = f"a model whose batches are known; for {name} give a factory that returns a Workload with make_batch"
     raise InvalidValue("model", what, expected)
+
+
+def _text_batches(config: Any, labels: tuple[Label, ...], keyword: str, attention_mask: bool) -> TextBatches:
+    """Batches of token ids, or with an empty keyword of labels alone, which the decoder reads."""
+    decoder = {} if keyword else {"decoder": True}
+    text = config.get_text_config(**decoder)
+    positions = next((value for name in families().positions if (value := getattr(text, name, None)) is not None), None)
+    longest = None
+    if text.model_type not in families().unlimited and isinstance(positions, int) and positions >= 1:
+        before_first = text.pad_token_id + 1 if text.model_type in families().after_padding else 0
+        longest = positions - int(before_first)
+
+    def bound(label: Label) -> int | str:
+        if isinstance(label.below, int) or label.below == "seq_len":
+            return label.below
+        number: int = getattr(text if hasattr(text, label.below) else config, label.below)
+        return number
+
+    return TextBatches(
+        vocab_size=getattr(text, "vocab_size", 1),  # a model of recordings may have none
+        labels=tuple(replace(label, below=bound(label)) for label in labels),
+        attention_mask=attention_mask,
+        keyword=keyword,
+        max_seq_len=longest,
+    )
+
+
+def _media_workload(model: Any, media: Media, labels: tuple[Label, ...], arguments: Collection[str]) -> Workload:
+    """A model that reads an image or a recording with each sample, of the size that its config says."""
+    config = model.config
+    parts = _parts(config, media.config)
+
+    def size(names: tuple[str, ...], usual: int) -> int:
+        for part in parts:
+            for name in names:
+                found = getattr(part, name, None)
+                if isinstance(found, (list, tuple)) and found and isinstance(found[0], int):
+                    found = max(found)
+                if isinstance(found, int) and found > 0:
+                    return found
+        return usual
+
+    sizes = {name: size(names, usual) for name, (names, usual) in families().sizes.items()}
+    sizes |= {name: value for name, value in media.sizes.items() if isinstance(value, int)}
+    sizes["cells"] = sizes["side"] // sizes["patch"] // sizes["merge"]
+    sizes["grid"] = sizes["cells"] * sizes["merge"]
+    sizes["pooled"] = sizes["positions"] // 2
+    sizes["flat"] = 2 + sizes["channels"] * sizes["patch"] ** 2  # a patch behind its row and column
+    sizes |= {name: product(value, sizes) for name, value in media.sizes.items() if isinstance(value, str)}
+    keyword = "input_ids" if "input_ids" in arguments and media.text else ""
+    text = _text_batches(config, labels, keyword, bool(keyword))
+    kinds = families().token_kinds
+    batches = MediaBatches(media.tensors, sizes, frozenset(arguments), text, token_kinds=kinds, length=media.length)
+    makers = (getattr(each, media.features or " ", None) for each in (model.base_model, model))
+    features = next((maker for maker in makers if maker is not None), None)
+    if media.placeholders or features is not None:
+        names = (name for name in families().placeholder_tokens if isinstance(getattr(config, name, None), int))
+        count = product(media.placeholders, sizes) if media.placeholders else _vectors(features, batches)
+        token = next((getattr(config, name) for name in names), None)
+        batches = replace(batches, placeholder=token, placeholders=count)
+    what = media.what.format(**sizes, tokens=batches.placeholders)
+    longest = None if media.length else text.max_seq_len
+    unit = media.length or "tokens"
+    return Workload(model, batches, max_seq_len=longest, seq_len_unit=unit, assumptions=(what,))
+
+
+def _parts(config: Any, words: tuple[str, ...]) -> list[Any]:
+    """The parts of a config whose names hold one of these words, those inside first, and then the whole."""
+    inner = [(name, part) for name, part in vars(config).items() if hasattr(part, "to_dict")]
+    named = [part for name, part in inner if any(word in name for word in words)]
+    return [*(each for part in named for each in _parts(part, words)), *_below(inner, words), config]
+
+
+def _below(inner: list[tuple[str, Any]], words: tuple[str, ...]) -> list[Any]:
+    others = [part for name, part in inner if not any(word in name for word in words)]
+    return [each for part in others for each in _parts(part, words)[:-1]]
+
+
+def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
+    """How many vectors a model makes of one sample's image or recording."""
+    takes = inspect.signature(features).parameters
+    one = batches.media(1, 1)
+    given = one if "args" in takes else {name: one[name] for name in takes if name in one}
+    with torch.no_grad():
+        try:
+            made = features(**given)
+        except RuntimeError:  # PyTorch multiplies the matrices of experts on a CPU in bf16 only
+            with torch.autocast("cpu", torch.bfloat16):
+                made = features(**given)
+    pooled = getattr(made, "pooler_output", None)
+    vectors = pytree.tree_leaves(getattr(made, "last_hidden_state", made) if pooled is None else pooled)
+    return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))
 
 
 def pack(workload: Workload, attention: str | None, what: str) -> Workload:
@@ -327,10 +441,19 @@ def replace_loss(model: nn.Module, loss: str, what: str) -> None:
 
 
 def _build(model_class: Any, config: Any, attention: str | None, what: str) -> Workload:
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    pending = [config]
+    while pending:  # text models inside others have one of their own
+        each = pending.pop()
+        pending += [part for part in vars(each).values() if hasattr(part, "to_dict")]
+        if hasattr(each, "use_cache"):
+            each.use_cache = False
     if attention is not None:
         config._attn_implementation = attention_of(model_class, attention, what)
+    window = getattr(config, "sliding_window", None)
+    if attention == "flash" and isinstance(window, int):
+        # At a length of exactly the window, which hides nothing yet, transformers 5.23 makes a mask
+        # (`_ignore_causal_mask_sdpa`: `kv_length >= local_attention_size`), with which there is no flash kernel.
+        config.sliding_window = window + 1
     if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
     # Without log lines, without moving the random generators, and without code or files of the hub, which transformers
@@ -353,9 +476,137 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
             stack.enter_context(no_init_weights())
         else:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(allow_fake_weights())
         model = model_class(config)
         # Where initialisation was skipped, so was the tying of embeddings that is done with it.
         model.tie_weights()
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # the library's own fallback, which it takes with a warning
     return workload_from_model(model, what)
+
+
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer but the output head."""
+
+_TASKS = (
+    ("ForCausalLM|LMHeadModel", "CAUSAL_LM"),
+    ("ForSequenceClassification", "SEQ_CLS"),
+    ("ForTokenClassification", "TOKEN_CLS"),
+    ("ForQuestionAnswering", "QUESTION_ANS"),
+    ("^(T5|MT5|UMT5|Bart|MBart|Pegasus).*ForConditionalGeneration", "SEQ_2_SEQ_LM"),
+)
+"""peft's tasks by the class of the model; a classifier's new head trains beside the adapters."""
+
+
+def add_lora(
+    workload: Workload,
+    what: str,
+    rank: int,
+    targets: str | None,
+    quantization: str | None,
+    weights: torch.dtype | None,
+    compute: torch.dtype,
+) -> Workload:
+    """Freeze a transformers model, put peft's LoRA adapters into it, and hold the frozen weights in fewer bits.
+
+    The order is that of a training script: load in `weights`, quantize, `prepare_model_for_kbit_training`,
+    `get_peft_model`. So adapters are fp32 on a model in half precision, and what stays of a quantized model (norms,
+    embeddings, the head) is fp32.
+
+    Args:
+        workload: of a model without adapters, which is changed; with its activation checkpointing chosen already.
+        what: the model as the user named it.
+        rank: of each adapter; 0 for none, which leaves all weights as they are.
+        targets: names of the layers that get one, separated by commas, or `ALL_LINEAR`; None for peft's own choice.
+        quantization: one of `spec.QUANTIZATION_NAMES`, or None.
+        weights: the type that the model's weights are loaded in; None leaves them.
+        compute: the type that 4-bit weights are computed in.
+
+    Raises:
+        MissingExtra: peft is not installed, or bitsandbytes, which a real device needs for quantized weights.
+        InvalidValue: peft does not know this model's layers, or it has none of these names.
+    """
+    model: Any = workload.model
+    if weights is not None:
+        model.to(weights)
+    if quantization is not None:
+        _quantize(model, quantization, compute)
+    if not rank:
+        return replace(workload, casts_weights=False)
+    try:
+        import peft
+    except ImportError as error:
+        reason = "" if isinstance(error, ModuleNotFoundError) and error.name == "peft" else str(error)
+        raise MissingExtra("peft", "lora", "--lora", reason) from error
+    if quantization is not None:
+        model.is_loaded_in_8bit, model.is_loaded_in_4bit = quantization == "int8", quantization != "int8"
+        model = peft.prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=bool(getattr(model, "is_activation_checkpointing", False)),
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    name = type(model).__name__
+    config = peft.LoraConfig(
+        r=rank,
+        target_modules=targets if targets in (None, ALL_LINEAR) else targets.split(","),
+        task_type=next((task for pattern, task in _TASKS if re.search(pattern, name)), None),
+    )
+    if quantization is not None and active_fake_mode() is not None:
+        # peft 0.21 calls this experimental; its own layers for quantized weights take bitsandbytes' classes only.
+        config._register_custom_module(_lora_layers())
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        if targets is None:
+            expected = f"--lora-targets with it: peft has no usual ones for {what} ({said})"
+            raise InvalidValue("lora", rank, expected) from error
+        raise InvalidValue("lora_targets", targets, f"names of layers of {what} ({said})") from error
+    return replace(workload, model=adapted, casts_weights=False)
+
+
+def _quantize(model: Any, name: str, compute: torch.dtype) -> None:
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kind, kept = QUANTIZATIONS[name], get_keys_to_not_convert(model)
+    make = kind.of_bitsandbytes if active_fake_mode() is None else kind.stand_in
+    for path, module in list(model.named_modules()):
+        if not should_convert_module(path, kept):
+            continue
+        if type(module) is nn.Linear:
+            model.set_submodule(path, make(module, (module.in_features, module.out_features), compute))
+        elif isinstance(module, transformers.pytorch_utils.Conv1D):
+            rows, columns = module.weight.shape
+            model.set_submodule(path, make(module, (rows, columns), compute))
+
+
+def _lora_layers() -> dict[Any, Any]:
+    """peft's layers for bitsandbytes' classes, by our stand-ins for these.
+
+    Source: `Linear8bitLt.forward` and `Linear4bit.forward` in
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/bnb.py.
+    """
+    from peft.tuners.lora import Linear
+
+    class Lora8bit(Linear):  # type: ignore[misc]
+        copies = False
+
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result = self.base_layer(x, *args, **kwargs)
+            if self.copies:
+                result = result.clone()
+            for name in self.active_adapters:
+                lora_a, lora_b = self.lora_A[name], self.lora_B[name]
+                convert = not torch.is_autocast_enabled()
+                if convert:
+                    x = self._cast_input_dtype(x, lora_a.weight.dtype)
+                output = lora_b(lora_a(self.lora_dropout[name](x))) * self.scaling[name]
+                result = result + (output.to(result.dtype) if convert else output)
+            adapted: torch.Tensor = result
+            return adapted
+
+    class Lora4bit(Lora8bit):
+        copies = True
+
+    return {Linear4bit: Lora4bit, Linear8bit: Lora8bit}

@@ -25,22 +25,20 @@ _FP32 = 4
 
 # What asks for a cuBLAS handle. An addmm with a bias runs in cuBLASLt, which shares cuBLAS's workspace.
 MATRIX_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.mm.dtype,
-        aten.bmm.default,
-        aten.bmm.dtype,
-        aten.addmm.default,
-        aten.addmm.dtype,
-        aten.baddbmm.default,
-        aten.baddbmm.dtype,
-        aten.addbmm.default,
-        aten.mv.default,
-        aten.addmv.default,
-        aten.dot.default,
-        aten.vdot.default,
-        aten._addmm_activation.default,
-    }
+    getattr(packet, overload)
+    for packet in (
+        aten.mm,
+        aten.bmm,
+        aten.addmm,
+        aten.baddbmm,
+        aten.addbmm,
+        aten.mv,
+        aten.addmv,
+        aten.dot,
+        aten.vdot,
+        aten._addmm_activation,
+    )
+    for overload in packet.overloads()  # compiled code calls those with an `out`
 )
 
 # Sizes of what a kernel allocates, from the operator's arguments. The recording allocates them after the operator's
@@ -78,9 +76,30 @@ def _grouped_mm(
     return left.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
 
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each sequence, and the alphas that the backward reads; sequences are taken to be of one length.
+
+    Args:
+        log_probs: (frames, batch, classes).
+        targets: (batch, longest), or all one after the other.
+
+    Source: `ctc_loss_gpu_template` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/LossCTC.cu.
+    """
+    frames, batch = log_probs.size(0), log_probs.size(1)
+    longest = targets.size(1) if targets.dim() == 2 else -(-targets.numel() // batch)
+    return log_probs.new_empty(batch), log_probs.new_empty((batch, frames, 2 * longest + 1))
+
+
 # Operators that have no fake kernel, or one that leaves out memory or types, with what makes their outputs instead.
 # `rnn.register` adds cuDNN's.
-REPLACED: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+REPLACED: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_: torch.empty_like(log_probs),
+}
 
 
 def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
@@ -123,7 +142,11 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
 
 
 # `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's.
-SCRATCH: dict[Any, Scratch] = {aten._safe_softmax.default: _safe_softmax}
+SCRATCH: dict[Any, Scratch] = {
+    aten._safe_softmax.default: _safe_softmax,
+    # The betas, which are as large as the alphas.
+    aten._ctc_loss_backward.Tensor: lambda *args: [args[6].nbytes],
+}
 
 
 def flash_backward_bytes(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.errors import BatchFinderError
@@ -58,6 +60,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.kinds: list[str] = []
         self._shapes: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
         self.unmodelled: dict[str, None] = {}
+        self.values = fake_values.KnownValues()
 
     def mark(self, step: int, stage: str, micro_batch: int = 0) -> None:
         """A stage starts here."""
@@ -95,6 +98,11 @@ class AllocationRecorder(TorchDispatchMode):
             if block >= first and self.kinds[block] == "temporary":
                 self.kinds[block] = kind
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile while this is active, which sees what the compiled code does, not the compiling."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -111,6 +119,10 @@ class AllocationRecorder(TorchDispatchMode):
                 raise user_kernels.not_compiled(name)
         self._on_operator(name)
         if func is _ITEM:
+            values = self.values.of(args[0]) if isinstance(args[0], FakeTensor) else None
+            if values is not None:
+                with no_dispatch():
+                    return values.item()
             if args[0].device.type == DEVICE_TYPE:
                 block = self._block_of(args[0])
                 made_by = self.operators[block] if block >= 0 else ""
@@ -137,23 +149,22 @@ class AllocationRecorder(TorchDispatchMode):
             if in_backward not in self._workspaces:
                 self._workspaces.add(in_backward)
                 self._allocate(self._workspace_bytes, name, "workspace")
-        output = fake_values.largest_output(func, args)
-        if output is not None:
-            self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
+        of_values = fake_values.output_of_values(func, args, kwargs, self.values)
+        if of_values is not None:
+            output, known_values = of_values
+            if not known_values:
+                self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
         elif user_kernels.is_custom(func):
             output = self._run_custom(func, name, args, kwargs)
         else:
             output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
-        if isinstance(output, torch.Tensor):
-            self._note_storage(output, func, name, args)
-        elif isinstance(output, (tuple, list)):
-            for item in output:
-                if isinstance(item, torch.Tensor):
-                    self._note_storage(item, func, name, args)
-                elif isinstance(item, (tuple, list)):
-                    for inner in item:
-                        if isinstance(inner, torch.Tensor):
-                            self._note_storage(inner, func, name, args)
+        whole_numbers = False
+        for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self._note_storage(tensor, func, name, args)
+                whole_numbers |= tensor.dtype in fake_values.WHOLE_NUMBERS and isinstance(tensor, FakeTensor)
+        if whole_numbers:
+            self.values.follow(func, args, kwargs, output)
         written = args[0] if func._schema.is_mutable and args else None
         if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:
             # It holds no constant any more, unless it was filled with one.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict
@@ -26,6 +27,8 @@ from batchfinder.training.child_process import Child, ChildDied, line_of_crash, 
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
+_CONFIRMATIONS = 8
+"""Searches for the answer of a compiled step, each with more sizes recorded than the one before."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 # And it is recorded in forks, which do not have the threads that OpenMP has started.
@@ -53,6 +56,7 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
         self._died: RecordingDied | None = None
+        self._told: set[str] = set()
         self._next = 0
         folder = child_process.temporary_folder()
         silent = str(child_process.SILENT_SECONDS)
@@ -75,7 +79,15 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         Raises:
             BatchFinderError: it could not be built; the user's own failures are `UserCodeFailed`.
         """
-        return self._facts.result()
+        facts = self._facts.result()
+        self._warn(facts.warnings)
+        return facts
+
+    def _warn(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text not in self._told:
+                self._told.add(text)
+                warnings.warn(text, stacklevel=3)
 
     def submit(self, job: RecordingJob) -> Future[Trace]:
         """Ask for a recording. Several may run at once.
@@ -122,6 +134,7 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
                         result = json.loads(path.read_text())
                         path.unlink()
                         failed = "error" in result
+                        self._warn(result.get("warnings", ()))
                         _resolve(future, _revive(result["error"], what) if failed else Trace.from_json(result["trace"]))
                     else:
                         operator_file = path.with_suffix(".operator")
@@ -209,7 +222,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
                 workload = None if self.spec == self._recorder.spec else self.spec
                 return self._recorder.submit(RecordingJob(self.how, capability, batch_size, seq_len, workload))
 
-            self._sources[capability] = TraceSource(submit, seq_lens)
+            compiled = self.spec.arguments.get("compile") is not None
+            self._sources[capability] = TraceSource(submit, seq_lens, compiled)
         return self._sources[capability]
 
     def probe(
@@ -242,8 +256,15 @@ def search_simulated(
     Raises:
         InvalidValue: there is no such size.
     """
-    search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
-    search = Floored(Multiples(search, multiple_of), min_batch_size)
-    if max_batch_size is not None:
-        search = Capped(search, max_batch_size)
-    return find_max_batch_size(probe, shape, search=search)
+    for _ in range(_CONFIRMATIONS):
+        search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
+        search = Floored(Multiples(search, multiple_of), min_batch_size)
+        if max_batch_size is not None:
+            search = Capped(search, max_batch_size)
+        result = find_max_batch_size(probe, shape, search=search)
+        # That it fits, and that the next size does not.
+        decisive = {max(result.max_batch_size, min_batch_size), result.max_batch_size + multiple_of}
+        decisive = {size for size in decisive if max_batch_size is None or size <= max_batch_size}
+        if not probe.traces.confirm(sorted(decisive), shape.seq_len):
+            break
+    return result
