@@ -31,23 +31,11 @@ from batchfinder.devices import find_gpu
 from batchfinder.errors import MissingExtra, RecordingFailed
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
+from batchfinder.recording.user_kernels import TYPICAL_CARDS
 
 LEAST_CAPABILITY = (7, 0)
 """Triton's oldest cards: `GPUTooOldForTriton` in
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/scheduler.py."""
-
-TYPICAL_CARDS = {
-    (7, 0): "V100 16GB",
-    (7, 5): "T4",
-    (8, 0): "A100 80GB",
-    (8, 6): "RTX 3090",
-    (8, 9): "RTX 4090",
-    (9, 0): "H100 80GB",
-    (10, 0): "B200",
-    (12, 0): "RTX 5090",
-}
-"""A recording is for all cards of a compute capability. Inductor splits long reductions by the number of
-multiprocessors, which is taken to be that of this card of the catalog: it changes buffers of a few MB."""
 
 _RESIDENT_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 """Per multiprocessor, where not 2048: "Technical Specifications per Compute Capability" in

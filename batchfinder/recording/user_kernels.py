@@ -26,6 +26,7 @@ from torch import nn
 from torch._library import custom_ops
 from torch._subclasses.fake_tensor import FakeTensor
 
+from batchfinder.devices import find_gpu
 from batchfinder.errors import RecordingFailed
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.training.child_process import line_of_user
@@ -34,21 +35,19 @@ from batchfinder.training.child_process import line_of_user
 # Triton 2.1, https://github.com/triton-lang/triton/blob/v3.4.0/python/triton/runtime/jit.py and autotuner.py.
 _LAUNCHERS = {"triton.runtime.jit": ("JITFunction",), "triton.runtime.autotuner": ("Autotuner", "Heuristics")}
 
-MULTIPROCESSORS = {
-    (7, 0): 80,
-    (7, 5): 72,
-    (8, 0): 108,
-    (8, 6): 84,
-    (8, 9): 142,
-    (9, 0): 132,
-    (10, 0): 148,
-    (12, 0): 188,
+TYPICAL_CARDS = {
+    (7, 0): "V100 16GB",
+    (7, 5): "T4",
+    (8, 0): "A100 80GB",
+    (8, 6): "RTX 3090",
+    (8, 9): "RTX 4090",
+    (9, 0): "H100 80GB",
+    (10, 0): "B200",
+    (12, 0): "RTX 5090",
 }
-"""Of the largest card of each compute capability: V100, Titan RTX, A100, A40, L40S, H100 SXM, B200, RTX PRO 6000.
+"""A recording is for all cards of a compute capability. What Inductor and libraries of kernels decide by the number of
+multiprocessors, buffers of a few MB, is that of this card of the catalog."""
 
-Source: NVIDIA's architecture whitepapers and data sheets of these cards.
-"""
-_USUAL_MULTIPROCESSORS = 108
 _ENOUGH_CHUNKS = 2
 
 # Other modules that ask whether they are on CUDA, and allocate accordingly (torch 2.13, TRL 1.16).
@@ -124,7 +123,7 @@ def register(capability: tuple[int, int]) -> None:
     FakeTensor.device = property(device)  # type: ignore[assignment, method-assign]
     FakeTensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
 
-    count = MULTIPROCESSORS.get(capability, _USUAL_MULTIPROCESSORS)
+    count = find_gpu(TYPICAL_CARDS.get(capability, TYPICAL_CARDS[8, 0])).multiprocessors
     properties = SimpleNamespace(
         name="simulated", major=capability[0], minor=capability[1], multi_processor_count=count, warp_size=32
     )

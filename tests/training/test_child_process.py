@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UserCodeFailed
+from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, describe, revive
 
 ECHO = """
@@ -238,3 +239,20 @@ def test_a_silent_child_is_ended(echo, monkeypatch):
         with pytest.raises(ChildDied, match="neither answered nor used the processor for 2 s"):
             child.ask({"sleep": True})
         assert _group_is_gone(child.pid)
+
+
+def test_line_of_a_crash() -> None:
+    """Of a dump by faulthandler, innermost first: the innermost line that is neither ours nor a library's."""
+    import torch
+
+    library = Path(torch.__file__).parent / "_ops.py"
+    dump = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x7f (most recent call first):\n"
+        f'  File "{library}", line 12 in __call__\n'
+        f'  File "{__file__}", line 1 in forward\n'
+        f'  File "{child_process.__file__}", line 3 in run\n'
+        f'  File "{os.__file__}", line 3 in run\n'
+    )
+    first = Path(__file__).read_text().splitlines()[0]
+    assert child_process.line_of_crash(dump) == f"at {__file__}:1, in forward: {first}"
+    assert child_process.line_of_crash("") == ""

@@ -36,7 +36,8 @@ GPUS = {
     "NVIDIA GeForce RTX 4090": "RTX 4090",
 }
 # What needs other packages, or a compiler that this benchmark does not stand in for.
-LEFT_OUT = {"torch_compile", "megatron", "megatron_cross_entropy", "deepspeed_tiled"}
+# And one whose chunks are of one token, thousands of them.
+LEFT_OUT = {"torch_compile", "megatron", "megatron_cross_entropy", "deepspeed_tiled", "distill_jsd_loss liger"}
 SCRIPTS = {
     "distill_cosine_loss": "distill_cosine_loss",
     "tiled_geglu": "tiled_mlp",
@@ -90,7 +91,11 @@ class KernelCase(Case):
 
 def cases() -> Iterator[Case]:
     """The rows that can be run, those of one script together."""
-    rows = [row for row in read_rows(HERE) if not {row["kernel_provider"], row["kernel_name"]} & LEFT_OUT]
+    rows = [
+        row
+        for row in read_rows(HERE)
+        if not {row["kernel_provider"], row["kernel_name"], f"{row['kernel_name']} {row['kernel_provider']}"} & LEFT_OUT
+    ]
     for row in rows:
         yield KernelCase(
             name=" ".join(
@@ -178,9 +183,11 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
     The batch size stands for what the function calls `x`.
     """
     import torch
+    import torch._dynamo.config
 
     from batchfinder import Workload
 
+    torch._dynamo.config.disable = True  # what a script compiles is recorded as it runs eagerly, as README.md says
     folder = checkout(commit)
     sys.path[:0] = [str(folder / "src"), str(folder / "benchmark" / "scripts"), str(folder)]
     sys.modules.pop("test", None)  # Python's own
