@@ -56,7 +56,7 @@ def on_fake_gpu(model: str, capability: tuple[int, int]) -> Iterator[Ready]:
     # It answers `.item()`, without which the attention masks cannot be made.
     recorder = AllocationRecorder(capability, lambda: "", lambda name: None)
     with mode, torch.autograd.set_multithreading_enabled(False), recorder:
-        fake_device.move_module(workload.model, device)
+        fake_device.move_module(workload.model, step._move)
         yield _ready(workload, step.batch)
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -41,18 +42,60 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaTensor:
+    """A tensor of images or audio that a model reads.
+
+    A dimension, and each number in `rows`, is a number or a product of sizes by name: `rows*columns*patch`.
+    """
+
+    name: str  # the keyword it is passed by
+    shape: tuple[int | str, ...]
+    rows: tuple[int | str, ...] = ()  # whole numbers that each sample has, in place of random pixels or waves
+    fill: int | None = None  # the whole number that all elements are
+    kind: str = "float"  # `float`, `int` or `bool`
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """What a model reads besides text, by the arguments of its `forward`."""
+
+    arguments: frozenset[str]  # those that a `forward` of this kind has
+    tensors: tuple[MediaTensor, ...]
+    what: str  # in words, with the sizes in braces
+    config: tuple[str, ...]  # parts of the config that say the sizes, by what their names hold
+    sizes: dict[str, int | str]  # sizes that differ from the usual, or products of others
+    model_types: frozenset[str]  # those it is for; empty for all
+    features: str = ""  # the model's method that makes one vector for each placeholder token
+    placeholders: str = ""  # how many placeholders a sample has, where no method says it
+    text: bool = True  # whether token ids are read as well, where the model could read them
+    length: str = ""  # the size that the sequence length stands for, where the model reads no text
+
+
+@dataclass(frozen=True, slots=True)
 class Families:
     """What transformers' class names and model types say about training."""
 
     heads: dict[str, tuple[Label, ...]]  # labels by the end of the class name
+    positions: tuple[str, ...]  # what configs call the number of positions
     unlimited: frozenset[str]  # model types whose positions have no end
     after_padding: frozenset[str]  # model types that number positions from `pad_token_id + 1`
     smallest_side: dict[str, int]  # smallest image side by model type, in pixels
+    media: tuple[Media, ...]  # the first that fits counts
+    sizes: dict[str, tuple[tuple[str, ...], int]]  # of media: the names a size has in configs, and what is usual
+    placeholder_tokens: tuple[str, ...]  # names that a placeholder's token has in configs
+    token_kinds: tuple[str, ...]  # arguments that say which tokens are placeholders
 
     def labels(self, architecture: str) -> tuple[Label, ...] | None:
         """Return the labels that a transformers class is trained with, None where it has no head known here."""
         fitting = [suffix for suffix in self.heads if architecture.endswith(suffix)]
         return self.heads[max(fitting, key=len)] if fitting else None
+
+    def media_of(self, model_type: str, arguments: Collection[str]) -> Media | None:
+        """Return what a model of this type reads besides text, given the arguments of its `forward`."""
+        for each in self.media:
+            if each.arguments <= set(arguments) and (not each.model_types or model_type in each.model_types):
+                return each
+        return None
 
 
 @functools.cache
@@ -68,10 +111,26 @@ def families() -> Families:
     data = tomllib.loads(resources.files(__package__).joinpath("families.toml").read_text(encoding="utf-8"))
     return Families(
         heads={row["suffix"]: tuple(Label(**label) for label in row["labels"]) for row in data["heads"]},
+        positions=tuple(data["positions"]["names"]),
         unlimited=frozenset(data["positions"]["unlimited"]),
         after_padding=frozenset(data["positions"]["after_padding"]),
         smallest_side=data["smallest_side"],
+        media=tuple(_media(row) for row in data["media"]),
+        sizes={name: (tuple(row["names"]), row["usual"]) for name, row in data["sizes"].items()},
+        placeholder_tokens=tuple(data["placeholders"]["tokens"]),
+        token_kinds=tuple(data["placeholders"]["kinds"]),
     )
+
+
+def _media(row: dict[str, Any]) -> Media:
+    tensors = tuple(
+        MediaTensor(**{name: tuple(value) if isinstance(value, list) else value for name, value in tensor.items()})
+        for tensor in row["tensors"]
+    )
+    defaults = {"config": ["vision", "image"], "sizes": {}, "model_types": []}
+    values = {**defaults, **row, "tensors": tensors, "arguments": frozenset(row["arguments"])}
+    values |= {"config": tuple(values["config"]), "model_types": frozenset(values["model_types"])}
+    return Media(**values)
 
 
 def list_models() -> tuple[str, ...]:

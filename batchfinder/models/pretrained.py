@@ -7,9 +7,10 @@ import json
 import logging
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,20 @@ import torch
 import transformers
 from torch import nn
 from torch._guards import active_fake_mode
+from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import CausalLMOutput
 
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
-from batchfinder.models.catalog import ModelRow, families
+from batchfinder.models.build import allow_fake_weights
+from batchfinder.models.catalog import Label, Media, ModelRow, families
 from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit
-from batchfinder.models.synthetic_batches import ImageBatches, TextBatches
+from batchfinder.models.synthetic_batches import (
+    ImageBatches,
+    MediaBatches,
+    PackedBatches,
+    TextBatches,
+    product,
+)
 from batchfinder.training.step import Workload
 
 # How our names for attention are spelt in transformers, and the attribute of a model class that says it has it. Flash
@@ -33,11 +43,17 @@ ATTENTION = {
     "flash": ("sdpa", "_supports_flash_attn"),
 }
 
+PACKED_ATTENTION = "batchfinder_packed"
+"""The name that `packed_attention` is registered by in transformers."""
+
+# What configs call a factor of the logits, or a bound that they are pressed under.
+_LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+
 # A config.json may come from anywhere. The largest that were published have some 100 KiB and 200 layers.
 _FILE_BYTES = 16 << 20
 _DEPTH = 100
 _MOST_ITEMS = 100_000
-_MOST = ((re.compile("layers|depth|blocks|experts|stages"), 10_000), (re.compile("num_labels"), 1_000_000))
+_MOST = ((re.compile("layers|depth|blocks|experts|stages"), 20_000), (re.compile("num_labels"), 1_000_000))
 _IMPLEMENTATION = re.compile("_?implementation(_internal)?$")
 _NAMES_OF_CODE = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
 
@@ -81,9 +97,18 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
             kinds += [auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
             if getattr(config, "is_encoder_decoder", False):
                 kinds = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES]
+            kinds += [
+                auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+                auto.MODEL_FOR_CTC_MAPPING_NAMES,
+                auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+            ]
             architecture = next((kind[config.model_type] for kind in kinds if config.model_type in kind), None)
         if architecture is None:
-            expected = "a text or image classification model; for others give a package.module:factory"
+            expected = (
+                "a model of text, of images to classify, of images with text, or of speech; for others give a "
+                "package.module:factory"
+            )
             raise InvalidValue("model", config.model_type, expected)
         return _build(getattr(transformers, architecture), config, attention, str(path))
     except BatchFinderError:
@@ -106,7 +131,7 @@ def _read_figures(file: Path) -> Any:
             text = stream.read(_FILE_BYTES + 1)
         if len(text) > _FILE_BYTES:
             raise InvalidValue("model", str(file), f"a config.json of at most {_FILE_BYTES >> 20} MiB")
-        figures = json.loads(text.decode())
+        figures = json.loads(text.decode(), object_hook=_number)
     except OSError as error:
         raise InvalidValue("model", str(file), f"a readable config.json ({error.strerror})") from error
     except RecursionError as error:
@@ -142,6 +167,11 @@ def _read_figures(file: Path) -> Any:
     return figures
 
 
+def _number(mapping: dict[str, Any]) -> Any:
+    """`{"__float__": "Infinity"}`, which transformers writes since JSON has no infinite numbers."""
+    return float(mapping["__float__"]) if set(mapping) == {"__float__"} else mapping
+
+
 def workload_from_model(model: nn.Module, what: str) -> Workload:
     """Wrap a transformers model that exists already, with the batches its head takes.
 
@@ -153,27 +183,26 @@ def workload_from_model(model: nn.Module, what: str) -> Workload:
     inputs = getattr(model, "main_input_name", "")
     arguments = inspect.signature(model.forward).parameters
     make_batch: Callable[[int, int | None], Any]
-    if labels is not None and inputs == "input_ids":
-        config = config.get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        longest = None
-        if config.model_type not in families().unlimited and isinstance(positions, int) and positions >= 1:
-            before_first = config.pad_token_id + 1 if config.model_type in families().after_padding else 0
-            longest = positions - int(before_first)
-        bounds = [b if isinstance(b := label.below, int) or b == "seq_len" else getattr(config, b) for label in labels]
-        make_batch = TextBatches(
-            vocab_size=config.vocab_size,
-            labels=tuple(replace(label, below=below) for label, below in zip(labels, bounds, strict=True)),
-            attention_mask="attention_mask" in arguments,
-            max_seq_len=longest,
-        )
-        return Workload(model, make_batch, max_seq_len=longest)
+    media = families().media_of(config.model_type, arguments)
+    if media is not None and any(
+        getattr(config, f"{word}_config", config) is None for word in ("vision", "audio") if word in media.config
+    ):
+        media = None  # a model that could have an encoder for images, and has none
+    image_only = media is not None and media.arguments == {"pixel_values"} and "input_ids" not in arguments
+    if labels is not None and media is not None and not image_only:
+        return _media_workload(model, media, labels, arguments)
+    if labels is not None and inputs in ("input_ids", "inputs") and "input_ids" in arguments:
+        text = _text_batches(config, labels, "input_ids", "attention_mask" in arguments)
+        return Workload(model, text, max_seq_len=text.max_seq_len)
     if labels is not None and inputs == "pixel_values":
+        num_labels = config.num_labels
+        config = _parts(config, ("vision",))[0]
         interpolates = "interpolate_pos_encoding" in arguments
-        patch = config.patch_size if interpolates and isinstance(config.patch_size, int) else 1
+        patch = getattr(config, "patch_size", 1)
+        patch = patch if interpolates and isinstance(patch, int) else 1
         side = getattr(config, "image_size", 224)
         make_batch = ImageBatches(
-            num_labels=config.num_labels,
+            num_labels=num_labels,
             channels=getattr(config, "num_channels", 3),
             side=side if isinstance(side, int) else max(side),
             smallest_side=max(patch, families().smallest_side.get(config.model_type, 1)),
@@ -188,6 +217,154 @@ def workload_from_model(model: nn.Module, what: str) -> Workload:
     raise InvalidValue("model", what, expected)
 
 
+def _text_batches(config: Any, labels: tuple[Label, ...], keyword: str, attention_mask: bool) -> TextBatches:
+    """Batches of token ids, or with an empty keyword of labels alone, which the decoder reads."""
+    decoder = {} if keyword else {"decoder": True}
+    text = config.get_text_config(**decoder)
+    positions = next((value for name in families().positions if (value := getattr(text, name, None)) is not None), None)
+    longest = None
+    if text.model_type not in families().unlimited and isinstance(positions, int) and positions >= 1:
+        before_first = text.pad_token_id + 1 if text.model_type in families().after_padding else 0
+        longest = positions - int(before_first)
+
+    def bound(label: Label) -> int | str:
+        if isinstance(label.below, int) or label.below == "seq_len":
+            return label.below
+        number: int = getattr(text if hasattr(text, label.below) else config, label.below)
+        return number
+
+    return TextBatches(
+        vocab_size=getattr(text, "vocab_size", 1),  # a model of recordings may have none
+        labels=tuple(replace(label, below=bound(label)) for label in labels),
+        attention_mask=attention_mask,
+        keyword=keyword,
+        max_seq_len=longest,
+    )
+
+
+def _media_workload(model: Any, media: Media, labels: tuple[Label, ...], arguments: Collection[str]) -> Workload:
+    """A model that reads an image or a recording with each sample, of the size that its config says."""
+    config = model.config
+    parts = _parts(config, media.config)
+
+    def size(names: tuple[str, ...], usual: int) -> int:
+        for part in parts:
+            for name in names:
+                found = getattr(part, name, None)
+                if isinstance(found, (list, tuple)) and found and isinstance(found[0], int):
+                    found = max(found)
+                if isinstance(found, int) and found > 0:
+                    return found
+        return usual
+
+    sizes = {name: size(names, usual) for name, (names, usual) in families().sizes.items()}
+    sizes |= {name: value for name, value in media.sizes.items() if isinstance(value, int)}
+    sizes["cells"] = sizes["side"] // sizes["patch"] // sizes["merge"]
+    sizes["grid"] = sizes["cells"] * sizes["merge"]
+    sizes["pooled"] = sizes["positions"] // 2
+    sizes["flat"] = 2 + sizes["channels"] * sizes["patch"] ** 2  # a patch behind its row and column
+    sizes |= {name: product(value, sizes) for name, value in media.sizes.items() if isinstance(value, str)}
+    keyword = "input_ids" if "input_ids" in arguments and media.text else ""
+    text = _text_batches(config, labels, keyword, bool(keyword))
+    kinds = families().token_kinds
+    batches = MediaBatches(media.tensors, sizes, frozenset(arguments), text, token_kinds=kinds, length=media.length)
+    makers = (getattr(each, media.features or " ", None) for each in (model.base_model, model))
+    features = next((maker for maker in makers if maker is not None), None)
+    if media.placeholders or features is not None:
+        names = (name for name in families().placeholder_tokens if isinstance(getattr(config, name, None), int))
+        count = product(media.placeholders, sizes) if media.placeholders else _vectors(features, batches)
+        token = next((getattr(config, name) for name in names), None)
+        batches = replace(batches, placeholder=token, placeholders=count)
+    what = media.what.format(**sizes, tokens=batches.placeholders)
+    longest = None if media.length else text.max_seq_len
+    unit = media.length or "tokens"
+    return Workload(model, batches, max_seq_len=longest, seq_len_unit=unit, assumptions=(what,))
+
+
+def _parts(config: Any, words: tuple[str, ...]) -> list[Any]:
+    """The parts of a config whose names hold one of these words, those inside first, and then the whole."""
+    inner = [(name, part) for name, part in vars(config).items() if hasattr(part, "to_dict")]
+    named = [part for name, part in inner if any(word in name for word in words)]
+    return [*(each for part in named for each in _parts(part, words)), *_below(inner, words), config]
+
+
+def _below(inner: list[tuple[str, Any]], words: tuple[str, ...]) -> list[Any]:
+    others = [part for name, part in inner if not any(word in name for word in words)]
+    return [each for part in others for each in _parts(part, words)[:-1]]
+
+
+def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
+    """How many vectors a model makes of one sample's image or recording."""
+    takes = inspect.signature(features).parameters
+    one = batches.media(1, 1)
+    given = one if "args" in takes else {name: one[name] for name in takes if name in one}
+    with torch.no_grad():
+        try:
+            made = features(**given)
+        except RuntimeError:  # PyTorch multiplies the matrices of experts on a CPU in bf16 only
+            with torch.autocast("cpu", torch.bfloat16):
+                made = features(**given)
+    pooled = getattr(made, "pooler_output", None)
+    vectors = pytree.tree_leaves(getattr(made, "last_hidden_state", made) if pooled is None else pooled)
+    return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))
+
+
+def pack(workload: Workload, attention: str | None, what: str) -> Workload:
+    """The workload with its samples packed into one row without padding, and attention that knows where they end.
+
+    Raises:
+        InvalidValue: the model is none that this can be done to.
+    """
+    model: Any = workload.model
+    name, batches = type(model).__name__, workload.make_batch
+    takes = getattr(model, "_supports_flash_attn", False) and getattr(model.config, "num_attention_heads", 0)
+    if not name.endswith("ForCausalLM") or not takes or not isinstance(batches, TextBatches):
+        expected = f"no --packed: {what} ({name}) is no causal language model that takes packed samples"
+        raise InvalidValue("packed", True, expected)
+    if attention not in (None, "flash"):
+        raise InvalidValue("attention", attention, "flash, or none, with --packed: other kernels would see all samples")
+    transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return replace(workload, make_batch=PackedBatches(batches.vocab_size, batches.max_seq_len))
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **told: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sample of a packed row, by PyTorch's variable-length flash kernel.
+
+    It allocates what the flash-attn package's kernel does, which transformers would call: the output and, for each
+    token and head, one number in fp32.
+
+    Args:
+        query: (1, heads, tokens, head size); of keys and values alike, whose heads may be fewer.
+        told: `cu_seq_lens_q` and `max_length_q`: where samples end, (samples + 1,), and the longest sample's length.
+
+    Returns:
+        (1, tokens, heads, head size), and None for the weights.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # As `_flash_attention_forward` of transformers: norms and rotations may have left fp32 under autocast.
+    dtype = query.dtype
+    if dtype is torch.float32 and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value))
+    ends, longest = told["cu_seq_lens_q"], told["max_length_q"]
+    window = (-1 if sliding_window is None or sliding_window > longest else sliding_window - 1, 0)
+    attended = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=True
+    )
+    return attended.unsqueeze(0), None  # type: ignore[union-attr]
+
+
 def attention_of(model_class: Any, attention: str, what: str) -> str:
     """What transformers calls an attention of ours, for a model of one of its classes.
 
@@ -200,9 +377,76 @@ def attention_of(model_class: Any, attention: str, what: str) -> str:
     return ATTENTION[attention][0]
 
 
+def replace_loss(model: nn.Module, loss: str, what: str) -> None:
+    """Let a causal model of transformers compute its loss without all of its logits at one time, in place.
+
+    `chunked`: PyTorch's own `linear_cross_entropy` with its default options, which computes the gradients of the head
+    in the forward, chunk by chunk (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py).
+    `liger`: all of Liger's kernels for the model, as `TrainingArguments(use_liger_kernel=True)` applies them.
+    `trl`: what TRL's SFTTrainer has done since 1.16 without being asked: the head in tiles, computed again in the
+    backward (https://github.com/huggingface/trl/blob/v1.16.0/trl/kernels/chunked_logprob.py).
+
+    Raises:
+        InvalidValue: the model is none that this can be done to.
+        MissingExtra: a package is missing.
+    """
+    name, head = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(model, transformers.PreTrainedModel) or not name.endswith("ForCausalLM") or head is None:
+        raise InvalidValue("loss", loss, f"default: {what} ({name}) is no causal language model of transformers")
+    config: Any = model.config.get_text_config()
+    if loss == "liger":
+        try:
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as SUPPORTED
+        except ImportError as error:
+            missing = "triton" if (error.name or "").startswith("triton") else "liger-kernel"
+            raise MissingExtra(missing, "liger", "the loss liger") from error
+        if model.config.model_type not in SUPPORTED:
+            raise InvalidValue("loss", loss, f"default: Liger has no kernels for {what} ({model.config.model_type})")
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, None)  # type: ignore[no-untyped-call]
+        return
+    if loss == "trl":
+        try:
+            from trl.trainer.utils import add_fused_lm_head
+        except ImportError as error:
+            raise MissingExtra("trl", "trl", "the loss trl", "" if error.name == "trl" else str(error)) from error
+        # What SFTTrainer asks for besides the loss.
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        model.forward = partial(model.forward, fused_lm_head=True)
+        return
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        raise InvalidValue(
+            "loss", loss, f"default or liger: chunked needs PyTorch 2.13, and this is {torch.__version__}"
+        )
+    scaled = [name for name in _LOGIT_SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
+    if scaled:
+        expected = f"default, liger or trl: the logits of {what} are not those of its head alone ({', '.join(scaled)})"
+        raise InvalidValue("loss", loss, expected)
+
+    def forward(labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
+        hidden = model.base_model(**inputs).last_hidden_state.flatten(0, -2)
+        weight, bias = head.weight, getattr(head, "bias", None)
+        # The operator has no rule for autocast: the head's product is in the type that a Linear's would be.
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight, bias = (each if each is None else each.to(dtype) for each in (hidden, weight, bias))
+        following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        options = nn.LinearCrossEntropyOptions()
+        return CausalLMOutput(
+            loss=nn.functional.linear_cross_entropy(hidden, weight, following, linear_bias=bias, options=options)
+        )
+
+    model.forward = forward
+
+
 def _build(model_class: Any, config: Any, attention: str | None, what: str) -> Workload:
-    if hasattr(config, "use_cache"):
-        config.use_cache = False
+    pending = [config]
+    while pending:  # text models inside others have one of their own
+        each = pending.pop()
+        pending += [part for part in vars(each).values() if hasattr(part, "to_dict")]
+        if hasattr(each, "use_cache"):
+            each.use_cache = False
     if attention is not None:
         config._attn_implementation = attention_of(model_class, attention, what)
     window = getattr(config, "sliding_window", None)
@@ -232,6 +476,7 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
             stack.enter_context(no_init_weights())
         else:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(allow_fake_weights())
         model = model_class(config)
         # Where initialisation was skipped, so was the tying of embeddings that is done with it.
         model.tie_weights()

@@ -28,6 +28,7 @@ from torch.library import Library
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 DEVICE_TYPE = "pretend"
@@ -35,6 +36,9 @@ _CUDA = 1  # c10::DeviceType::CUDA
 
 SMALL_BYTES = 1 << 20
 """Up to this size a CPU tensor is real."""
+
+SMALL_WHOLE_NUMBERS_BYTES = 16 << 20
+"""The same for token ids, masks and indices, which are no weights and whose values models read."""
 
 ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 """Operators that PyTorch composes of others for a backend without a kernel of its own, and that are one kernel on CUDA.
@@ -79,6 +83,8 @@ class FakeDeviceMode(FakeTensorMode):
             isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves
         )
         # An operator that PyTorch composes of others for fake tensors, as a copy to the CPU, comes back here for each.
+        if func is torch.ops.aten.index.Tensor and not self._composing:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         if self._composing or elsewhere:
             return self._fake(func, types, args, kwargs)
         if not tensors or not (func.is_view or func._schema.is_mutable):
@@ -88,7 +94,7 @@ class FakeDeviceMode(FakeTensorMode):
                 pass  # it reads values, which are there
             else:
                 made = [leaf for leaf in pytree.tree_leaves(fake) if isinstance(leaf, torch.Tensor)]
-                if any(tensor.untyped_storage().nbytes() > SMALL_BYTES for tensor in made):
+                if any(tensor.untyped_storage().nbytes() > _real_bytes(tensor) for tensor in made):
                     return fake
         return func(*args, **kwargs)
 
@@ -98,6 +104,23 @@ class FakeDeviceMode(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._composing = composing
+
+
+def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices in place of real masks: how many elements a mask selects cannot be asked of a fake one."""
+    plain: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or isinstance(index, FakeTensor) or index.dtype is not torch.bool:
+            plain.append(index)
+        else:
+            with no_dispatch():
+                plain += index.nonzero().unbind(1)
+    return plain
+
+
+def _real_bytes(tensor: torch.Tensor) -> int:
+    weights = tensor.is_floating_point() or tensor.is_complex()
+    return SMALL_BYTES if weights else SMALL_WHOLE_NUMBERS_BYTES
 
 
 @functools.cache
@@ -153,13 +176,13 @@ def fake_copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | N
 
 def move_module(
     module: nn.Module,
-    device: torch.device,
+    move_tensor: Callable[[torch.Tensor, torch.dtype | None], torch.Tensor],
     dtype: torch.dtype | None = None,
     on_moved: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
     """What `module.to(device, dtype)` does, in the same order, for modules of real or fake CPU tensors.
 
-    A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. The order (children,
+    `move_tensor` makes the copy of one on the device, `fake_copy` as a rule. A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. The order (children,
     then parameters, then buffers) is that of `torch.nn.Module._apply`,
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `on_moved` is called with each module
     whose tensors have been moved.
@@ -168,7 +191,7 @@ def move_module(
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in moved:
-            copy = fake_copy(tensor, device, dtype if tensor.is_floating_point() else None)
+            copy = move_tensor(tensor, dtype if tensor.is_floating_point() else None)
             if isinstance(tensor, nn.Parameter):
                 copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
             moved[id(tensor)] = copy

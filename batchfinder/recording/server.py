@@ -11,19 +11,23 @@ workload. Requests and answers are JSON lines (`training.child_process`); what t
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import mmap
 import os
+import re
+import resource
 import selectors
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from batchfinder.errors import UserCodeFailed
+from batchfinder.errors import RecordingFailed, UserCodeFailed
 from batchfinder.training.child_process import (
     SILENCE,
     answer,
@@ -34,10 +38,13 @@ from batchfinder.training.child_process import (
     ended,
     pipe,
 )
+from batchfinder.units import format_bytes
 
 _LOOK_SECONDS = 0.5  # how often recordings are looked at
 _OPERATOR_BYTES = 256
 _NO_KERNEL = ("prim.", "profiler.")
+# What PyTorch and Python say where memory is not given.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
 _SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
 
 
@@ -67,6 +74,7 @@ class RecordingServer:
     workload: Any = None
     not_built: BaseException | None = None
     mode: Any = None
+    warnings: list[str] = field(default_factory=list)  # what the user is told of the build
 
     def serve(self) -> None:
         """Answer until the parent hangs up."""
@@ -125,11 +133,18 @@ class RecordingServer:
 
             from batchfinder.models.fingerprint import fingerprint_workload
             from batchfinder.recording.fake_device import FakeDeviceMode
+            from batchfinder.recording.record_step import compiled_modules
+            from batchfinder.recording.user_kernels import skip_triton_launches
 
             # A fork does not have the threads that OpenMP starts for real tensors, and would wait for them.
             torch.set_num_threads(1)
+            skip_triton_launches()
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
             self.workload = self._build(builder, arguments)
+            if compiled_modules(self.workload.model) and find_spec("triton") is not None:
+                from batchfinder.recording import inductor
+
+                inductor.prepare()  # here once, and not in every fork
             versions = {}
             for name in _SHOWN_VERSIONS:
                 with contextlib.suppress(PackageNotFoundError):
@@ -140,6 +155,7 @@ class RecordingServer:
                 "seq_len_unit": self.workload.seq_len_unit,
                 "brings_optimizer": self.workload.optimizer is not None,
                 "versions": versions,
+                "warnings": self.warnings,
             }
         except KeyboardInterrupt:
             raise
@@ -150,10 +166,39 @@ class RecordingServer:
             answer(self.answers, {"facts": facts})
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
-        with self.mode, contextlib.suppress(UserCodeFailed):
-            return build_with(builder, arguments)
-        # Code that reads values cannot run on fake tensors: once more for real, and then it is the user's error.
-        return build_with(builder, arguments)
+        """The workload, on fake tensors; with real weights where the user's code cannot do without their values.
+
+        Raises:
+            RecordingFailed: the real weights take more than the memory that is free.
+            UserCodeFailed: the code fails with real weights too.
+        """
+        try:
+            with self.mode:
+                return build_with(builder, arguments)
+        except UserCodeFailed as failed:
+            why = _reads_values(failed.traceback)
+        what = arguments.get("spec", builder)
+        free = _free_bytes()
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        try:
+            if free is not None:
+                taken = int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+                limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
+                resource.setrlimit(resource.RLIMIT_DATA, (min([taken + free, *limits]), before[1]))
+            workload = build_with(builder, arguments)
+        except (MemoryError, UserCodeFailed) as error:
+            if isinstance(error, UserCodeFailed) and not any(sign in error.traceback for sign in _NO_MEMORY):
+                raise
+            raise RecordingFailed(
+                f"{what} has to be built with real weights, since {why}. They take more than the "
+                f"{format_bytes(free or 0)} of memory that are free here. Build what that line reads without the "
+                "weights, or record on a machine with more memory."
+            ) from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+        said = f"{what} was built with real weights, since {why}"
+        self.warnings.append(said)
+        return replace(workload, assumptions=(*workload.assumptions, said))
 
     def _record(self, job: dict[str, Any], number: int) -> None:
         """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
@@ -161,6 +206,8 @@ class RecordingServer:
         log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        # Compiled code that is given a tensor without memory may end the process: here it writes where it was.
+        faulthandler.enable((self.folder / f"{number}.crash").open("w"), all_threads=False)
         try:
             import torch
 
@@ -169,6 +216,7 @@ class RecordingServer:
 
             torch.set_num_threads(1)  # whatever the user's code has set
             workload, other = self.workload, job["workload"]
+            self.warnings.clear()
             if other is not None:
                 workload = self._build(other["builder"], other["arguments"])
             elif self.not_built is not None:
@@ -185,7 +233,7 @@ class RecordingServer:
 
             config, capability = StepConfig(**job["config"]), tuple(job["capability"])
             trace = record_step(workload, config, capability, job["batch_size"], job["seq_len"], self.mode, on_operator)
-            result = {"trace": trace.to_json()}
+            result = {"trace": trace.to_json(), "warnings": self.warnings}
         except BaseException as error:
             result = {"error": describe(error)}
         if os.getpid() != process:  # the user's code has forked and lets both sides go on
@@ -194,6 +242,26 @@ class RecordingServer:
         partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
         os._exit(0)
+
+
+def _reads_values(text: str) -> str:
+    """Why code does not run on fake tensors: the last line of the user's own, and what it raised."""
+    frames = re.findall(r'^  File "(.+)", line (\d+), in .+\n    (.+)$', text, re.MULTILINE)
+    own = [frame for frame in frames if "site-packages" not in frame[0] and os.sep + "torch" + os.sep not in frame[0]]
+    raised = " ".join(text.strip().splitlines()[-1].split())[:200]
+    if not own:
+        return f"its code reads values, which fake tensors do not have ({raised})"
+    file, line, code = own[-1]
+    return f"{os.path.basename(file)}:{line} ({code.strip()}) does not run on fake tensors ({raised})"
+
+
+def _free_bytes() -> int | None:
+    """What the machine says that it can give, on Linux."""
+    try:
+        found = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    return 1024 * int(found[1]) if found else None
 
 
 def main(argv: list[str]) -> int:

@@ -25,6 +25,19 @@ QUANTIZATION_NAMES = ("nf4", "nf4-double", "int8")
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
 
+CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
+"""Of all layers, of every second or fourth (`every-K` for any), or of all but their matrix products and attention."""
+LOSS_NAMES = ("default", "chunked", "liger", "trl")
+"""`models.pretrained.replace_loss` says what each is."""
+
+COMPILED_PARTS = ("model", "layers")
+"""What `torch.compile` is given: all of the model, or each of its layers, as torchtitan and accelerate do."""
+
+COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
+
+_FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version
+_OF_THE_MODEL = ("compile", "loss", "packed", "lora", "lora_targets", "quantization")  # newer, and part of the model
+
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
 
@@ -90,6 +103,7 @@ class WorkloadFacts:
         seq_len_unit: what a sequence length counts.
         brings_optimizer: whether it has an optimizer of its own.
         versions: of the libraries that took part.
+        warnings: what the user is told of how it was built.
     """
 
     fingerprint: str
@@ -97,6 +111,7 @@ class WorkloadFacts:
     seq_len_unit: str
     brings_optimizer: bool
     versions: dict[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,11 @@ class StepOptions:
         precision: one of `PRECISION_NAMES`.
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
-        gradient_checkpointing: whether activations are recomputed in the backward.
+        gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
+            one of `CHECKPOINTING_NAMES`.
+        compile: one of `COMPILED_PARTS`; None for a model as it is, compiled or not.
+        loss: one of `LOSS_NAMES`: how a causal model computes its loss.
+        packed: whether samples stand one after the other in one row, without padding.
         optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
         lora: the rank of peft's adapters, which then are all that trains; None without them.
         lora_targets: the layers that get one, separated by commas; None for peft's own choice.
@@ -119,7 +138,10 @@ class StepOptions:
     precision: str = "fp32"
     optimizer: str = "adamw"
     attention: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
+    compile: str | None = None
+    loss: str = "default"
+    packed: bool = False
     optimizer_in_backward: bool = False
     lora: int | None = None
     lora_targets: str | None = None
@@ -127,15 +149,17 @@ class StepOptions:
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
-        arguments: dict[str, Any] = {
-            "spec": model,
-            "attention": self.attention,
-            "gradient_checkpointing": self.gradient_checkpointing,
-        }
-        if self.lora is not None or self.quantization is not None:
-            arguments |= {"lora": self.lora, "lora_targets": self.lora_targets, "quantization": self.quantization}
-            arguments["precision"] = self.precision
-        return WorkloadSpec("batchfinder.models:build_workload", arguments)
+        return WorkloadSpec(
+            builder="batchfinder.models:build_workload",
+            arguments={
+                "spec": model,
+                "attention": self.attention,
+                "gradient_checkpointing": self.gradient_checkpointing,
+                **{name: value for name, value in self.newer().items() if name in _OF_THE_MODEL},
+                # It decides on the types of weights that do not train.
+                **({} if self.lora is None and self.quantization is None else {"precision": self.precision}),
+            },
+        )
 
     def step(self, micro_batches: int = 1) -> StepConfig:
         """How a step is taken, by the recording process or on a real device.
@@ -146,20 +170,23 @@ class StepOptions:
         if self.optimizer_in_backward and micro_batches > 1:
             expected = "a step of one micro-batch: gradients are gone when the next one would add to them"
             raise InvalidValue("optimizer_in_backward", True, expected)
-        flash, in_backward = self.attention == "flash", self.optimizer_in_backward
+        flash = self.attention == "flash" and not self.packed
+        in_backward = self.optimizer_in_backward
         return StepConfig(
             self.mode, self.precision, self.optimizer, micro_batches, flash, optimizer_in_backward=in_backward
         )
 
-    def for_key(self) -> dict[str, Any]:
-        """Of the options that a cache key has no field for, those that were given."""
-        usual = StepOptions()
-        names = ("optimizer_in_backward", "lora", "lora_targets", "quantization")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+    def newer(self) -> dict[str, Any]:
+        """What was asked for of the options that the first version did not have."""
+        usual = asdict(StepOptions())
+        given = {n: value for n, value in asdict(self).items() if n not in _FIRST and value != usual[n]}
+        how = self.gradient_checkpointing
+        return {"gradient_checkpointing": how, **given} if isinstance(how, str) else given
 
     def to_json(self) -> dict[str, Any]:
-        """All of them, with `default` for the model's own attention."""
-        return {**asdict(self), "attention": self.attention or "default"}
+        """All of them, with `default` for the model's own attention; the newer ones only where they are used."""
+        settings = {name: getattr(self, name) for name in _FIRST}
+        return {**settings, "attention": self.attention or "default", **self.newer()}
 
     def words(self) -> list[str]:
         """What stands above a table."""
@@ -169,4 +196,9 @@ class StepOptions:
             words.append(f"LoRA of rank {self.lora}" + (f" on {self.lora_targets}" if self.lora_targets else ""))
         words += [f"{self.quantization} weights"] if self.quantization else []
         words += [f"{self.attention} attention"] if self.attention else []
-        return [*words, "gradient checkpointing"] if self.gradient_checkpointing else words
+        if self.gradient_checkpointing:
+            how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
+            words.append(f"{how}gradient checkpointing")
+        words += [] if self.loss == "default" else [f"{self.loss} loss"]
+        words += ["packed"] if self.packed else []
+        return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

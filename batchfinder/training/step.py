@@ -28,11 +28,13 @@ class Workload:
             the output itself where that is a scalar, else the mean of its floating-point elements.
         optimizer: `optimizer(parameters)` returns an optimizer; None leaves the choice to the caller's options.
         max_seq_len: the longest sequence the model's positions allow; None where there is no such limit.
-        seq_len_unit: what a sequence length counts: `tokens`, `pixels`, or `none` for data of one fixed shape.
+        seq_len_unit: what a sequence length counts: `tokens`, `pixels`, `samples` or `frames` of a recording, or `none`
+            for data of one fixed shape.
         casts_weights: whether a precision such as bf16-true changes the types of its weights; False where each was
             chosen, as fp32 adapters on a bf16 model.
         zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
             rather than before the forward: they are there, then, while the forward fills the memory.
+        assumptions: what was taken to be so as it was built, in words, for `Trace.unmodelled`.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Workload:
     seq_len_unit: str = "tokens"
     zero_grad_after_loss: bool = False
     casts_weights: bool = True
+    assumptions: tuple[str, ...] = ()
 
 
 OnStage = Callable[[int, str, int], None]

@@ -51,8 +51,8 @@ def test_lora() -> None:
     more = {"lora": 16, "lora_targets": "q_proj,v_proj", "quantization": "nf4"}
     assert arguments == {**StepOptions().workload("llama-3.2-1b").arguments, **more, "precision": "bf16-true"}
     assert asked.words() == ["bf16-true", "adamw", "LoRA of rank 16 on q_proj,v_proj", "nf4 weights"]
-    assert asked.for_key() == more
-    assert StepOptions().for_key() == {}
+    assert asked.newer() == more
+    assert StepOptions().newer() == {}
 
 
 @pytest.mark.parametrize(
