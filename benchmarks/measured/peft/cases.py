@@ -69,6 +69,8 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
         if "peft_type" in asked:
             if asked["peft_type"] == "ADALORA":
                 asked["total_step"] = _STEPS
+            if asked["peft_type"] == "OFT":
+                asked["r"] = 0  # follows from the size of a block
             if asked.get("prompt_tuning_init") in ("TEXT", "SAMPLE_VOCAB"):
                 asked["prompt_tuning_init"] = "RANDOM"  # the same tensors, without a tokenizer
             model = peft.get_peft_model(
