@@ -291,3 +291,13 @@ def make_statistics(module: nn.Module, device: torch.device) -> None:
     """What a layer whose weights have just been moved to a device allocates there besides."""
     if isinstance(module, Linear4bit | Linear8bit):
         module.make_statistics(device)
+
+
+def assumptions(model: nn.Module) -> tuple[str, ...]:
+    """What is assumed of the stand-ins in a model, in words."""
+    kinds = {type(module) for module in model.modules()}
+    said = {
+        Linear4bit: "products with 4-bit weights are taken to dequantize them, as they do for more than 1536 tokens",
+        Linear8bit: "inputs of int8 layers are taken to have no columns with outliers",
+    }
+    return tuple(words for kind, words in said.items() if kind in kinds)

@@ -197,7 +197,13 @@ def move_module(
             moved[id(tensor)] = copy
         return moved[id(tensor)]
 
+    seen: set[nn.Module] = set()
+
     def visit(current: nn.Module) -> None:
+        # A module that several hold is moved once: as in PyTorch, where the second `to` finds nothing to do.
+        if current in seen:
+            return
+        seen.add(current)
         for child in current.children():
             visit(child)
         for store in (current._parameters, current._buffers):

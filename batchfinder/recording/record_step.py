@@ -137,6 +137,7 @@ def record_step(
         *workload.assumptions,
         *cudnn,
         *assumed,
+        *quantization.assumptions(workload.model),
         "kernels' small scratch tensors",
         *assumptions,
         *recording.values.assumed,

@@ -6,6 +6,7 @@ settings of the run were read where, and `cases.py` makes `Case`s of them with a
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import statistics
 from collections.abc import Iterable, Sequence
@@ -78,22 +79,25 @@ class Case:
 
 
 def record(cases: Sequence[Case]) -> Iterable[tuple[Case, Trace | Exception]]:
-    """The trace of each case, or why there is none; cases of one workload that follow each other share its process."""
-    client: RecordingClient | None = None
-    try:
+    """The trace of each case, or why there is none.
+
+    One process has imported everything and built the first case's model; the other models are built in its forks, as
+    many at a time as there are cores.
+    """
+    if not cases:
+        return
+    with contextlib.closing(RecordingClient(cases[0].workload)) as client:
+        futures = []
         for case in cases:
-            if client is None or client.spec != case.workload:
-                if client is not None:
-                    client.close()
-                client = RecordingClient(case.workload)
             capability = device_for(find_gpu(case.gpu)).compute_capability
+            workload = None if case.workload == client.spec else case.workload
+            job = RecordingJob(case.step, capability, case.batch_size, case.seq_len, workload)
+            futures.append(client.submit(job))
+        for case, future in zip(cases, futures, strict=True):
             try:
-                yield case, client.submit(RecordingJob(case.step, capability, case.batch_size, case.seq_len)).result()
+                yield case, future.result()
             except Exception as error:
                 yield case, error
-    finally:
-        if client is not None:
-            client.close()
 
 
 def read_rows(source: Path) -> list[dict[str, str]]:

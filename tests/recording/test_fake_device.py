@@ -9,12 +9,16 @@ import pytest
 import torch
 import torchgen
 import yaml
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.recording.fake_device import ONE_KERNEL_ON_CUDA, SMALL_BYTES, FakeDeviceMode
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.step import Workload
+from tests.builders import small
+
+Record = Callable[..., Trace]
 
 BATCH, WIDTH = 8, 1024
 
@@ -107,3 +111,17 @@ def test_models_that_read_values_as_they_are_built(record: Callable[..., Trace],
         return Workload(model, lambda batch_size, seq_len: {"pixel_values": torch.zeros(batch_size, 3, 224, 224)})
 
     assert max(record(build, 2).sizes) > SMALL_BYTES
+
+
+def test_a_shared_module_is_moved_once(record: Record) -> None:
+    """A module that two others hold keeps one parameter, which both compute with, and one gradient."""
+
+    def build() -> Workload:
+        shared = nn.Linear(small.IN, small.IN, bias=False)
+        return Workload(nn.Sequential(nn.Sequential(shared), nn.Sequential(shared)), small.vectors)
+
+    trace = record(build, 1)
+    kinds = [kind for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True) if size == 4 * small.IN**2]
+    assert kinds.count("parameter") == 1
+    held = [name for name in trace.structure.operators if name.startswith("aten.empty_strided")]
+    assert len(held) == 1 + 2  # the weight, and a batch for each step

@@ -1,0 +1,1 @@
+"""peft's own comparison of its methods."""

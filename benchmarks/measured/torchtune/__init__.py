@@ -1,0 +1,1 @@
+"""torchtune's table of what each lever saves."""

@@ -1,0 +1,44 @@
+"""What the results of peft's and torchtune's published rows come to, and that their rows still make cases."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measured.peft import cases as peft
+from benchmarks.measured.torchtune import cases as torchtune
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "measured"
+
+
+def rows(source: str) -> dict[str, dict[str, Any]]:
+    """The rows of a result, by name."""
+    return {row["name"]: row for row in json.loads((RESULTS / f"{source}.json").read_text())["rows"]}
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Each value's place among all; equal ones share theirs."""
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
+
+
+def test_every_row_has_a_result() -> None:
+    """No published row was left out: each has a figure of ours, or says why there is none."""
+    assert set(rows("peft")) == {case.name for case in peft.cases()}
+    assert set(rows("torchtune")) == {case.name for case in torchtune.cases()}
+
+
+def test_methods_are_ranked_as_measured() -> None:
+    """Of peft's methods that can be recorded, ours has the published order, and half of the figures to 1.25 %."""
+    found = [row for row in rows("peft").values() if "error" in row]
+    published, ours = ([row[name] for row in found] for name in ("published_bytes", "predicted_bytes"))
+    assert len(found) >= 50
+    assert statistics.correlation(ranks(published), ranks(ours)) >= 0.95
+    assert statistics.median(abs(row["error"]) for row in found) <= 0.0125
+
+
+def test_torchtunes_lora_row() -> None:
+    """LoRA is within 5 % of what was published; what is off in the others is in the source's README."""
+    assert abs(rows("torchtune")["LoRA"]["error"]) <= 0.05
