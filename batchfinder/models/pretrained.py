@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.models.catalog import Label, Media, ModelRow, families
-from batchfinder.models.synthetic_batches import TRANSCRIPT_TOKENS, ImageBatches, MediaBatches, TextBatches, product
+from batchfinder.models.synthetic_batches import ImageBatches, MediaBatches, TextBatches, product
 from batchfinder.training.step import Workload
 
 # How our names for attention are spelt in transformers, and the attribute of a model class that says it has it. Flash
@@ -255,9 +255,9 @@ def _media_workload(model: Any, media: Media, labels: tuple[Label, ...], argumen
     batches = MediaBatches(media.tensors, sizes, frozenset(arguments), text, token_kinds=kinds, length=media.length)
     makers = (getattr(each, media.features or " ", None) for each in (model.base_model, model))
     features = next((maker for maker in makers if maker is not None), None)
-    if media.placeholders or features is not None:
+    if media.placeholders or callable(features):
         names = (name for name in families().placeholder_tokens if isinstance(getattr(config, name, None), int))
-        count = product(media.placeholders, sizes) if media.placeholders else _vectors(features, batches)
+        count = _vectors(features, batches) if callable(features) else product(media.placeholders, sizes)
         token = next((getattr(config, name) for name in names), None)
         batches = replace(batches, placeholder=token, placeholders=count)
     what = media.what.format(**sizes, tokens=batches.placeholders)

@@ -11,7 +11,6 @@ import torch
 from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import Label, MediaTensor
 
-
 TRANSCRIPT_TOKENS = 40
 """Labels of a recording whose own length is what a sequence length counts: about ten seconds of speech."""
 
@@ -147,7 +146,6 @@ class MediaBatches:
                 ids.masked_fill_(stands, self.placeholder)
             batch |= {name: stands.to(torch.int64) for name in self.token_kinds if name in self.arguments}
         return {**{name: tensor for name, tensor in written.items() if name in self.arguments}, **batch}
-
 
     def media(self, batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
         """Return what is read besides text."""

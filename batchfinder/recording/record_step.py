@@ -102,7 +102,9 @@ def record_step(
         for module in workload.model.modules()
     )
     eager = ("torch.compile: the step is recorded as it runs eagerly, and a compiled one takes less or more",)
-    unmodelled = (*workload.assumptions, *(eager if compiled else ()), *cudnn, "kernels' small scratch tensors", *recording.values.assumed, *recording.unmodelled)
+    as_eager = eager if compiled else ()
+    assumed = (*recording.values.assumed, *recording.unmodelled)
+    unmodelled = (*workload.assumptions, *as_eager, *cudnn, "kernels' small scratch tensors", *assumed)
     return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
 
 

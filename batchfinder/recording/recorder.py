@@ -130,7 +130,9 @@ class AllocationRecorder(TorchDispatchMode):
         if of_values is None:
             output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
         else:
-            output, known_values = of_values
+            output, known_values, places = of_values
+            if places and args[0].device.type == DEVICE_TYPE:
+                self.order.append(~self._allocate(places, name, "temporary"))
             if not known_values:
                 self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
         whole_numbers = False
