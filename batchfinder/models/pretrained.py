@@ -284,11 +284,7 @@ def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
     one = batches.media(1, 1)
     given = one if "args" in takes else {name: one[name] for name in takes if name in one}
     with torch.no_grad():
-        try:
-            made = features(**given)
-        except RuntimeError:  # PyTorch multiplies the matrices of experts on a CPU in bf16 only
-            with torch.autocast("cpu", torch.bfloat16):
-                made = features(**given)
+        made = features(**given)
     pooled = getattr(made, "pooler_output", None)
     vectors = pytree.tree_leaves(getattr(made, "last_hidden_state", made) if pooled is None else pooled)
     return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))
