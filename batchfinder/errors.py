@@ -118,13 +118,16 @@ class RecordingDied(RecordingFailed):
         operator: the operator that was running, empty when none was.
         exit_code: the process's exit code, negative for a signal.
         last_words: the end of the process's output.
+        line: where in the user's code it was, in words; empty where that is not known.
     """
 
-    def __init__(self, what: str, operator: str, exit_code: int | None, last_words: str = "") -> None:
+    def __init__(self, what: str, operator: str, exit_code: int | None, last_words: str = "", line: str = "") -> None:
         self.operator = operator
         self.exit_code = exit_code
         self.last_words = last_words
+        self.line = line
         ran = f" while {operator} was running" if operator else ""
+        ran += f" {line}" if line else ""
         printed = f" It printed last:\n{last_words}" if last_words else ""
         super().__init__(f"recording {what} ended{ran} (the recording process exited with {exit_code}).{printed}")
 

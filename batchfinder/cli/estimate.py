@@ -141,7 +141,7 @@ def suggest(
     singles: list[Changes] = [{}, *single_changes(request, simulation.facts().brings_optimizer)]
     probes = [_probe(request, simulation, seq_len, changes) for changes in singles]
     accumulated = []
-    if request.options.mode == "train":
+    if request.options.mode == "train" and not request.options.optimizer_in_backward:
         again = _probe(replace(request, accumulation=max(2, request.accumulation)), simulation, seq_len)
         line.update("trying --accumulation")
         most = search_simulated(again, Shape(seq_len)).max_batch_size

@@ -16,9 +16,13 @@ from batchfinder.devices import Card, device_for, device_with_budget, find_gpu, 
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
+    CHECKPOINTING_NAMES,
+    COMPILED_PARTS,
+    LOSS_NAMES,
     MODES,
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
+    QUANTIZATION_NAMES,
     StepOptions,
     WorkloadFacts,
 )
@@ -99,19 +103,47 @@ DEFAULT_IMAGE_SIDE = 224
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
-    """The five options of the step; raises as `one_of`."""
+    """The options of the step, which must go together.
+
+    Raises:
+        InvalidValue: one has an invalid value, or one that another rules out.
+    """
+    rank = whole_number("--lora", arguments.lora)
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
         optimizer=arguments.optimizer,
         attention=arguments.attention,
-        gradient_checkpointing=arguments.gradient_checkpointing,
+        gradient_checkpointing=arguments.gradient_checkpointing if arguments.gradient_checkpointing != "full" else True,
+        compile=arguments.compile,
+        loss=arguments.loss,
+        packed=arguments.packed,
+        optimizer_in_backward=arguments.optimizer_in_backward,
+        lora=rank,
+        lora_targets=arguments.lora_targets,
+        quantization=arguments.quantization,
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)
     one_of("--optimizer", options.optimizer, OPTIMIZER_NAMES)
+    one_of("--loss", options.loss, LOSS_NAMES)
     if options.attention is not None:
         one_of("--attention", options.attention, ATTENTION_NAMES)
+    how = options.gradient_checkpointing
+    if isinstance(how, str) and not how.removeprefix("every-").isdecimal():
+        one_of("--gradient-checkpointing", how, CHECKPOINTING_NAMES)
+    if options.compile is not None:
+        one_of("--compile", options.compile, COMPILED_PARTS)
+    if options.lora_targets is not None and rank is None:
+        raise InvalidValue("--lora-targets", options.lora_targets, "a --lora rank for them")
+    if options.quantization is not None:
+        one_of("--quantization", options.quantization, QUANTIZATION_NAMES)
+        if rank is None and options.mode != "inference":
+            expected = "a --lora rank with it: quantized weights do not train, and adapters do"
+            raise InvalidValue("--quantization", options.quantization, expected)
+    if options.optimizer_in_backward and options.precision == "16-mixed":
+        expected = "another --precision than 16-mixed, whose GradScaler looks at all gradients before a step"
+        raise InvalidValue("--optimizer-in-backward", True, expected)
     return options
 
 

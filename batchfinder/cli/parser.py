@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchfinder.reproductions import REPRODUCTIONS
-from batchfinder.training.spec import ATTENTION_NAMES, MODES, OPTIMIZER_NAMES, PRECISION_NAMES
+from batchfinder.training.spec import (
+    ATTENTION_NAMES,
+    COMPILED_PARTS,
+    LOSS_NAMES,
+    MODES,
+    OPTIMIZER_NAMES,
+    PRECISION_NAMES,
+    QUANTIZATION_NAMES,
+)
 
 Options = Mapping[str, Mapping[str, Any]]
 """By the name of an option: what `ArgumentParser.add_argument` takes for it."""
@@ -51,8 +59,33 @@ _STEP: Options = {
     "--mode": _choice(MODES, "train"),
     "--precision": _choice(PRECISION_NAMES, "fp32"),
     "--optimizer": _choice(OPTIMIZER_NAMES, "adamw"),
+    "--optimizer-in-backward": {"action": "store_true", "help": "step each parameter as its gradient is made"},
+    "--lora": {"metavar": "RANK", "help": "train adapters of this rank, and freeze the model (peft's LoRA)"},
+    "--lora-targets": {
+        "metavar": "NAMES",
+        "help": "layers with adapters: q_proj,v_proj or all-linear (default: peft's)",
+    },
+    "--quantization": {
+        "metavar": "NAME",
+        "help": f"{', '.join(QUANTIZATION_NAMES)}: hold the frozen weights as bitsandbytes does",
+    },
     "--attention": _choice(ATTENTION_NAMES, None),
-    "--gradient-checkpointing": {"action": "store_true", "help": "recompute activations in the backward"},
+    "--loss": _choice(LOSS_NAMES, "default"),
+    "--packed": {"action": "store_true", "help": "pack the samples into one row, and answer in tokens per step"},
+    "--gradient-checkpointing": {
+        "nargs": "?",
+        "const": True,
+        "default": False,
+        "metavar": "HOW",
+        "help": "recompute activations in the backward: full (the default), every-2 (layers), every-4, or selective, "
+        "which keeps what matrix products and attention return",
+    },
+    "--compile": {
+        "nargs": "?",
+        "const": COMPILED_PARTS[0],
+        "metavar": "WHAT",
+        "help": f"compile with torch.compile: {' or '.join(COMPILED_PARTS)} (default of --compile: model)",
+    },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}

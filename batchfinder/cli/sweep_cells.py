@@ -77,7 +77,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         optimizer=options.optimizer,
         optimizer_options={},
         attention=options.attention or "",
-        gradient_checkpointing=options.gradient_checkpointing,
+        gradient_checkpointing=bool(options.gradient_checkpointing),
         accumulation=request.step.micro_batches,
         allocator=asdict(request.allocator),
         max_batch_size=request.max_batch_size,
@@ -87,7 +87,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
         versions=facts.versions,
-        extra={"capability": device.compute_capability},
+        extra={"capability": device.compute_capability, **options.newer()},
     )
 
 
@@ -284,6 +284,7 @@ class MeasuredCells:
                 extra["RLIMIT_AS"] = limit
         else:
             extra = {"device": "cuda", "capability": self._card.device.compute_capability}
+        extra |= cell.options.newer()
         return replace(
             simulated,
             usable_bytes=place.within_budget(),

@@ -187,6 +187,7 @@ class LightningProbe:
     config: TrialConfig
     batches: ProbeBatches
     session: TrialSession
+    smallest: int  # a size that runs if any does
     source: ClassVar[str] = "measured"
     unmodelled: ClassVar[tuple[str, ...]] = ()
 
@@ -215,7 +216,7 @@ class LightningProbe:
                 dry_run.evaluate(*tried, check, after_fit=True)
 
         try:
-            return run_trial(
+            seen = run_trial(
                 steps,
                 session.memory,
                 session.device,
@@ -234,6 +235,9 @@ class LightningProbe:
             raise
         finally:
             applied.undo()  # a size in an object that is not among what is put back
+        if config.stage == "fit" and not config.alone and config.train is None and batch_size > self.smallest:
+            seen = session.stepping.compared(seen, lambda: self(self.smallest, shape))
+        return seen
 
 
 _ACTIVE = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")

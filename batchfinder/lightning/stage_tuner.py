@@ -248,7 +248,8 @@ class StageTuner:
         if self._probe is None:
             self._ranks.barrier_call(self._session.open, "got ready to try sizes")
             dry_run = DryRun(self._trainer, self._callbacks)
-            probe = LightningProbe(dry_run, self._config, self._batches, self._session)
+            smallest = self._limits.bounds.after(1)  # one sample may raise where two run
+            probe = LightningProbe(dry_run, self._config, self._batches, self._session, smallest)
             self._probe = probe if self._ranks.size == 1 else AgreedProbe(probe, self._ranks)
         return self._probe, self._session.max_peak_bytes()
 

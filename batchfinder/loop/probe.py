@@ -111,6 +111,7 @@ class LoopProbe:
     def __init__(self, config: LoopConfig, limits: SearchLimits, session: TrialSession) -> None:
         self._config = config
         self._target = limits.target_batch_size
+        self._smallest = limits.bounds.after(1)  # one sample may raise where two run
         self._session = session
         self._counter = StepCounter(session, config)
         self._warned = False
@@ -170,6 +171,10 @@ class LoopProbe:
         if seen.fits and self._counter.stopped_stepping:
             message = "optimizers stopped stepping, as they do not at other sizes: the step may catch an out-of-memory"
             return replace(seen, verdict=Verdict.OUT_OF_MEMORY, message=message)
+        if config.optimizers and batch_size > self._smallest:
+            seen = session.stepping.compared(seen, lambda: self(self._smallest, shape))
+            if not seen.fits:
+                self._counter.idle.clear()
         if self._counter.idle and not self._warned:
             self._warned = True
             idle = [type(one).__name__ for one in config.optimizers if id(one) in self._counter.idle]

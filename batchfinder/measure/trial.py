@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -125,6 +125,9 @@ def read_stages(memory: Memory) -> Iterator[StageReadings]:
         hook.remove()
 
 
+_NOT_STEPPED = "no optimizer stepped, as they do at other sizes: the step may have caught an out-of-memory error"
+
+
 @dataclass(eq=False)
 class SteppingCheck:
     """Whether an optimizer stepped in a trial, as one did in an earlier trial: given to each in turn.
@@ -139,6 +142,7 @@ class SteppingCheck:
     stopped: bool = False
     _stepped: bool = False
     _stepped_before: bool = False
+    _compared: bool = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -156,6 +160,19 @@ class SteppingCheck:
             hook.remove()
         self.stopped = self._stepped_before and not self._stepped
         self._stepped_before = self._stepped_before or self._stepped
+
+    def compared(self, seen: Measurement, try_smallest: Callable[[], object]) -> Measurement:
+        """What a first trial saw, which has no earlier one to be compared with, unless the smallest size steps.
+
+        Args:
+            try_smallest: tries the smallest size; called once at most, where no optimizer has stepped yet.
+        """
+        if not seen.fits or self._stepped_before or self._compared:
+            return seen
+        self._compared = True
+        with suppress(Exception):  # it may need a second sample; whatever it is, this size did not raise it
+            try_smallest()
+        return replace(seen, verdict=Verdict.OUT_OF_MEMORY, message=_NOT_STEPPED) if self._stepped_before else seen
 
 
 def run_trial(
@@ -210,8 +227,7 @@ def run_trial(
     if thrashing:
         return Measurement(Verdict.THRASHING, allocated, reserved, seconds, thrashing)
     if stepping is not None and stepping.stopped:
-        message = "no optimizer stepped, as they do at other sizes: the step may have caught an out-of-memory error"
-        return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, message)
+        return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, _NOT_STEPPED)
     resting, forward = readings.resting_bytes, readings.forward_bytes
     resting = None if resting is None else resting - held_bytes
     return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)

@@ -44,6 +44,7 @@ from batchfinder.training.child_process import (
     read_until_end,
     requests_from,
 )
+from batchfinder.training.optimizers import InBackward
 from batchfinder.training.spec import PEAK_MICRO_BATCHES, PEAK_STEPS, StepConfig
 from batchfinder.training.step import OnStage, Step, Workload
 from batchfinder.units import format_bytes
@@ -175,7 +176,7 @@ class WorkerState:
         shown = replace(config, steps=max(PEAK_STEPS, config.steps), micro_batches=micro_batches)
         self.step = Step(workload, shown, device)
         if device.type == "cpu":
-            model = workload.model.to(dtype=self.step.precision.weights)
+            model = workload.model.to(dtype=self.step.weights_dtype)
             tensors = [*model.parameters(), *model.buffers()]
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
             self.held_bytes = sum(storages.values())
@@ -249,7 +250,7 @@ class WorkerState:
         on_gpu = self.device.type != "cpu"
         if on_gpu:
             # Inside the trial, so that a model too large for the GPU is an out-of-memory like any other.
-            self.workload.model.to(self.device, self.step.precision.weights)
+            self.workload.model.to(self.device, self.step.weights_dtype)
         try:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.flash else nullcontext():
                 self.step.run(batch_size, seq_len, on_stage, more)
@@ -259,6 +260,8 @@ class WorkerState:
             raise InvalidValue("attention", "flash", _OTHER_ATTENTION) from None
         finally:
             if on_gpu:  # in a fork all of it ends with the process
+                if isinstance(self.step.optimizer, InBackward):
+                    self.step.optimizer.remove()
                 self.workload.model.zero_grad(set_to_none=True)
                 self.step.optimizer = None
 

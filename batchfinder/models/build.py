@@ -10,22 +10,38 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
 from batchfinder.models.catalog import find_model
-from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
+from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
-from batchfinder.training.spec import ATTENTION_NAMES
-from batchfinder.training.step import Workload
+from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES, LOSS_NAMES
+from batchfinder.training.step import PRECISIONS, Workload
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_EVERY = re.compile(r"every-([1-9]\d{0,3})")
+_aten = torch.ops.aten
+_KEPT_BY_SELECTIVE = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _EXPECTED = (
     "a factory that returns a Workload, an nn.Module that takes input_ids, "
@@ -40,6 +56,7 @@ def allow_fake_weights() -> Iterator[None]:
     Of the functions in torch.nn.init truncated normal alone looks at the values it has drawn (torch 2.13,
     `_no_grad_trunc_normal_`: `if not mask.any()`), which fake tensors cannot answer. Vision transformers use it.
     `module.to(memory_format=...)` swaps parameters, which is refused while the fake mode's own memo refers to them.
+    A fake tensor cannot become one of another class, as bitsandbytes' parameters are made: it becomes a plain one.
     """
     mode = active_fake_mode()
     if mode is None:
@@ -47,23 +64,43 @@ def allow_fake_weights() -> Iterator[None]:
         return
     memo = mode.fake_tensor_converter.meta_converter.tensor_memo
     drawn, swap = getattr(nn.init, "_no_grad_trunc_normal_", None), torch.utils.swap_tensors
+    make_subclass = torch.Tensor._make_subclass
 
     def forget_and_swap(first: torch.Tensor, second: torch.Tensor) -> None:
         memo.clear()
         swap(first, second)  # type: ignore[no-untyped-call]
 
+    def make_parameter(kind: Any, data: torch.Tensor, require_grad: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, FakeTensor):
+            return nn.Parameter(data, require_grad)
+        return make_subclass(kind, data, require_grad, *args, **kwargs)
+
     torch.utils.swap_tensors = forget_and_swap
+    torch.Tensor._make_subclass = staticmethod(make_parameter)  # type: ignore[method-assign, assignment]
     if drawn is not None:
         nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
         torch.utils.swap_tensors = swap
+        torch.Tensor._make_subclass = make_subclass  # type: ignore[method-assign]
         if drawn is not None:
             nn.init._no_grad_trunc_normal_ = drawn
 
 
-def build_workload(spec: str, *, attention: str | None = None, gradient_checkpointing: bool = False) -> Workload:
+def build_workload(
+    spec: str,
+    *,
+    attention: str | None = None,
+    gradient_checkpointing: bool | str = False,
+    compile: str | None = None,
+    loss: str = "default",
+    packed: bool = False,
+    lora: int | None = None,
+    lora_targets: str | None = None,
+    quantization: str | None = None,
+    precision: str = "fp32",
+) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
     Inside a `FakeTensorMode` the model is made of fake tensors and takes no memory. No random generator of the user's
@@ -74,15 +111,27 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
             A path that exists wins over a name, where it is written with a path separator.
         attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
             scaled_dot_product_attention), or None for the model's default.
-        gradient_checkpointing: whether activations inside the model's layers are computed again in the backward.
+        gradient_checkpointing: whether activations inside the model's layers are computed again in the backward, and
+            which; see `enable_checkpointing`.
+        compile: `model` for `torch.compile` of the model (of a LightningModule's training step), `layers` for each of
+            its layers; None to leave it as it is.
+        loss: how a causal model computes its loss, one of `LOSS_NAMES`.
+        packed: whether samples stand one after the other in one row, without padding.
+        lora: the rank of peft's adapters, which then are all that trains; None without them.
+        lora_targets: the layers that get one, separated by commas, or `all-linear`; None for peft's own choice.
+        quantization: one of `QUANTIZATION_NAMES`, for weights that do not train; None to leave them.
+        precision: one of `PRECISION_NAMES`, which decides on the types of the frozen weights.
 
     Raises:
+        MissingExtra: an option needs a package that is not installed.
         UnknownName: no such model.
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
     if attention is not None and attention not in ATTENTION_NAMES:
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
+    if loss not in LOSS_NAMES:
+        raise InvalidValue("loss", loss, f"one of {', '.join(LOSS_NAMES)}")
     from_factory = is_factory(spec)
     if from_factory:
         workload = workload_from_factory(spec)
@@ -110,20 +159,95 @@ def build_workload(spec: str, *, attention: str | None = None, gradient_checkpoi
         from batchfinder.models.pretrained import attention_of
 
         model.set_attn_implementation(attention_of(type(model), attention, spec))
+    if packed:
+        from batchfinder.models.pretrained import pack
+
+        workload = pack(workload, attention, spec)
+    if loss != "default":
+        from batchfinder.models.pretrained import replace_loss
+
+        replace_loss(model, loss, spec)
     if gradient_checkpointing:
-        # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
-        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
-            model, "gradient_checkpointing_enable", None
-        )
-        name = type(model).__name__
-        if not callable(enable):
-            expected = f"no --gradient-checkpointing: {spec} enables it in its model ({name}) itself"
-            raise InvalidValue("gradient_checkpointing", True, expected)
-        if not getattr(model, "supports_gradient_checkpointing", True):
-            expected = f"a model that supports it, which {spec} ({name}) does not"
-            raise InvalidValue("gradient_checkpointing", True, expected)
-        enable()
+        enable_checkpointing(model, gradient_checkpointing, spec)
+    if lora is not None or quantization is not None:
+        if from_factory:
+            option, value = ("lora", lora) if lora is not None else ("quantization", quantization)
+            expected = f"no --{option}: {spec} makes its model, with adapters or quantized weights, itself"
+            raise InvalidValue(option, value, expected)
+        from batchfinder.models.pretrained import add_lora
+
+        chosen = PRECISIONS[precision]
+        compute = chosen.weights or chosen.autocast or torch.float32
+        with allow_fake_weights():
+            workload = add_lora(workload, spec, lora or 0, lora_targets, quantization, chosen.weights, compute)
+    if compile is not None:
+        compile_workload(workload, compile, spec)
     return workload
+
+
+def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
+    """Let a model compute activations again in the backward.
+
+    Args:
+        how: True or `full` for every layer of a transformers model, `every-K` for each K-th, `selective` for all of
+            them but what matrix products and attention return, which is kept.
+        spec: what the user calls the model.
+
+    Raises:
+        InvalidValue: the model, or the release of transformers that it is from, cannot.
+    """
+    # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    name = type(model).__name__
+    if not callable(enable):
+        expected = f"no --gradient-checkpointing: {spec} enables it in its model ({name}) itself"
+        raise InvalidValue("gradient_checkpointing", how, expected)
+    if not getattr(model, "supports_gradient_checkpointing", True):
+        expected = f"a model that supports it, which {spec} ({name}) does not"
+        raise InvalidValue("gradient_checkpointing", how, expected)
+    if how is True or how == "full":
+        enable()
+    elif how == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, list(_KEPT_BY_SELECTIVE))
+        enable({"use_reentrant": False, "context_fn": contexts})
+    elif (every := _EVERY.fullmatch(str(how))) is not None:
+        if "every_n_layers" not in inspect.signature(enable).parameters:
+            raise InvalidValue("gradient_checkpointing", how, f"full or selective, with this transformers and {name}")
+        enable(every_n_layers=int(every[1]))
+    else:
+        raise InvalidValue("gradient_checkpointing", how, f"one of {', '.join(CHECKPOINTING_NAMES)}")
+
+
+def compile_workload(workload: Workload, what: str, spec: str) -> None:
+    """Have torch.compile compile a model, or its layers, when they are first called.
+
+    Layers are the modules of each `nn.ModuleList` of modules of one class, as in `compile_regions` of
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/other.py.
+
+    Raises:
+        InvalidValue: there are no such layers.
+    """
+    if what == "model":
+        model = workload.model
+        if isinstance(model, TrainingStep):  # Lightning compiles a module's steps, not the module
+            module: Any = model.module
+            module.training_step = torch.compile(module.training_step)
+        else:
+            model.compile()
+        return
+    layers: dict[nn.Module, None] = {}
+    for module in workload.model.modules():
+        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1:
+            layers |= dict.fromkeys(module)
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    for layer in layers:
+        if layer not in inner:
+            layer.compile()
+    if not layers:
+        expected = f"model; {spec} has no list of layers of one class"
+        raise InvalidValue("compile", what, expected)
 
 
 def is_factory(spec: str) -> bool:

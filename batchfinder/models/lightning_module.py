@@ -33,6 +33,10 @@ def workload_from_training_step(module: nn.Module, what: str, run_user_code: Cal
         InvalidValue: it uses manual optimization, or has none or several optimizers.
         UserCodeFailed: its `configure_model` or `configure_optimizers` raised.
     """
+    if type(module).__name__ == "OptimizedModule":  # torch.compile(module): Lightning has its steps compiled so
+        compiled: Any = module
+        module = compiled._orig_mod
+        module.training_step = compiled.dynamo_ctx(module.training_step)
     name = type(module).__name__
     if not getattr(module, "automatic_optimization", True):
         expected = f"automatic optimization; {name} uses manual optimization, which the simulator does not support yet"

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,19 @@ import transformers
 from torch import nn
 from torch._guards import active_fake_mode
 from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import CausalLMOutput
 
-from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.models.catalog import Label, Media, ModelRow, families
-from batchfinder.models.synthetic_batches import ImageBatches, MediaBatches, TextBatches, product
+from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit
+from batchfinder.models.synthetic_batches import (
+    ImageBatches,
+    MediaBatches,
+    PackedBatches,
+    TextBatches,
+    product,
+)
 from batchfinder.training.step import Workload
 
 # How our names for attention are spelt in transformers, and the attribute of a model class that says it has it. Flash
@@ -33,6 +42,12 @@ ATTENTION = {
     "sdpa": ("sdpa", "_supports_sdpa"),
     "flash": ("sdpa", "_supports_flash_attn"),
 }
+
+PACKED_ATTENTION = "batchfinder_packed"
+"""The name that `packed_attention` is registered by in transformers."""
+
+# What configs call a factor of the logits, or a bound that they are pressed under.
+_LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
 # A config.json may come from anywhere. The largest that were published have some 100 KiB and 200 layers.
 _FILE_BYTES = 16 << 20
@@ -290,6 +305,62 @@ def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
     return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))
 
 
+def pack(workload: Workload, attention: str | None, what: str) -> Workload:
+    """The workload with its samples packed into one row without padding, and attention that knows where they end.
+
+    Raises:
+        InvalidValue: the model is none that this can be done to.
+    """
+    model: Any = workload.model
+    name, batches = type(model).__name__, workload.make_batch
+    takes = getattr(model, "_supports_flash_attn", False) and getattr(model.config, "num_attention_heads", 0)
+    if not name.endswith("ForCausalLM") or not takes or not isinstance(batches, TextBatches):
+        expected = f"no --packed: {what} ({name}) is no causal language model that takes packed samples"
+        raise InvalidValue("packed", True, expected)
+    if attention not in (None, "flash"):
+        raise InvalidValue("attention", attention, "flash, or none, with --packed: other kernels would see all samples")
+    transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    return replace(workload, make_batch=PackedBatches(batches.vocab_size, batches.max_seq_len))
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **told: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sample of a packed row, by PyTorch's variable-length flash kernel.
+
+    It allocates what the flash-attn package's kernel does, which transformers would call: the output and, for each
+    token and head, one number in fp32.
+
+    Args:
+        query: (1, heads, tokens, head size); of keys and values alike, whose heads may be fewer.
+        told: `cu_seq_lens_q` and `max_length_q`: where samples end, (samples + 1,), and the longest sample's length.
+
+    Returns:
+        (1, tokens, heads, head size), and None for the weights.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    # As `_flash_attention_forward` of transformers: norms and rotations may have left fp32 under autocast.
+    dtype = query.dtype
+    if dtype is torch.float32 and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1).to(dtype) for tensor in (query, key, value))
+    ends, longest = told["cu_seq_lens_q"], told["max_length_q"]
+    window = (-1 if sliding_window is None or sliding_window > longest else sliding_window - 1, 0)
+    attended = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=True
+    )
+    return attended.unsqueeze(0), None  # type: ignore[union-attr]
+
+
 def attention_of(model_class: Any, attention: str, what: str) -> str:
     """What transformers calls an attention of ours, for a model of one of its classes.
 
@@ -302,6 +373,69 @@ def attention_of(model_class: Any, attention: str, what: str) -> str:
     return ATTENTION[attention][0]
 
 
+def replace_loss(model: nn.Module, loss: str, what: str) -> None:
+    """Let a causal model of transformers compute its loss without all of its logits at one time, in place.
+
+    `chunked`: PyTorch's own `linear_cross_entropy` with its default options, which computes the gradients of the head
+    in the forward, chunk by chunk (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/functional.py).
+    `liger`: all of Liger's kernels for the model, as `TrainingArguments(use_liger_kernel=True)` applies them.
+    `trl`: what TRL's SFTTrainer has done since 1.16 without being asked: the head in tiles, computed again in the
+    backward (https://github.com/huggingface/trl/blob/v1.16.0/trl/kernels/chunked_logprob.py).
+
+    Raises:
+        InvalidValue: the model is none that this can be done to.
+        MissingExtra: a package is missing.
+    """
+    name, head = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(model, transformers.PreTrainedModel) or not name.endswith("ForCausalLM") or head is None:
+        raise InvalidValue("loss", loss, f"default: {what} ({name}) is no causal language model of transformers")
+    config: Any = model.config.get_text_config()
+    if loss == "liger":
+        try:
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as SUPPORTED
+        except ImportError as error:
+            missing = "triton" if (error.name or "").startswith("triton") else "liger-kernel"
+            raise MissingExtra(missing, "liger", "the loss liger") from error
+        if model.config.model_type not in SUPPORTED:
+            raise InvalidValue("loss", loss, f"default: Liger has no kernels for {what} ({model.config.model_type})")
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, None)  # type: ignore[no-untyped-call]
+        return
+    if loss == "trl":
+        try:
+            from trl.trainer.utils import add_fused_lm_head
+        except ImportError as error:
+            raise MissingExtra("trl", "trl", "the loss trl", "" if error.name == "trl" else str(error)) from error
+        # What SFTTrainer asks for besides the loss.
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        model.forward = partial(model.forward, fused_lm_head=True)
+        return
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        raise InvalidValue(
+            "loss", loss, f"default or liger: chunked needs PyTorch 2.13, and this is {torch.__version__}"
+        )
+    scaled = [name for name in _LOGIT_SCALES if getattr(config, name, None) not in (None, 1, 1.0)]
+    if scaled:
+        expected = f"default, liger or trl: the logits of {what} are not those of its head alone ({', '.join(scaled)})"
+        raise InvalidValue("loss", loss, expected)
+
+    def forward(labels: torch.Tensor, **inputs: Any) -> CausalLMOutput:
+        hidden = model.base_model(**inputs).last_hidden_state.flatten(0, -2)
+        weight, bias = head.weight, getattr(head, "bias", None)
+        # The operator has no rule for autocast: the head's product is in the type that a Linear's would be.
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight, bias = (each if each is None else each.to(dtype) for each in (hidden, weight, bias))
+        following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+        options = nn.LinearCrossEntropyOptions()
+        return CausalLMOutput(
+            loss=nn.functional.linear_cross_entropy(hidden, weight, following, linear_bias=bias, options=options)
+        )
+
+    model.forward = forward
+
+
 def _build(model_class: Any, config: Any, attention: str | None, what: str) -> Workload:
     pending = [config]
     while pending:  # text models inside others have one of their own
@@ -311,6 +445,11 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
             each.use_cache = False
     if attention is not None:
         config._attn_implementation = attention_of(model_class, attention, what)
+    window = getattr(config, "sliding_window", None)
+    if attention == "flash" and isinstance(window, int):
+        # At a length of exactly the window, which hides nothing yet, transformers 5.23 makes a mask
+        # (`_ignore_causal_mask_sdpa`: `kv_length >= local_attention_size`), with which there is no flash kernel.
+        config.sliding_window = window + 1
     if model_class.__name__.endswith("ForSequenceClassification") and config.pad_token_id is None:
         config.pad_token_id = 0  # decoders find the last token by it, and refuse more than one sample without
     # Without log lines, without moving the random generators, and without code or files of the hub, which transformers
@@ -340,3 +479,130 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # the library's own fallback, which it takes with a warning
     return workload_from_model(model, what)
+
+
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer but the output head."""
+
+_TASKS = (
+    ("ForCausalLM|LMHeadModel", "CAUSAL_LM"),
+    ("ForSequenceClassification", "SEQ_CLS"),
+    ("ForTokenClassification", "TOKEN_CLS"),
+    ("ForQuestionAnswering", "QUESTION_ANS"),
+    ("^(T5|MT5|UMT5|Bart|MBart|Pegasus).*ForConditionalGeneration", "SEQ_2_SEQ_LM"),
+)
+"""peft's tasks by the class of the model; a classifier's new head trains beside the adapters."""
+
+
+def add_lora(
+    workload: Workload,
+    what: str,
+    rank: int,
+    targets: str | None,
+    quantization: str | None,
+    weights: torch.dtype | None,
+    compute: torch.dtype,
+) -> Workload:
+    """Freeze a transformers model, put peft's LoRA adapters into it, and hold the frozen weights in fewer bits.
+
+    The order is that of a training script: load in `weights`, quantize, `prepare_model_for_kbit_training`,
+    `get_peft_model`. So adapters are fp32 on a model in half precision, and what stays of a quantized model (norms,
+    embeddings, the head) is fp32.
+
+    Args:
+        workload: of a model without adapters, which is changed; with its activation checkpointing chosen already.
+        what: the model as the user named it.
+        rank: of each adapter; 0 for none, which leaves all weights as they are.
+        targets: names of the layers that get one, separated by commas, or `ALL_LINEAR`; None for peft's own choice.
+        quantization: one of `spec.QUANTIZATION_NAMES`, or None.
+        weights: the type that the model's weights are loaded in; None leaves them.
+        compute: the type that 4-bit weights are computed in.
+
+    Raises:
+        MissingExtra: peft is not installed, or bitsandbytes, which a real device needs for quantized weights.
+        InvalidValue: peft does not know this model's layers, or it has none of these names.
+    """
+    model: Any = workload.model
+    if weights is not None:
+        model.to(weights)
+    if quantization is not None:
+        _quantize(model, quantization, compute)
+    if not rank:
+        return replace(workload, casts_weights=False)
+    try:
+        import peft
+    except ImportError as error:
+        reason = "" if isinstance(error, ModuleNotFoundError) and error.name == "peft" else str(error)
+        raise MissingExtra("peft", "lora", "--lora", reason) from error
+    if quantization is not None:
+        model.is_loaded_in_8bit, model.is_loaded_in_4bit = quantization == "int8", quantization != "int8"
+        model = peft.prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=bool(getattr(model, "is_activation_checkpointing", False)),
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    name = type(model).__name__
+    config = peft.LoraConfig(
+        r=rank,
+        target_modules=targets if targets in (None, ALL_LINEAR) else targets.split(","),
+        task_type=next((task for pattern, task in _TASKS if re.search(pattern, name)), None),
+    )
+    if quantization is not None and active_fake_mode() is not None:
+        # peft 0.21 calls this experimental; its own layers for quantized weights take bitsandbytes' classes only.
+        config._register_custom_module(_lora_layers())
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        if targets is None:
+            expected = f"--lora-targets with it: peft has no usual ones for {what} ({said})"
+            raise InvalidValue("lora", rank, expected) from error
+        raise InvalidValue("lora_targets", targets, f"names of layers of {what} ({said})") from error
+    return replace(workload, model=adapted, casts_weights=False)
+
+
+def _quantize(model: Any, name: str, compute: torch.dtype) -> None:
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kind, kept = QUANTIZATIONS[name], get_keys_to_not_convert(model)
+    make = kind.of_bitsandbytes if active_fake_mode() is None else kind.stand_in
+    for path, module in list(model.named_modules()):
+        if not should_convert_module(path, kept):
+            continue
+        if type(module) is nn.Linear:
+            model.set_submodule(path, make(module, (module.in_features, module.out_features), compute))
+        elif isinstance(module, transformers.pytorch_utils.Conv1D):
+            rows, columns = module.weight.shape
+            model.set_submodule(path, make(module, (rows, columns), compute))
+
+
+def _lora_layers() -> dict[Any, Any]:
+    """peft's layers for bitsandbytes' classes, by our stand-ins for these.
+
+    Source: `Linear8bitLt.forward` and `Linear4bit.forward` in
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/tuners/lora/bnb.py.
+    """
+    from peft.tuners.lora import Linear
+
+    class Lora8bit(Linear):  # type: ignore[misc]
+        copies = False
+
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result = self.base_layer(x, *args, **kwargs)
+            if self.copies:
+                result = result.clone()
+            for name in self.active_adapters:
+                lora_a, lora_b = self.lora_A[name], self.lora_B[name]
+                convert = not torch.is_autocast_enabled()
+                if convert:
+                    x = self._cast_input_dtype(x, lora_a.weight.dtype)
+                output = lora_b(lora_a(self.lora_dropout[name](x))) * self.scaling[name]
+                result = result + (output.to(result.dtype) if convert else output)
+            adapted: torch.Tensor = result
+            return adapted
+
+    class Lora4bit(Lora8bit):
+        copies = True
+
+    return {Linear4bit: Lora4bit, Linear8bit: Lora8bit}

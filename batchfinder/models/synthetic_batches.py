@@ -58,6 +58,40 @@ class TextBatches:
 
 
 @dataclass(frozen=True)
+class PackedBatches:
+    """`make_batch` for a causal model that reads samples packed one after the other, without padding.
+
+    The tensors are those of transformers' `DataCollatorWithFlattening(return_flash_attn_kwargs=True)`.
+
+    Attributes:
+        vocab_size: token ids are below this.
+        max_seq_len: the longest sample allowed, in tokens; None where there is no limit.
+    """
+
+    vocab_size: int
+    max_seq_len: int | None = None
+
+    def __call__(self, batch_size: int, seq_len: int | None) -> dict[str, Any]:
+        """Return `batch_size` samples of `seq_len` tokens in one row.
+
+        Token ids, labels (ignored where a sample starts) and positions are int64 of (1, batch_size x seq_len), where
+        samples end is int32 of (batch_size + 1,), and the longest sample's length is a number.
+
+        Raises:
+            InvalidValue: no sequence length, or one outside the model's positions.
+        """
+        labels = Label("labels", "token", self.vocab_size)
+        rows: Any = TextBatches(self.vocab_size, (labels,), max_seq_len=self.max_seq_len)(batch_size, seq_len)
+        length = int(seq_len or 0)
+        positions = torch.arange(length, device="cpu").repeat(batch_size)
+        rows["labels"][:, 0] = -100
+        ends = torch.arange(0, batch_size * length + 1, length, dtype=torch.int32, device="cpu")
+        packed: dict[str, Any] = {name: tensor.reshape(1, -1) for name, tensor in rows.items()}
+        packed |= {"position_ids": positions[None], "cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
+        return packed | {"max_length_q": length, "max_length_k": length}
+
+
+@dataclass(frozen=True)
 class ImageBatches:
     """`make_batch` for a model that classifies square images; the sequence length is the side in pixels.
 

@@ -86,6 +86,17 @@ def register() -> Library:
         clear()
 
     torch.clear_autocast_cache = clear_both  # PyTorch calls it at the end of the outermost region
+
+    # Code that is written for CUDA asks by that name, or by none, which means the same.
+    enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return enabled(DEVICE_TYPE if device_type == "cuda" else device_type)
+
+    def autocast_dtype(device_type: str = "cuda") -> torch.dtype:
+        return dtype_of(DEVICE_TYPE if device_type == "cuda" else device_type)
+
+    torch.is_autocast_enabled, torch.get_autocast_dtype = is_enabled, autocast_dtype
     library.others = others  # type: ignore[attr-defined]
     return library
 

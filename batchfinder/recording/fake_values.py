@@ -8,10 +8,14 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/PackedSeque
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +44,27 @@ def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | No
     return float(value) if tensor.dtype.is_floating_point else int(value)
 
 
+def is_asserted() -> bool:
+    """Whether the value that is being read decides an `assert` of the code that called PyTorch.
+
+    The frame stands at the jump that the value decides: over the AssertionError where it is true, or to it where not.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "batchfinder.")):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    following = (each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
+    for jump in itertools.islice(following, 2):  # Python 3.13 makes a bool of the value first
+        if "JUMP" in jump.opname and "IF_FALSE" in jump.opname:
+            target = next(each for each in dis.get_instructions(frame.f_code) if each.offset == jump.argval)
+            return target.opname == _FAILS
+        if "JUMP" in jump.opname and "IF_TRUE" in jump.opname:
+            return any(each.opname == _FAILS for each in itertools.islice(following, 2))
+    return False
+
+
+_FAILS = "LOAD_ASSERTION_ERROR"
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
 _FAULTS = frozenset({aten.isnan.default, aten.isinf.default})
 _COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
@@ -50,6 +75,11 @@ _COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
     aten.lt.Scalar: operator.lt,
     aten.le.Scalar: operator.le,
 }
+# What becomes of the gradient of a loss that is scaled, or divided by a number of micro-batches.
+_ARITHMETIC: dict[Any, Callable[[float, float], float]] = {
+    aten.mul.Tensor: operator.mul,
+    aten.div.Tensor: operator.truediv,
+}
 # Where the value that fills a new tensor stands among the arguments.
 _FILLED = {"aten::full": 1, "aten::full_like": 1, "aten::new_full": 2, "aten::scalar_tensor": 0}
 
@@ -59,7 +89,7 @@ def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor]
 
     The constant that a tensor is filled with, also if it is a copy (`known` tells that of an argument); the number of
     elements for the sum of a mask (nothing is masked: `mask.sum() == mask.numel()` is how transformers asks for
-    `mask.all()`); what a comparison of such a number comes to.
+    `mask.all()`); what a comparison or a product of such numbers comes to.
     """
     if func in _COPIES:
         return known(args[0])
@@ -68,6 +98,9 @@ def constant_of(func: Any, args: tuple[Any, ...], known: Callable[[torch.Tensor]
     if func is aten.sum.default and args[0].dtype is torch.bool:
         each = known(args[0])
         return float(args[0].numel()) * (1.0 if each is None else each)
+    if func in _ARITHMETIC and isinstance(args[1], torch.Tensor):
+        factors = known(args[0]), known(args[1])
+        return None if factors[0] is None or not factors[1] else _ARITHMETIC[func](factors[0], factors[1])
     if func in _COMPARISONS:
         compared = known(args[0])
         return None if compared is None else float(_COMPARISONS[func](compared, args[1]))
@@ -85,6 +118,14 @@ def filled_with(func: Any, args: tuple[Any, ...]) -> float | None:
         value = args[_FILLED[name]] if len(args) > _FILLED[name] else None
         return float(value) if isinstance(value, (bool, int, float)) else None
     return None
+
+
+def are_equal(first: torch.Tensor, second: torch.Tensor, known: Callable[[torch.Tensor], float | None]) -> bool | None:
+    """What `torch.equal` is known to say of two tensors: of one, of two shapes, of two constants; None for others."""
+    if first.shape != second.shape or first is second:
+        return first.shape == second.shape
+    values = known(first), known(second)
+    return None if None in values else values[0] == values[1]
 
 
 _equal_lists: dict[int, tuple[weakref.ref[Any], int]] = {}

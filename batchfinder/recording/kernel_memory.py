@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from batchfinder.errors import InvalidValue
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.simulator.blocks import round_up
 
@@ -24,22 +25,20 @@ _FP32 = 4
 
 # What asks for a cuBLAS handle. An addmm with a bias runs in cuBLASLt, which shares cuBLAS's workspace.
 MATRIX_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.mm.dtype,
-        aten.bmm.default,
-        aten.bmm.dtype,
-        aten.addmm.default,
-        aten.addmm.dtype,
-        aten.baddbmm.default,
-        aten.baddbmm.dtype,
-        aten.addbmm.default,
-        aten.mv.default,
-        aten.addmv.default,
-        aten.dot.default,
-        aten.vdot.default,
-        aten._addmm_activation.default,
-    }
+    getattr(packet, overload)
+    for packet in (
+        aten.mm,
+        aten.bmm,
+        aten.addmm,
+        aten.baddbmm,
+        aten.addbmm,
+        aten.mv,
+        aten.addmv,
+        aten.dot,
+        aten.vdot,
+        aten._addmm_activation,
+    )
+    for overload in packet.overloads()  # compiled code calls those with an `out`
 )
 
 # Sizes of what a kernel allocates, from the operator's arguments. The recording allocates them after the operator's
@@ -178,6 +177,36 @@ def flash_backward_bytes(
     return sizes
 
 
+def packed_backward_bytes(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    sequence_ends: torch.Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> list[int]:
+    """As `flash_backward_bytes`, of (tokens, heads, head size): each sequence's rows are padded by 128.
+
+    Args:
+        sequence_ends: (sequences + 1,); None for tensors of (batch, tokens, heads, head size).
+
+    Source: `mha_varlen_bwd` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    if sequence_ends is None:
+        return flash_backward_bytes(*(tensor.transpose(1, 2) for tensor in (grad, query, key, value, out)))
+    tokens, heads, head = query.shape
+    padded, head_padded = tokens + 128 * (sequence_ends.numel() - 1), round_up(head, 32 if head <= 128 else 64)
+    sizes = [tensor.nbytes for tensor in (grad, out) if not tensor.is_contiguous()]
+    sizes += [_FP32 * heads * padded, _FP32 * padded * heads * head_padded]
+    if key.size(1) != heads:
+        sizes += 2 * [query.element_size() * key.size(0) * heads * head]
+    return sizes
+
+
 def efficient_forward_bytes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> list[int]:
@@ -240,12 +269,21 @@ def efficient_backward_bytes(
 def attention_scratch(capability: tuple[int, int]) -> dict[Any, Scratch]:
     """The entries of `SCRATCH` for the attention operators of a GPU of this compute capability."""
 
+    def packed_forward(query: torch.Tensor, *_: Any, **__: Any) -> list[int]:
+        if capability < (8, 0) or query.element_size() != 2:
+            kind = str(query.dtype).removeprefix("torch.")
+            expected = f"compute capability 8.0 and half precision, as flash attention needs; not {kind} on"
+            raise InvalidValue("attention", "packed", f"{expected} {capability[0]}.{capability[1]}")
+        return []
+
     def efficient_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> list[int]:
         query, _key, value = rest[:3]
         return efficient_backward_bytes(capability, grad, query, value)
 
     return {
         aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
+        aten._flash_attention_forward.default: packed_forward,
+        aten._flash_attention_backward.default: packed_backward_bytes,
         aten._scaled_dot_product_efficient_attention.default: efficient_forward_bytes,
         aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     }

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules import module as nn_module
 
-from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa
+from batchfinder.errors import BatchFinderError, RecordingFailed
+from batchfinder.models import quantization
+from batchfinder.models.build import allow_fake_weights
+from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.optimizers import OPTIMIZERS, states_of
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
 
@@ -46,14 +50,23 @@ def record_step(
 
     Returns:
         The trace, sizes in bytes as they were asked for.
+
+    Raises:
+        MissingExtra: the model is compiled, and Triton is not installed.
+        RecordingFailed: the model is compiled, and cannot be compiled for such a GPU.
     """
     device = fake_device.register()
     autocast.register()
     sdpa.register(capability, config.flash)
     rnn.register()
     fake_values.register()
+    user_kernels.register(capability)
     fake_device.hide_from_transformers()
     mode = mode or fake_device.FakeDeviceMode(allow_non_fake_inputs=True)
+    with mode:
+        quantization.replace_bitsandbytes(workload.model)
+    compiled = compiled_modules(workload.model)
+    assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
     recording = AllocationRecorder(capability, tracker.current, on_operator)
 
@@ -78,56 +91,127 @@ def record_step(
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
 
+    def on_moved(module: nn.Module) -> None:
+        rnn.flatten_weights(module)
+        quantization.make_statistics(module, device)
+
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
-    with mode, torch.autograd.set_multithreading_enabled(False), tracker.tracking(), recording:
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording:
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, move, step.precision.weights, rnn.flatten_weights)
-        step.run(batch_size, seq_len, on_stage)
+        fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
+        try:
+            step.run(batch_size, seq_len, on_stage)
+        except Exception as error:  # Dynamo's, around what a compiler has raised
+            raised = getattr(error, "inner_exception", None)
+            if isinstance(raised, BatchFinderError):
+                raise raised from None
+            if raised is not None and type(error).__module__ in ("torch._dynamo.exc", "torch._inductor.exc"):
+                raise RecordingFailed(
+                    "torch.compile: a graph of this step could not be compiled for the simulated GPU: "
+                    f"{type(raised).__name__}: {raised}\nMeasure on a real GPU, or ask for the model not compiled."
+                ) from error
+            raise
         for name, buffer in workload.model.named_buffers():
             recording.label([buffer], "buffer", name.rpartition(".")[0])
         holders: dict[torch.Tensor, str] = {}
         for name, parameter in workload.model.named_parameters():
             holders[parameter] = name.rpartition(".")[0]
             recording.label([parameter], "parameter", holders[parameter])
-        for stepped, state in step.optimizer.state.items() if step.optimizer is not None else ():
-            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            recording.label(values, "optimizer", holders.get(stepped, ""))
+        for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
+            recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
-    # Dynamo passes over every frame while a dispatch mode is active, without a word.
-    compiled = any(
-        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-        for module in workload.model.modules()
+    graphs = graphs_compiled()
+    if compiled and not graphs:
+        raise RecordingFailed(
+            "torch.compile has compiled nothing of this model: Dynamo passed over all of it. It does so where "
+            "TORCH_COMPILE_DISABLE is set, for modules of PyTorch's own compiled by their method, and for bf16 "
+            "before compute capability 8.0. A real GPU would run it eagerly as well: ask for the model not compiled."
+        )
+    named = config.mode == "train" and workload.optimizer is None
+    assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
+    unmodelled = (
+        *workload.assumptions,
+        *cudnn,
+        *assumed,
+        "kernels' small scratch tensors",
+        *assumptions,
+        *recording.values.assumed,
+        *recording.unmodelled,
+        *user_kernels.unmodelled(),
     )
-    eager = ("torch.compile: the step is recorded as it runs eagerly, and a compiled one takes less or more",)
-    as_eager = eager if compiled else ()
-    assumed = (*recording.values.assumed, *recording.unmodelled)
-    unmodelled = (*workload.assumptions, *as_eager, *cudnn, "kernels' small scratch tensors", *assumed)
-    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes)
+    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, compiled=graphs > 0)
+
+
+def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that `torch.compile` has marked, or a method of theirs, by their dotted paths."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(module, "_compiled_call_impl", None) is not None
+        or type(module).__name__ == "OptimizedModule"
+        or any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
+    }
+
+
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has given to a compiler in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def compile_for_card(capability: tuple[int, int], device: torch.device, at_once: bool) -> dict[str, None]:
+    """Have torch.compile compile for a card of this compute capability; returns what is assumed, as it comes up.
+
+    Inductor takes seconds to import: without `at_once` it is when the first graph is to be compiled.
+    """
+    assumptions: dict[str, None] = {}
+
+    def compile_graph(wrapper: Any, model: Any, inputs: Any, *, config_patches: Any = None) -> Any:
+        from batchfinder.recording import inductor
+
+        compiler = inductor.register(capability, device, assumptions)
+        return compiler.compile(model, inputs, {**wrapper.config, **(config_patches or {})})
+
+    # torch.compile's backend "inductor", in torch/__init__.py of 2.13.0.
+    torch._TorchCompileInductorWrapper.__call__ = compile_graph  # type: ignore[method-assign]
+    if at_once:
+        from batchfinder.recording import inductor
+
+        inductor.register(capability, device, assumptions)
+    return assumptions
 
 
 class ModuleTracker:
     """Knows, while it is entered, the dotted path of the module at work.
 
-    In the forward it keeps a stack by global hooks. In the backward it asks the autograd node that is running for its
-    sequence number: nodes are numbered as the forward makes them, so the number says inside which module's forward the
-    node was made. Unlike `torch.utils.module_tracker` this adds no node to the graph, which would change the memory.
+    In the forward it keeps a stack by hooks. In the backward it asks the autograd node that is running for its sequence
+    number: nodes are numbered as the forward makes them, so the number says inside which module's forward the node was
+    made. Unlike `torch.utils.module_tracker` this adds no node to the graph, which would change the memory.
+
+    All that compiled code does is its outermost compiled module's: Dynamo would compile hooks inside it along with it.
+    Where a function is compiled that is no module, all hooks go, and what follows is nobody's.
 
     Args:
         model: the root; its own path is empty.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model = model
         self._stack: list[str] = []
         self._starts: list[int] = []
         self._owners: list[str] = []
+        self._in_compiled = 0
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
         """Install the hooks, and remove them at the end."""
+        names = {module: name for name, module in self._model.named_modules()}
+        compiled = list(compiled_modules(self._model).values())
+        inside = {part for module in compiled for part in module.modules() if part is not module}
 
         def start_range() -> None:
             # From the next autograd node on, nodes belong to the module on top of the stack.
@@ -135,7 +219,7 @@ class ModuleTracker:
             self._owners.append(self._stack[-1] if self._stack else "")
 
         def push(module: nn.Module, args: Any) -> None:
-            self._stack.append(self._names.get(id(module), self._stack[-1] if self._stack else ""))
+            self._stack.append(names[module])
             start_range()
 
         def pop(module: nn.Module, args: Any, output: Any) -> None:
@@ -143,15 +227,40 @@ class ModuleTracker:
                 self._stack.pop()
                 start_range()
 
-        handles = (
-            nn_module.register_module_forward_pre_hook(push),
-            nn_module.register_module_forward_hook(pop, always_call=True),
-        )
-        try:
+        def around(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                push(module, args)
+                self._in_compiled += 1
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self._in_compiled -= 1
+                    pop(module, args, None)
+
+            return called
+
+        with ExitStack() as installed:
+
+            def forget(_: Any) -> None:
+                if not self._in_compiled:
+                    installed.close()
+                    self._stack.clear()
+                    start_range()
+
+            if callbacks := sys.modules.get("torch._dynamo.callback"):
+                callbacks.callback_handler.register_start_callback(forget)
+                installed.callback(callbacks.callback_handler.remove_start_callback, forget)
+            for module in names:
+                call = getattr(module, "_compiled_call_impl", None)
+                if module in inside:
+                    continue
+                if call is not None:  # nn.Module.compile
+                    installed.callback(setattr, module, "_compiled_call_impl", call)
+                    module._compiled_call_impl = around(module, call)
+                else:
+                    installed.callback(module.register_forward_pre_hook(push).remove)
+                    installed.callback(module.register_forward_hook(pop, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def current(self) -> str:
         """The dotted path of the module at work; empty outside the model."""

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfinder.recording import fake_values, kernel_memory
+from batchfinder.errors import BatchFinderError
+from batchfinder.recording import fake_values, kernel_memory, user_kernels
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.kernel_memory import aten
 from batchfinder.simulator.trace import StageMark, TraceStructure
@@ -32,6 +34,9 @@ class AllocationRecorder(TorchDispatchMode):
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
     """
+
+    # Else PyTorch would say of `flex_attention` that it knows no rule for this class.
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -93,6 +98,11 @@ class AllocationRecorder(TorchDispatchMode):
             if block >= first and self.kinds[block] == "temporary":
                 self.kinds[block] = kind
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile while this is active, which sees what the compiled code does, not the compiling."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -100,9 +110,13 @@ class AllocationRecorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs["device"] = user_kernels.on_fake_device(kwargs["device"])
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = str(func)
+            if isinstance(func, HigherOrderOperator):
+                raise user_kernels.not_compiled(name)
         self._on_operator(name)
         if func is _ITEM:
             values = self.values.of(args[0]) if isinstance(args[0], FakeTensor) else None
@@ -113,12 +127,21 @@ class AllocationRecorder(TorchDispatchMode):
                 block = self._block_of(args[0])
                 made_by = self.operators[block] if block >= 0 else ""
                 value = fake_values.plausible_scalar(args[0], made_by, self._constants.get(block))
+                if not value and args[0].dtype is torch.bool and fake_values.is_asserted():
+                    value = True
                 origin = made_by or "an unknown operator"
-                self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {value}"] = None
+                counted = block in self._constants and made_by == "aten.sum.default"  # a number for each size
+                said = "that of all elements" if counted else value
+                self.unmodelled[f"a value read from a tensor made by {origin} is taken to be {said}"] = None
                 return value
             known = fake_values.known_element(args[0])
             if known is not None:
                 return known
+        if func is aten.equal.default and args[0].device.type == DEVICE_TYPE:
+            equal = fake_values.are_equal(args[0], args[1], self._constant_of)
+            if equal is None:
+                self.unmodelled["two tensors that are compared by torch.equal are taken to be equal"] = None
+            return equal is not False
         if kernel_memory.only_writes(func, args):
             return None
         if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
@@ -127,14 +150,16 @@ class AllocationRecorder(TorchDispatchMode):
                 self._workspaces.add(in_backward)
                 self._allocate(self._workspace_bytes, name, "workspace")
         of_values = fake_values.output_of_values(func, args, kwargs, self.values)
-        if of_values is None:
-            output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
-        else:
+        if of_values is not None:
             output, known_values, places = of_values
             if places and args[0].device.type == DEVICE_TYPE:
                 self.order.append(~self._allocate(places, name, "temporary"))
             if not known_values:
                 self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
+        elif user_kernels.is_custom(func):
+            output = self._run_custom(func, name, args, kwargs)
+        else:
+            output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
         whole_numbers = False
         for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
@@ -156,6 +181,30 @@ class AllocationRecorder(TorchDispatchMode):
             blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
             self.order.extend(~block for block in reversed(blocks))
         return output
+
+    def _run_custom(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A custom operator: its kernel where that is Python's and needs no values, else its fake kernel."""
+        kernel = user_kernels.python_kernel(func)
+        if kernel is not None:
+            position, first, workspaces = len(self.order), len(self.sizes), set(self._workspaces)
+            try:
+                with self:
+                    return kernel(*args, **kwargs)
+            except BatchFinderError:
+                raise
+            except Exception:  # it needs values, or calls something compiled; its frames go before the block does
+                pass
+            if all(block < first for block, _ in self._live.values()):
+                # What it allocated until then is forgotten.
+                self.order[position:] = [event for event in self.order[position:] if event < 0 and ~event < first]
+                for column in (self.sizes, self.operators, self.modules, self.kinds, self._shapes):
+                    del column[first:]
+                self._workspaces = workspaces
+        self.unmodelled[f"{name}: what its kernel takes besides its outputs"] = None
+        try:
+            return kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
+        except Exception as error:
+            raise user_kernels.without_fake_kernel(name, error, self._module()) from None
 
     def _allocate(self, size: int, name: str, kind: str) -> int:
         block = len(self.sizes)
@@ -192,4 +241,8 @@ class AllocationRecorder(TorchDispatchMode):
 
     def _constant_of(self, tensor: torch.Tensor) -> float | None:
         """What every element of a tensor's storage is known to be."""
-        return self._constants.get(self._block_of(tensor)) if tensor.device.type == DEVICE_TYPE else None
+        if tensor.device.type == DEVICE_TYPE:
+            return self._constants.get(self._block_of(tensor))
+        # A number that is on its way to the fake GPU, or takes part in an operator there.
+        real = type(tensor) is torch.Tensor and tensor.numel() == 1 and not tensor.is_complex()
+        return float(tensor) if real else None

@@ -11,6 +11,7 @@ workload. Requests and answers are JSON lines (`training.child_process`); what t
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import mmap
 import os
@@ -22,6 +23,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +133,18 @@ class RecordingServer:
 
             from batchfinder.models.fingerprint import fingerprint_workload
             from batchfinder.recording.fake_device import FakeDeviceMode
+            from batchfinder.recording.record_step import compiled_modules
+            from batchfinder.recording.user_kernels import skip_triton_launches
 
             # A fork does not have the threads that OpenMP starts for real tensors, and would wait for them.
             torch.set_num_threads(1)
+            skip_triton_launches()
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
             self.workload = self._build(builder, arguments)
+            if compiled_modules(self.workload.model) and find_spec("triton") is not None:
+                from batchfinder.recording import inductor
+
+                inductor.prepare()  # here once, and not in every fork
             versions = {}
             for name in _SHOWN_VERSIONS:
                 with contextlib.suppress(PackageNotFoundError):
@@ -197,6 +206,8 @@ class RecordingServer:
         log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        # Compiled code that is given a tensor without memory may end the process: here it writes where it was.
+        faulthandler.enable((self.folder / f"{number}.crash").open("w"), all_threads=False)
         try:
             import torch
 

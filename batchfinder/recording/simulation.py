@@ -23,10 +23,12 @@ from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training import child_process
-from batchfinder.training.child_process import Child, ChildDied, revive
+from batchfinder.training.child_process import Child, ChildDied, line_of_crash, revive
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
+_CONFIRMATIONS = 8
+"""Searches for the answer of a compiled step, each with more sizes recorded than the one before."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 # And it is recorded in forks, which do not have the threads that OpenMP has started.
@@ -138,7 +140,9 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
                         operator_file = path.with_suffix(".operator")
                         operator = operator_file.read_text().strip() if operator_file.exists() else ""
                         last_words = self._child.last_words(f"{number}.log")
-                        _resolve(future, RecordingDied(what, operator, exit_code, last_words))
+                        crash_file = path.with_suffix(".crash")
+                        line = line_of_crash(crash_file.read_text()) if crash_file.exists() else ""
+                        _resolve(future, RecordingDied(what, operator, exit_code, last_words, line))
                 except Exception as error:
                     _resolve(future, RecordingDied(what, "", exit_code, _unreadable(error)))
         except ChildDied as death:
@@ -173,9 +177,10 @@ def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
     if not description["type"] and (
         description["module"].startswith("torch._subclasses") or any(sign in message for sign in _NEEDS_VALUES)
     ):
+        line = f"\n{description['line'][:1].upper()}{description['line'][1:]}" if description["line"] else ""
         return RecordingFailed(
-            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}\n"
-            "Give the model fixed shapes and no decisions on tensors' values, or measure on a real GPU."
+            f"recording {what} failed where the code reads values, which fake tensors do not have: {message}{line}\n"
+            "Give the model fixed shapes and no decisions on tensors' values there, or measure on a real GPU."
         )
     return revive(description, what)
 
@@ -217,7 +222,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
                 workload = None if self.spec == self._recorder.spec else self.spec
                 return self._recorder.submit(RecordingJob(self.how, capability, batch_size, seq_len, workload))
 
-            self._sources[capability] = TraceSource(submit, seq_lens)
+            compiled = self.spec.arguments.get("compile") is not None
+            self._sources[capability] = TraceSource(submit, seq_lens, compiled)
         return self._sources[capability]
 
     def probe(
@@ -250,8 +256,15 @@ def search_simulated(
     Raises:
         InvalidValue: there is no such size.
     """
-    search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
-    search = Floored(Multiples(search, multiple_of), min_batch_size)
-    if max_batch_size is not None:
-        search = Capped(search, max_batch_size)
-    return find_max_batch_size(probe, shape, search=search)
+    for _ in range(_CONFIRMATIONS):
+        search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
+        search = Floored(Multiples(search, multiple_of), min_batch_size)
+        if max_batch_size is not None:
+            search = Capped(search, max_batch_size)
+        result = find_max_batch_size(probe, shape, search=search)
+        # That it fits, and that the next size does not.
+        decisive = {max(result.max_batch_size, min_batch_size), result.max_batch_size + multiple_of}
+        decisive = {size for size in decisive if max_batch_size is None or size <= max_batch_size}
+        if not probe.traces.confirm(sorted(decisive), shape.seq_len):
+            break
+    return result

@@ -87,6 +87,11 @@ class SweepRow:
         return seen.needed_bytes if seen and not self.result.max_batch_size else None
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens in the largest micro-batch."""
+        return self.result.max_batch_size * (self.cell.seq_len or 1)
+
+    @property
     def plan(self) -> AccumulationPlan | None:
         """How the effective batch is made up, where one was asked for and sizes that may be tried make it up."""
         cell, size = self.cell, self.result.max_batch_size
@@ -145,6 +150,8 @@ class SweepRow:
         }
         sizes = {"min_batch_size": cell.min_batch_size, "multiple_of": cell.multiple_of}
         row |= {name: size for name, size in sizes.items() if size > 1}
+        if cell.options.packed:
+            row["tokens_per_step"] = self.tokens_per_step
         if cell.target_batch_size is not None:
             row["target_batch_size"] = cell.target_batch_size
             for name in ("micro_batch_size", "accumulation", "num_devices", "effective_batch_size"):
@@ -182,6 +189,8 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if any(cell.seq_len is not None for cell in cells):
         columns["seq len"] = ["-" if cell.seq_len is None else str(cell.seq_len) for cell in cells]
     columns["max batch"] = [str(row.result.max_batch_size) for row in rows]
+    if first.options.packed:
+        columns["tokens per step"] = [f"{row.tokens_per_step:,}" for row in rows]
     if any(cell.published is not None for cell in cells):
         columns["published"] = ["" if cell.published is None else str(cell.published) for cell in cells]
     columns["peak reserved"] = []

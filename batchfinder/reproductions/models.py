@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,43 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from batchfinder.models import build_workload
 from batchfinder.training.step import Workload
-
-_BLOCK, _LEAST_NUMBERS = 256, 4096
-
-
-class AdamW8bitStates(torch.optim.Optimizer):
-    """What bitsandbytes' AdamW8bit holds, and nothing else: there is no arithmetic on a fake GPU.
-
-    Two states of one byte per number, and one fp32 scale per block of 256 for each; parameters under 4096 numbers keep
-    fp32 states (`Optimizer2State.init_state`,
-    https://github.com/bitsandbytes-foundation/bitsandbytes/blob/main/bitsandbytes/optim/optimizer.py). Its kernel works
-    in registers, so that a step takes no more.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Make the states of parameters that have none."""
-        for parameter in (each for group in self.param_groups for each in group["params"]):
-            if parameter.grad is None or parameter in self.state:
-                continue
-            small = parameter.numel() < _LEAST_NUMBERS
-            dtype = torch.float32 if small else torch.uint8
-            state = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("state1", "state2")}
-            if not small:
-                blocks = -(-parameter.numel() // _BLOCK)
-                for name in ("absmax1", "absmax2"):
-                    state[name] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
-            self.state[parameter] = state
-
-
-def build_with_adamw_8bit(spec: str, attention: str, gradient_checkpointing: bool = False) -> Workload:
-    """A named model with the states of 8-bit AdamW."""
-    workload = build_workload(spec, attention=attention, gradient_checkpointing=gradient_checkpointing)
-    return replace(workload, optimizer=AdamW8bitStates)
-
 
 # The estimate names counts of parameters and one width. With these widths the counts come out: 100,800 for the tabular
 # part, 110.6 million for the text tower, 200,100 for the final layer.

@@ -138,7 +138,6 @@ TARGET_BATCH_SIZE = 256
 CARD = device_for(find_gpu("titan x"))
 
 _ZOO = "batchfinder.models:build_workload"
-_ADAMW_8BIT = "batchfinder.reproductions.models:build_with_adamw_8bit"
 
 
 @dataclass(frozen=True)
@@ -149,12 +148,11 @@ class Setup:
     precision: str
     gradient_checkpointing: bool = False
     optimizer: str = "adamw"
-    builder: str = _ZOO
 
     def spec(self, model: str) -> WorkloadSpec:
         """How to build a model of the zoo for it."""
         options = {"attention": self.attention, "gradient_checkpointing": self.gradient_checkpointing}
-        return WorkloadSpec(self.builder, {"spec": model, **options})
+        return WorkloadSpec(_ZOO, {"spec": model, **options})
 
     def how(self, micro_batches: int = 1) -> StepConfig:
         """How a step is taken."""
@@ -174,7 +172,7 @@ PLANNED = ("fp32_sdpa", "bf16_mixed_sdpa_checkpointing")
 """The setups that an accumulation plan is made for: today's default, and the one with the most room."""
 CHANGES = {
     "gradient_checkpointing": Setup("eager", "fp32", gradient_checkpointing=True),
-    "adamw_8bit": Setup("eager", "fp32", builder=_ADAMW_8BIT),
+    "adamw_8bit": Setup("eager", "fp32", optimizer="adamw-8bit"),
     "sgd": Setup("eager", "fp32", optimizer="sgd"),
 }
 """Each one change to the setup that is like for like."""

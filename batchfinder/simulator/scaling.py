@@ -60,11 +60,13 @@ class ScaledTrace:
     polynomials: tuple[Polynomial, ...]
     index: tuple[int, ...]
     unmodelled: tuple[str, ...]
+    compiled: bool = False
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         length = seq_len or 1
         values = [sum(term(batch_size, length) for term in polynomial) for polynomial in self.polynomials]
-        return Trace(batch_size, seq_len, self.structure, tuple([values[i] for i in self.index]), self.unmodelled)
+        sizes = tuple([values[i] for i in self.index])
+        return Trace(batch_size, seq_len, self.structure, sizes, self.unmodelled, compiled=self.compiled)
 
 
 def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace | None:
@@ -93,7 +95,7 @@ def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace 
             found.append(polynomial)
         index.append(polynomials[sizes])
     unmodelled = tuple(dict.fromkeys(text for trace in traces for text in trace.unmodelled))
-    return ScaledTrace(structure, tuple(found), tuple(index), unmodelled)
+    return ScaledTrace(structure, tuple(found), tuple(index), unmodelled, traces[0].compiled)
 
 
 def _polynomial(sizes: tuple[int, ...], points: list[tuple[int, int]], lengths: list[int]) -> Polynomial | None:
@@ -134,6 +136,10 @@ Submit = Callable[[int, int | None], "Future[Trace]"]
 # Two primes that are unlikely as a model's own dimensions, and one more for sums of two terms. A batch of one is never
 # fitted: dimensions of size one make some copies unnecessary, so its events differ.
 _BATCH_SIZES = (7, 13, 11)
+# Inductor takes other kernels for small tensors, of some thousand rows: compiled steps are fitted beyond that, where
+# answers are looked for, and answers are recorded at their very size.
+_COMPILED_BATCH_SIZES = (7, 13, 31, 61, 127, 257, 509, 1021, 2053, 4099, 8209, 16411)
+_COMPILED_TOKENS = 16384
 # Kernels that want a mask's rows aligned pad it, which is one more event: lengths on either side are fitted apart.
 _ALIGNMENT = 8
 
@@ -145,16 +151,21 @@ class TraceSource:
     that fails, a third helps; if that fails too, each length is fitted alone; and if not even that works, each size is
     recorded when it is asked for.
 
+    What torch.compile makes of a step changes with its size: such a trace is recorded where it matters, by `confirm`,
+    and scaled elsewhere.
+
     Args:
         submit: asks for a recording at (batch size, sequence length).
         seq_lens: the lengths that will be asked for; others are taken in as they come.
+        compiled: whether the step is known to be compiled; its recordings say so too.
 
     Attributes:
         unscaled: the sizes that had to be recorded themselves.
     """
 
-    def __init__(self, submit: Submit, seq_lens: Iterable[int | None]) -> None:
+    def __init__(self, submit: Submit, seq_lens: Iterable[int | None], compiled: bool = False) -> None:
         self._submit = submit
+        self._compiled = compiled
         self._recorded: dict[tuple[int, int | None], Future[Trace]] = {}
         self._scaled: dict[int | None, ScaledTrace | None] = {}
         self._groups: dict[bool, list[int | None]] = {}  # by whether the length is aligned
@@ -169,7 +180,7 @@ class TraceSource:
     def prefetch(self) -> None:
         """Ask for the recordings that will be needed first, without waiting for them."""
         for seq_lens in self._groups.values():
-            for point in _recording_points(seq_lens)[:2]:
+            for point in _recording_points(seq_lens, self._compiled)[:2]:
                 self._record(*point)
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
@@ -178,6 +189,8 @@ class TraceSource:
         Raises:
             RecordingFailed: a recording failed; `UserCodeFailed` if it was the user's code that did.
         """
+        if self._compiled and (batch_size, seq_len) in self._recorded:
+            return self.recorded(batch_size, seq_len)
         if batch_size > 1 and seq_len not in self._scaled:
             group = self._groups.setdefault((seq_len or 0) % _ALIGNMENT == 0, [])
             if seq_len not in group:
@@ -195,6 +208,16 @@ class TraceSource:
             self.unscaled.append((batch_size, seq_len))
         return self.recorded(batch_size, seq_len)
 
+    def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
+        """Record a compiled step at these very sizes, where it was scaled to them; whether there were any."""
+        new = [size for size in batch_sizes if self._compiled and (size, seq_len) not in self._recorded]
+        traces = [future.result() for future in [self._record(size, seq_len) for size in new]]
+        self.unscaled += [(size, seq_len) for size in new]
+        scaled = self._scaled.get(seq_len)
+        if len(traces) > 1 and scaled is not None and scaled.structure != traces[0].structure:
+            self._scaled[seq_len] = fit(traces, [seq_len]) or scaled
+        return bool(new)
+
     def recorded(self, batch_size: int, seq_len: int | None) -> Trace:
         """The step's trace at one size, recorded at that very size."""
         return self._record(batch_size, seq_len).result()
@@ -206,16 +229,24 @@ class TraceSource:
         return self._recorded[size]
 
     def _fit(self, seq_lens: list[int | None]) -> ScaledTrace | None:
-        points = _recording_points(seq_lens)
+        points = _recording_points(seq_lens, self._compiled)
         for count in (2, 3):
             futures = [self._record(*point) for point in points[:count]]
-            scaled = fit([future.result() for future in futures], seq_lens)
+            traces = [future.result() for future in futures]
+            if traces[0].compiled and not self._compiled:
+                self._compiled = True
+                return self._fit(seq_lens)
+            scaled = fit(traces, seq_lens)
             if scaled is not None:
                 return scaled
         return None
 
 
-def _recording_points(seq_lens: list[int | None]) -> list[tuple[int, int | None]]:
+def _recording_points(seq_lens: list[int | None], compiled: bool) -> list[tuple[int, int | None]]:
     """Where to record: the shortest, the longest, and one between them."""
     ordered = sorted(seq_lens, key=lambda seq_len: seq_len or 0)
-    return list(zip(_BATCH_SIZES, (ordered[0], ordered[-1], ordered[len(ordered) // 2]), strict=True))
+    sizes: tuple[int, ...] = _BATCH_SIZES
+    if compiled:
+        enough = sum(size * (ordered[0] or 1) < _COMPILED_TOKENS for size in _COMPILED_BATCH_SIZES[:-3])
+        sizes = _COMPILED_BATCH_SIZES[enough : enough + 3]
+    return list(zip(sizes, (ordered[0], ordered[-1], ordered[len(ordered) // 2]), strict=True))

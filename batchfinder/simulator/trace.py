@@ -56,6 +56,7 @@ class Trace:
         unmodelled: what the recording had to leave out, in words.
         shapes: for each block, its first tensor's type and dimensions (`float32[8, 128]`), empty where it is not known;
             empty as a whole for a trace that was scaled, which is equal to a recorded one all the same.
+        compiled: whether torch.compile has compiled a part of the step. Its code is another one at other sizes.
     """
 
     batch_size: int
@@ -64,6 +65,7 @@ class Trace:
     sizes: tuple[int, ...]
     unmodelled: tuple[str, ...] = ()
     shapes: tuple[str, ...] = field(default=(), compare=False)
+    compiled: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The trace as JSON values; names are written once and referred to by index."""
@@ -83,6 +85,7 @@ class Trace:
             "sizes": list(self.sizes),
             "unmodelled": list(self.unmodelled),
             "shapes": [index[shape] for shape in self.shapes],
+            **({"compiled": True} if self.compiled else {}),
         }
 
     @classmethod
@@ -105,6 +108,7 @@ class Trace:
             sizes=tuple(data["sizes"]),
             unmodelled=tuple(data["unmodelled"]),
             shapes=tuple(names[i] for i in data["shapes"]),
+            compiled=data.get("compiled", False),
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -389,15 +390,51 @@ def describe(error: BaseException) -> dict[str, Any]:
             n: _CPP_FRAMES.sub("", value) if isinstance(value, str) else value for n, value in vars(error).items()
         }
         return {"type": kind.__name__, "message": message, "fields": fields}
-    inner = [Path(__file__).resolve().parent.parent]
-    if (torch := sys.modules.get("torch")) is not None and torch.__file__:
-        inner.append(Path(torch.__file__).resolve().parent)
-    folders = tuple(f"{folder}{os.sep}" for folder in inner)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(folders)]
+    inner, all_frames = _folders_of("torch"), traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in all_frames if not frame.filename.startswith(inner)]
     text = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     return {
         "type": "",
         "message": f"{kind.__name__}: {message}",
         "module": kind.__module__,
+        "line": line_of_user(all_frames),
         "traceback": _CPP_FRAMES.sub("", "".join([*text, *traceback.format_exception_only(error)])),
     }
+
+
+def line_of_user(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Where in the user's own code something happened: `at model.py:12, in forward: y = x.item()`.
+
+    It is the innermost frame outside batchfinder, torch, transformers and Python's own library; else the innermost one
+    in transformers; empty where there is neither.
+
+    Args:
+        frames: outermost first.
+    """
+    standard = os.path.dirname(os.__file__) + os.sep
+    for libraries in (_folders_of("torch", "transformers"), _folders_of("torch")):
+        for frame in reversed(frames):
+            installed = "-packages" + os.sep in frame.filename  # a folder of the standard library's, on some systems
+            if (
+                frame.line
+                and not frame.filename.startswith(libraries)
+                and (installed or not frame.filename.startswith((standard, "<")))
+            ):
+                return f"at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""
+
+
+def line_of_crash(dump: str) -> str:
+    """`line_of_user` of what `faulthandler` has written of a process that a signal ended; empty for no dump."""
+    places = re.findall(r'File "(.+)", line (\d+) in (.+)', dump)
+    return line_of_user([traceback.FrameSummary(file, int(line), name) for file, line, name in reversed(places)])
+
+
+def _folders_of(*packages: str) -> tuple[str, ...]:
+    """Where batchfinder's modules lie, and those of these packages, which are not imported for it."""
+    folders = [Path(__file__).resolve().parent.parent]
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin:
+            folders.append(Path(spec.origin).resolve().parent)
+    return tuple(f"{folder}{os.sep}" for folder in folders)

@@ -5,17 +5,38 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from batchfinder.errors import InvalidValue
+
 MODES = ("train", "forward", "inference")
 """All stages of training, one forward in eval mode with its graph kept, or one without a graph."""
 
 PRECISION_NAMES = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
 """`fp32`, and three by Lightning's names; `training.step.PRECISIONS` says what each means."""
 
-OPTIMIZER_NAMES = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor")
-"""`training.step.OPTIMIZERS` makes each of them."""
+OPTIMIZER_NAMES = (
+    "adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit",
+    "lion", "muon", "schedule-free",
+)  # fmt: skip
+"""`training.optimizers.OPTIMIZERS` makes each of them."""
+
+QUANTIZATION_NAMES = ("nf4", "nf4-double", "int8")
+"""Types of frozen weights; `models.quantization.QUANTIZATIONS` says what each is in bitsandbytes."""
 
 ATTENTION_NAMES = ("eager", "sdpa", "flash")
 """`models.pretrained.ATTENTION` says what each is in transformers."""
+
+CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
+"""Of all layers, of every second or fourth (`every-K` for any), or of all but their matrix products and attention."""
+LOSS_NAMES = ("default", "chunked", "liger", "trl")
+"""`models.pretrained.replace_loss` says what each is."""
+
+COMPILED_PARTS = ("model", "layers")
+"""What `torch.compile` is given: all of the model, or each of its layers, as torchtitan and accelerate do."""
+
+COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
+
+_FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version
+_OF_THE_MODEL = ("compile", "loss", "packed", "lora", "lora_targets", "quantization")  # newer, and part of the model
 
 PEAK_STEPS = 2
 """Optimizer steps that show the peak: Adam's state appears at the end of the first, so the peak comes in the second."""
@@ -50,6 +71,7 @@ class StepConfig:
     micro_batches: int = 1  # forwards and backwards per optimizer step
     flash: bool = False  # whether attention must run as the flash kernel
     steps: int = PEAK_STEPS  # optimizer steps
+    optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
 
 
 @dataclass(frozen=True)
@@ -94,21 +116,36 @@ class WorkloadFacts:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a model is built and stepped, by the five options that every command has for it.
+    """How a model is built and stepped, by the options that every command has for it.
 
     Attributes:
         mode: one of `MODES`.
         precision: one of `PRECISION_NAMES`.
         optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
-        gradient_checkpointing: whether activations are recomputed in the backward.
+        gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
+            one of `CHECKPOINTING_NAMES`.
+        compile: one of `COMPILED_PARTS`; None for a model as it is, compiled or not.
+        loss: one of `LOSS_NAMES`: how a causal model computes its loss.
+        packed: whether samples stand one after the other in one row, without padding.
+        optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
+        lora: the rank of peft's adapters, which then are all that trains; None without them.
+        lora_targets: the layers that get one, separated by commas; None for peft's own choice.
+        quantization: one of `QUANTIZATION_NAMES`, of the frozen weights; None to leave them.
     """
 
     mode: str = "train"
     precision: str = "fp32"
     optimizer: str = "adamw"
     attention: str | None = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
+    compile: str | None = None
+    loss: str = "default"
+    packed: bool = False
+    optimizer_in_backward: bool = False
+    lora: int | None = None
+    lora_targets: str | None = None
+    quantization: str | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -118,20 +155,50 @@ class StepOptions:
                 "spec": model,
                 "attention": self.attention,
                 "gradient_checkpointing": self.gradient_checkpointing,
+                **{name: value for name, value in self.newer().items() if name in _OF_THE_MODEL},
+                # It decides on the types of weights that do not train.
+                **({} if self.lora is None and self.quantization is None else {"precision": self.precision}),
             },
         )
 
     def step(self, micro_batches: int = 1) -> StepConfig:
-        """How a step is taken, by the recording process or on a real device."""
-        flash = self.attention == "flash"
-        return StepConfig(self.mode, self.precision, self.optimizer, micro_batches, flash)
+        """How a step is taken, by the recording process or on a real device.
+
+        Raises:
+            InvalidValue: steps in the backward leave no gradient for another micro-batch to add to.
+        """
+        if self.optimizer_in_backward and micro_batches > 1:
+            expected = "a step of one micro-batch: gradients are gone when the next one would add to them"
+            raise InvalidValue("optimizer_in_backward", True, expected)
+        flash = self.attention == "flash" and not self.packed
+        in_backward = self.optimizer_in_backward
+        return StepConfig(
+            self.mode, self.precision, self.optimizer, micro_batches, flash, optimizer_in_backward=in_backward
+        )
+
+    def newer(self) -> dict[str, Any]:
+        """What was asked for of the options that the first version did not have."""
+        usual = asdict(StepOptions())
+        given = {n: value for n, value in asdict(self).items() if n not in _FIRST and value != usual[n]}
+        how = self.gradient_checkpointing
+        return {"gradient_checkpointing": how, **given} if isinstance(how, str) else given
 
     def to_json(self) -> dict[str, Any]:
-        """All of them, with `default` for the model's own attention."""
-        return {**asdict(self), "attention": self.attention or "default"}
+        """All of them, with `default` for the model's own attention; the newer ones only where they are used."""
+        settings = {name: getattr(self, name) for name in _FIRST}
+        return {**settings, "attention": self.attention or "default", **self.newer()}
 
     def words(self) -> list[str]:
         """What stands above a table."""
         words = [self.precision, self.optimizer if self.mode == "train" else self.mode]
+        words += ["stepped in the backward"] if self.optimizer_in_backward and self.mode == "train" else []
+        if self.lora is not None:
+            words.append(f"LoRA of rank {self.lora}" + (f" on {self.lora_targets}" if self.lora_targets else ""))
+        words += [f"{self.quantization} weights"] if self.quantization else []
         words += [f"{self.attention} attention"] if self.attention else []
-        return [*words, "gradient checkpointing"] if self.gradient_checkpointing else words
+        if self.gradient_checkpointing:
+            how = f"{self.gradient_checkpointing} " if isinstance(self.gradient_checkpointing, str) else ""
+            words.append(f"{how}gradient checkpointing")
+        words += [] if self.loss == "default" else [f"{self.loss} loss"]
+        words += ["packed"] if self.packed else []
+        return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

@@ -1,17 +1,17 @@
-"""One training step in its stages, on whatever device it is given; the precisions and optimizers known by name."""
+"""One training step in its stages, on whatever device it is given; and the precisions known by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from batchfinder.training.optimizers import OptimizerFactory, make_optimizer
 from batchfinder.training.spec import StepConfig
 
 
@@ -30,6 +30,8 @@ class Workload:
         max_seq_len: the longest sequence the model's positions allow; None where there is no such limit.
         seq_len_unit: what a sequence length counts: `tokens`, `pixels`, `samples` or `frames` of a recording, or `none`
             for data of one fixed shape.
+        casts_weights: whether a precision such as bf16-true changes the types of its weights; False where each was
+            chosen, as fp32 adapters on a bf16 model.
         zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
             rather than before the forward: they are there, then, while the forward fills the memory.
         assumptions: what was taken to be so as it was built, in words, for `Trace.unmodelled`.
@@ -38,14 +40,14 @@ class Workload:
     model: nn.Module
     make_batch: Callable[[int, int | None], Any]
     loss: Callable[[Any, Any], torch.Tensor] | None = None
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    optimizer: OptimizerFactory | None = None
     max_seq_len: int | None = None
     seq_len_unit: str = "tokens"
     zero_grad_after_loss: bool = False
+    casts_weights: bool = True
     assumptions: tuple[str, ...] = ()
 
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OnStage = Callable[[int, str, int], None]
 
 
@@ -82,16 +84,6 @@ PRECISIONS = {
 }
 """By the names in `spec.PRECISION_NAMES`."""
 
-OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-5),
-    "adamw-fused": partial(torch.optim.AdamW, lr=1e-5, fused=True),
-    "adam": partial(torch.optim.Adam, lr=1e-5),
-    "sgd": partial(torch.optim.SGD, lr=1e-5),
-    "sgd-momentum": partial(torch.optim.SGD, lr=1e-5, momentum=0.9),
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-5),
-}
-"""By the names in `spec.OPTIMIZER_NAMES`."""
-
 
 class Step:
     """Takes the steps of one workload whose model is on the device already.
@@ -114,6 +106,7 @@ class Step:
         self.config = config
         self.device = device
         self.precision = PRECISIONS[config.precision]
+        self.weights_dtype = self.precision.weights if workload.casts_weights else None
         self.optimizer: torch.optim.Optimizer | None = None
         self._move = move or (lambda tensor, dtype: tensor.to(device, dtype))
 
@@ -155,8 +148,7 @@ class Step:
             return
 
         model.train()
-        make_optimizer = self.workload.optimizer or OPTIMIZERS[config.optimizer]
-        optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+        optimizer = make_optimizer(self.workload.optimizer or config.optimizer, model, config.optimizer_in_backward)
         self.optimizer = optimizer
         scaler = self.precision.scaler(self.device)
         late = self.workload.zero_grad_after_loss

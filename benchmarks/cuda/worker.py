@@ -344,7 +344,7 @@ def _train(workload: Workload, settings: StepConfig, meter: Meter, readings: Sta
     step = Step(workload, settings, meter.device, copy)
     with meter.counting():
         readings(-1, "model", 0)
-        meter.move(workload.model, step.precision.weights)
+        meter.move(workload.model, step.weights_dtype)
         step.run(cell.batch_size, cell.seq_len, readings)
         readings.close()
     states = [] if step.optimizer is None else step.optimizer.state.values()

@@ -9,7 +9,7 @@ from benchmarks import coverage
 
 @pytest.mark.slow
 def test_types_of_every_task_are_counted_once() -> None:
-    """A type that several Auto classes have is counted for the first of the tasks: Whisper for speech, BERT as masked."""
+    """A type that several Auto classes have is counted for the first of the tasks: BERT as masked."""
     types = coverage.model_types()
     assert {task for task, _ in types.values()} == {task for task, _ in coverage.TASKS}
     assert types["whisper"] == ("speech to text", "WhisperForConditionalGeneration")

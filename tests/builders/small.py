@@ -136,6 +136,10 @@ class Reading(nn.Module):
             count = torch.zeros((), device=x.device)
             count += 16
             return out * count.item()
+        if self.way == "asserted":
+            assert (out < 7).sum() < 8
+            assert out.isfinite().any()
+            return out
         if self.way == "filled":
             return out * torch.zeros((), device=x.device).fill_(3).item()
         if self.way.startswith("known"):

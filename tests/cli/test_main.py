@@ -116,7 +116,8 @@ def test_only_the_first_interrupt_counts(monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_options_are_those_of_the_step() -> None:
     """Every precision, optimizer, mode and attention on offer is one that a step knows, and none is missing."""
     from batchfinder.models.pretrained import ATTENTION
-    from batchfinder.training.step import OPTIMIZERS, PRECISIONS
+    from batchfinder.training.optimizers import OPTIMIZERS
+    from batchfinder.training.step import PRECISIONS
 
     assert set(OPTIMIZER_NAMES) == set(OPTIMIZERS)
     assert set(PRECISION_NAMES) == set(PRECISIONS)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.options import card, seq_lens_of, write_file
+from batchfinder.cli.options import card, seq_lens_of, step_options, write_file
+from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import StepConfig, StepOptions, WorkloadFacts
@@ -32,6 +33,59 @@ def test_step() -> None:
     assert StepOptions().step() == StepConfig()
     asked = StepOptions("forward", "16-mixed", "sgd", "flash", gradient_checkpointing=True)
     assert asked.step(3) == StepConfig("forward", "16-mixed", "sgd", micro_batches=3, flash=True)
+    assert StepOptions(optimizer_in_backward=True).step() == StepConfig(optimizer_in_backward=True)
+    with pytest.raises(InvalidValue, match="expected a step of one micro-batch: gradients are gone"):
+        StepOptions(optimizer_in_backward=True).step(2)
+
+
+def parsed(*options: str) -> StepOptions:
+    """The options of a sweep with these on its command line."""
+    return step_options(build_parser().parse_args(["sweep", *options]))
+
+
+def test_lora() -> None:
+    """Rank, layers and the type of frozen weights go to the builder, with the precision that types depend on."""
+    options = "--lora 16 --lora-targets q_proj,v_proj --quantization nf4 --precision bf16-true"
+    asked = parsed(*options.split())
+    arguments = asked.workload("llama-3.2-1b").arguments
+    more = {"lora": 16, "lora_targets": "q_proj,v_proj", "quantization": "nf4"}
+    assert arguments == {**StepOptions().workload("llama-3.2-1b").arguments, **more, "precision": "bf16-true"}
+    assert asked.words() == ["bf16-true", "adamw", "LoRA of rank 16 on q_proj,v_proj", "nf4 weights"]
+    assert asked.newer() == more
+    assert StepOptions().newer() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--lora zero", "--lora: invalid value 'zero'; expected a whole number of at least 1."),
+        ("--lora-targets q_proj", "--lora-targets: invalid value 'q_proj'; expected a --lora rank for them."),
+        (
+            "--quantization int4 --lora 8",
+            "--quantization: invalid value 'int4'; expected one of nf4, nf4-double, int8.",
+        ),
+        (
+            "--quantization nf4",
+            "--quantization: invalid value 'nf4'; expected a --lora rank with it: quantized weights do not train, and "
+            "adapters do.",
+        ),
+        (
+            "--optimizer-in-backward --precision 16-mixed",
+            "--optimizer-in-backward: invalid value True; expected another --precision than 16-mixed, whose GradScaler "
+            "looks at all gradients before a step.",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options: str, said: str) -> None:
+    """Each is refused with the reason."""
+    with pytest.raises(InvalidValue) as caught:
+        parsed(*options.split())
+    assert str(caught.value) == said
+
+
+def test_quantized_weights_without_adapters() -> None:
+    """Inference needs none."""
+    assert parsed("--quantization", "nf4", "--mode", "inference").quantization == "nf4"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ VARIANTS = (
     "--multiple-of 8",
     "--headroom 10%",
     "--headroom 1GiB",
+    "--loss chunked",
+    "--packed",
 )
 
 

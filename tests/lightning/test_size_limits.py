@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,24 @@ def test_a_step_that_catches_an_out_of_memory_does_not_fit() -> None:
     failed = [trial.measurement.message for trial in finder.results["fit"][None].trials if not trial.fits]
     assert failed
     assert all(message.startswith("no optimizer stepped, as they do at other sizes") for message in failed)
+
+
+def test_a_cached_size_at_which_a_step_catches_an_out_of_memory_does_not_fit(tmp_path: Path) -> None:
+    """Its one trial is the first of the start: a smaller one says whether the optimizer steps at all."""
+
+    class Catches(Normed):
+        limit = 20
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if len(batch[0]) > type(self).limit:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    for limit in (20, 14):
+        Catches.limit = limit
+        finder = BatchFinder(min_batch_size=2, tolerance=0, cache=str(tmp_path))
+        nets.trainer(callbacks=[finder]).fit(Catches())
+        assert finder.batch_size == limit
 
 
 def test_a_multiple_is_kept_by_every_trial_and_by_the_plan() -> None:

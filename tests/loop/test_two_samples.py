@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,37 @@ def test_a_step_that_catches_an_out_of_memory_does_not_fit() -> None:
     failed = [trial.measurement.message for trial in found.result.trials if not trial.fits]
     assert failed
     assert all("no optimizer stepped, as they do at other sizes" in message for message in failed)
+
+
+@pytest.mark.parametrize("model", [lambda: (nn.Linear(4, 1), None, None), batch_norm])
+def test_a_cached_size_at_which_the_step_catches_an_out_of_memory_does_not_fit(tmp_path: Path, model: Any) -> None:
+    """Its one trial is the first of the start: a smaller one says whether the optimizer steps at all."""
+    net = model()[0]
+    optimizer = torch.optim.Adam(net.parameters())
+    limit = 9
+
+    def train_step(batch: torch.Tensor) -> None:
+        try:
+            if len(batch) > limit:
+                raise torch.OutOfMemoryError(MESSAGE)
+            net(batch).mean().backward()
+        except RuntimeError:
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def tune() -> Any:
+        make_batch = lambda size, seq_len: torch.randn(size, 4)  # noqa: E731
+        options = {"max_batch_size": 12, "tolerance": 0, "cache": str(tmp_path)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return tune_batch_size(train_step, make_batch, [net, optimizer], **options)
+
+    assert tune().batch_size == 9
+    limit = 6
+    found = tune()
+    assert found.batch_size == 6
+    assert "lowered from 9, which ran before; when it was tried again" in str(found)
 
 
 def test_a_step_that_catches_it_after_the_first_does_not_fit() -> None:

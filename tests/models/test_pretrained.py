@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DataCollatorWithFlattening
 
-from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.models import build_workload, list_models
 from batchfinder.models.catalog import find_model
+from batchfinder.training.step import Workload, call
 
 # Millions of parameters, of the checkpoint with the head that is trained. Published: the model cards and papers (BERT
 # 110M and 340M, GPT-2 124M to 1.5B, T5 60M/220M/770M, Llama 1.23B/3.21B/8.03B, Qwen2.5 0.49B/1.54B/7.61B, ViT 86.6M,
@@ -181,6 +186,38 @@ def test_checkpointing_of_a_model_without() -> None:
         build_workload("resnet50", gradient_checkpointing=True)
 
 
+def test_which_layers_checkpoint(tmp_path: Path) -> None:
+    """All, each second one, or all but what matrix products return: the gradients are the same, fewer forwards are
+    taken again.
+    """
+    file = tmp_path / "config.json"
+    config = {"architectures": ["BertForMaskedLM"], "model_type": "bert", "num_hidden_layers": 4, "hidden_size": 16}
+    file.write_text(json.dumps({**config, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}))
+    taken, gradients = {}, {}
+    for how in (False, True, "every-2", "every-3", "selective"):
+        torch.manual_seed(0)
+        workload = build_workload(str(file), attention="eager", gradient_checkpointing=how)
+        for name, parameter in workload.model.named_parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name)))
+        for module in workload.model.modules():
+            module.p = 0.0  # no dropout
+        batch = workload.make_batch(2, 8)
+        with FlopCounterMode(display=False) as products:
+            workload.model.train()(**{name: torch.ones_like(ids) for name, ids in batch.items()}).loss.backward()
+        taken[how] = products.get_total_flops()
+        gradients[how] = [parameter.grad for parameter in workload.model.parameters() if parameter.grad is not None]
+    again = taken[True] - taken[False]
+    assert again > 0
+    assert taken["every-2"] - taken[False] == again / 2
+    assert taken["every-3"] - taken[False] == again / 2  # the first and the fourth of four
+    assert taken["selective"] == taken[False]
+    for how in gradients:
+        for one, other in zip(gradients[how], gradients[False], strict=True):
+            torch.testing.assert_close(one, other)
+    with pytest.raises(InvalidValue, match="one of full, every-2, every-4, selective"):
+        build_workload(str(file), gradient_checkpointing="every-0")
+
+
 def test_generators_do_not_move(tmp_path: Path) -> None:
     """Building a model for real leaves the user's random numbers as they were."""
     before = torch.get_rng_state()
@@ -278,7 +315,7 @@ MEDIA: dict[str, dict[str, Any]] = {
 def test_images_and_recordings_train_for_real(
     tmp_path: Path, model_type: str, seq_len: int, unit: str, said: str
 ) -> None:
-    """A step runs with what the model reads besides text, every weight of its encoder gets a gradient, and it is said."""
+    """A step runs with what is read besides text, and all of the encoder gets gradients; what it reads is said."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MEDIA[model_type]}))
     workload = build_workload(str(tmp_path))
     assert type(workload.model).__name__ == MEDIA[model_type]["architectures"][0]
@@ -289,3 +326,84 @@ def test_images_and_recordings_train_for_real(
     encoder = [p for name, p in workload.model.named_parameters() if "visual" in name or "encoder.layers" in name]
     assert encoder
     assert all(parameter.grad is not None for parameter in encoder)
+
+
+def tiny_llama(tmp_path: Path, **options: Any) -> Workload:
+    """A Llama of two small layers, with the same weights every time."""
+    row = find_model("llama-3.2-1b")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**row.config, **SMALL["llama-3.2-1b"], "vocab_size": 512, "model_type": "llama",
+                    "architectures": [row.architecture]})
+    )  # fmt: skip
+    torch.manual_seed(0)
+    workload = build_workload(str(tmp_path), **options)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in workload.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+    return workload
+
+
+def loss_and_gradients(workload: Workload, batch: dict[str, Any]) -> list[torch.Tensor]:
+    """Of one forward and backward."""
+    loss = call(workload.model, batch).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in workload.model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("loss", ["chunked", "trl"])
+def test_another_loss_is_the_same_loss(tmp_path: Path, loss: str) -> None:
+    """It is computed otherwise, and what comes out for training is what the model's own gives."""
+    if loss == "trl":
+        pytest.importorskip("trl.trainer.utils")
+    own, other = tiny_llama(tmp_path), tiny_llama(tmp_path, loss=loss)
+    batch = own.make_batch(2, 16)
+    pairs = zip(loss_and_gradients(own, dict(batch)), loss_and_gradients(other, dict(batch)), strict=True)
+    assert all(torch.allclose(first, second, rtol=1e-4, atol=1e-6) for first, second in pairs)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("bert-base", {"loss": "chunked"}, "expected default: bert-base (BertForSequenceClassification) is no causal"),
+        ("gpt2", {"loss": "mine"}, "expected one of default, chunked, liger, trl"),
+        ("bert-base", {"packed": True}, "expected no --packed: bert-base (BertForSequenceClassification) is no causal"),
+        ("llama-3.2-1b", {"packed": True, "attention": "eager"}, "expected flash, or none, with --packed"),
+    ],
+)
+def test_what_a_model_cannot_do(model: str, options: dict[str, Any], said: str) -> None:
+    """A loss or packing that does not go with a model is refused in words."""
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(InvalidValue) as caught:
+        build_workload(model, **options)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "absent", "named"),
+    [("liger", "liger_kernel", "liger-kernel"), ("liger", "triton", "triton"), ("trl", "trl", "trl")],
+)
+def test_a_missing_package_is_named(loss: str, absent: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that another package computes says which one is missing."""
+    if absent == "triton":
+        pytest.importorskip("liger_kernel")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("liger_kernel", absent)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, absent, None)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(MissingExtra) as caught:
+        build_workload("llama-3.2-1b", loss=loss)
+    assert caught.value.package == named
+
+
+def test_packed_samples_stand_in_one_row(tmp_path: Path) -> None:
+    """The batch is the one that transformers' own collator makes of the same samples."""
+    workload = tiny_llama(tmp_path, packed=True)
+    packed = workload.make_batch(3, 8)
+    assert packed["input_ids"].shape == (1, 24)
+    samples = [{"input_ids": row, "labels": row} for row in packed["input_ids"].view(3, 8)]
+    theirs = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(samples)
+    ignored = packed["labels"] == -100
+    assert torch.equal(ignored, theirs["labels"] == -100)
+    assert set(packed) == set(theirs)
+    for name in ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k"):
+        assert torch.equal(packed[name], theirs[name]), name
+        assert packed[name].dtype == theirs[name].dtype, name
+    assert packed["max_length_q"] == theirs["max_length_q"] == 8

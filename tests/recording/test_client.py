@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,6 +131,27 @@ def test_backward_that_raises() -> None:
             assert error.exit_code
         assert "no gradient today" in str(error)
         assert recorder.submit(job(GOOD)).result(SECONDS).batch_size == GOOD
+
+
+@pytest.mark.parametrize(
+    ("which", "line", "said"),
+    [
+        ("numpy", "return out * float(out.detach().numpy().max())", "where the code reads values, which fake tensors"),
+        ("crash", "return out + ctypes.string_at(0)", "ended while aten.addmm.default was running"),
+        ("unknown", "return called(out)", '@torch.library.register_fake("batchfinder_tests::unknown")'),
+        ("backward", "return unknown(grad)", "the custom operator batchfinder_tests.unknown cannot be recorded, at "),
+        ("flex", "return flex_attention(heads, heads, heads)", "is not recorded outside of torch.compile, at "),
+    ],
+)
+def test_the_line_of_the_users(which: str, line: str, said: str) -> None:
+    """What a fake tensor cannot do is shown with the line that asked for it, also where that ended the process."""
+    with RecordingClient(WorkloadSpec("tests.builders.custom_operators:calling", {"which": which})) as recorder:
+        error = error_of(recorder, job(GOOD))
+        assert isinstance(error, RecordingFailed)
+        assert said in str(error)
+        assert re.search(
+            rf"at \S+custom_operators\.py:\d+, in (for|back)ward: {re.escape(line)}", str(error), re.IGNORECASE
+        )
 
 
 @pytest.mark.parametrize("builder", ["tests.builders.small:nothing_there", "tests.builders.nowhere:build"])

@@ -29,6 +29,7 @@ Record = Callable[..., Trace]
         ("nonzero", "aten.nonzero.default: its output is taken to be as large as it can get"),
         ("written", "a value read from a tensor made by aten.zeros.default is taken to be 1.0"),
         ("filled", "a value read from a tensor made by aten.zeros.default is taken to be 3.0"),
+        ("asserted", "a value read from a tensor made by aten.lt.Scalar is taken to be True"),
         ("tolist", "a value read from a tensor made by aten.empty_strided.default is taken to be 1.0"),
     ],
 )

@@ -265,6 +265,8 @@ def test_table_takes_the_operators_arguments() -> None:
     ]
     assert set(table) == {
         torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+        torch.ops.aten._flash_attention_forward.default,
+        torch.ops.aten._flash_attention_backward.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
     }

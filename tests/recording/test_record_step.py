@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace
@@ -284,26 +283,6 @@ def test_cudnn_is_told_where_it_would_run(record: Record) -> None:
     """cuDNN's workspaces are left out of convolutions, and a model without any does not mention them."""
     assert "cuDNN workspaces" in record(small.convolution, 8).unmodelled
     assert "cuDNN workspaces" not in record(small.mlp, 8).unmodelled
-
-
-@pytest.mark.parametrize("way", ["function", "method", "layer"])
-def test_a_compiled_model_is_said_to_be_recorded_eagerly(record: Callable[..., Trace], way: str) -> None:
-    """Whether all of the model is compiled or a layer of it, the trace says that it is not the compiled step's."""
-
-    def build(compiled: bool) -> Workload:
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-        if compiled and way == "function":
-            model = torch.compile(model)
-        elif compiled and way == "method":
-            model.compile()
-        elif compiled:
-            model[0].compile()
-        return Workload(model, lambda batch_size, seq_len: torch.zeros(batch_size, 8))
-
-    plain, compiled = (record(lambda compiled=compiled: build(compiled), 4) for compiled in (False, True))
-    assert [line for line in compiled.unmodelled if line.startswith("torch.compile: ")]
-    assert not [line for line in plain.unmodelled if line.startswith("torch.compile: ")]
-    assert compiled.sizes == plain.sizes
 
 
 def _of_diffusers(name: str) -> Workload:

@@ -181,6 +181,52 @@ def clean(batch_size: int, seq_len: int) -> tuple[int, ...]:
     return (4096, 3072 * batch_size * seq_len, 48 * batch_size * seq_len**2)
 
 
+class CompiledRecordings(Recordings):
+    """What is recorded of a compiled step."""
+
+    def __call__(self, batch_size: int, seq_len: int | None) -> Future[Trace]:
+        future: Future[Trace] = Future()
+        future.set_result(replace(super().__call__(batch_size, seq_len).result(), compiled=True))
+        return future
+
+
+def split(batch_size: int, seq_len: int) -> tuple[int, ...]:
+    """A weight, an activation and, for more than 200 samples, a reduction in two kernels."""
+    return (4096, 3072 * batch_size * seq_len, *((4 * batch_size,) if batch_size > 200 else ()))
+
+
+def test_a_compiled_answer_is_recorded_itself() -> None:
+    """A compiled step is fitted to large batches; what is confirmed is recorded, and others scaled from that."""
+    recordings = CompiledRecordings(split)
+    source = TraceSource(recordings, [32], compiled=True)
+    assert source.at(150, 32).sizes == (4096, 3072 * 150 * 32, 4 * 150)  # scaled from 1021 and 2053
+    assert source.confirm([150, 151], 32)
+    assert not source.confirm([150, 151], 32)
+    assert source.at(150, 32).sizes == split(150, 32)
+    assert source.at(149, 32).sizes == split(149, 32)  # scaled from the two that were confirmed
+    assert recordings.asked == [(1021, 32), (2053, 32), (150, 32), (151, 32)]
+    assert source.unscaled == [(150, 32), (151, 32)]
+
+
+def test_nothing_is_confirmed_of_eager_steps() -> None:
+    """What is the same at every size needs no recording at the answer."""
+    recordings = Recordings(clean)
+    source = TraceSource(recordings, SEQ_LENS)
+    source.at(64, 128)
+    assert not source.confirm([64, 65], 128)
+    assert len(recordings.asked) == 2
+
+
+def test_recordings_tell_that_a_step_is_compiled() -> None:
+    """A factory that compiles is seen by its first recordings, and fitted to large batches from then on."""
+    recordings = CompiledRecordings(clean)
+    source = TraceSource(recordings, [128])
+    assert source.at(64, 128).sizes == clean(64, 128)
+    assert recordings.asked == [(7, 128), (13, 128), (257, 128), (509, 128)]
+    assert source.at(64, 128).compiled
+    assert source.confirm([64], 128)
+
+
 def test_two_recordings_do() -> None:
     """A clean model is recorded twice for six lengths and any number of batch sizes."""
     recordings = Recordings(clean)

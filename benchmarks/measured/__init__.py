@@ -1,0 +1,1 @@
+"""Published memory figures, with what batchfinder says for the same training."""

@@ -1,0 +1,116 @@
+"""A published figure, and what batchfinder says for the training it was measured in.
+
+Each source has a folder here: `rows.csv` holds its figures as published, README.md where they are from and which
+settings of the run were read where, and `cases.py` makes `Case`s of them with a function `cases()`.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchfinder.devices import device_for, find_gpu
+from batchfinder.recording.simulation import RecordingClient
+from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.replay import replay
+from batchfinder.simulator.trace import Trace
+from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
+
+ALLOCATED = "peak allocated"
+"""`torch.cuda.max_memory_allocated()`."""
+
+RESERVED = "peak reserved"
+"""`torch.cuda.max_memory_reserved()`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published figure and how its training is recorded.
+
+    Attributes:
+        name: which row of the source.
+        technique: `eager`, `checkpointing`, `LoRA`, `QLoRA`, `compile`, `Liger`, ...: what the row stands for.
+        gpu: the card that it was measured on, by its name in the catalog.
+        statistic: `ALLOCATED` or `RESERVED`.
+        published_bytes: the figure.
+        workload: how the model is built; a builder is `module:function`, which returns a `Workload`.
+        step: how the step is taken.
+        batch_size: samples in a micro-batch.
+        seq_len: tokens per sample; None for data of one fixed shape.
+        outside_bytes: what the figure holds beside the allocator's memory, such as a CUDA context.
+        without: kinds of blocks that the figure does not hold, such as `workspace`.
+        note: what is to be known of the row, such as why it is off.
+    """
+
+    name: str
+    technique: str
+    gpu: str
+    statistic: str
+    published_bytes: int
+    workload: WorkloadSpec
+    step: StepConfig
+    batch_size: int
+    seq_len: int | None
+    outside_bytes: int = 0
+    without: tuple[str, ...] = ()
+    note: str = ""
+
+    def predicted_bytes(self, trace: Trace) -> int:
+        """The same figure of a recorded step.
+
+        Raises:
+            RuntimeError: the step runs out of memory on that card.
+        """
+        device = device_for(find_gpu(self.gpu))
+        memory = DeviceMemory(device.total_bytes, device.usable_bytes)
+        sizes = [
+            0 if kind in self.without else size for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True)
+        ]
+        timeline = replay(trace.structure, sizes, CachingAllocator(memory))
+        if timeline.oom is not None:
+            raise RuntimeError(timeline.oom.message)
+        peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
+        return peak + self.outside_bytes
+
+
+def record(cases: Sequence[Case]) -> Iterable[tuple[Case, Trace | Exception]]:
+    """The trace of each case, or why there is none; cases of one workload that follow each other share its process."""
+    client: RecordingClient | None = None
+    try:
+        for case in cases:
+            if client is None or client.spec != case.workload:
+                if client is not None:
+                    client.close()
+                client = RecordingClient(case.workload)
+            capability = device_for(find_gpu(case.gpu)).compute_capability
+            try:
+                yield case, client.submit(RecordingJob(case.step, capability, case.batch_size, case.seq_len)).result()
+            except Exception as error:
+                yield case, error
+    finally:
+        if client is not None:
+            client.close()
+
+
+def read_rows(source: Path) -> list[dict[str, str]]:
+    """The rows of a source's rows.csv, by column; lines before the header that start with # are comments."""
+    lines = (source / "rows.csv").read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def scores(errors: Sequence[float]) -> dict[str, float | int]:
+    """Of relative errors: how many, the median and 90th percentile of their absolute values, and their mean."""
+    absolute = sorted(map(abs, errors))
+    if not absolute:
+        return {"rows": 0}
+    return {
+        "rows": len(absolute),
+        "median": statistics.median(absolute),
+        "p90": absolute[min(len(absolute) - 1, int(0.9 * len(absolute)))],
+        "worst": absolute[-1],
+        "bias": statistics.mean(errors),
+    }

@@ -1,0 +1,169 @@
+"""Llama 3.1 8B as torchtitan had it at the end of 2024, as factories: what one of 8 FSDP ranks holds, on one GPU.
+
+Written after torchtitan/models/llama/model.py, norms.py and parallelisms/parallelize_llama.py at
+https://github.com/pytorch/torchtitan/tree/9dec370ad26b5f8e9a7333a0e36165018262644b. A rank of 8 keeps 16 bytes for each
+eighth parameter (fp32 weights, gradients and Adam's two states): 2 bytes per parameter, which is what bf16 weights take
+here. The gradients of the gathered weights go as soon as they are reduced: here, as soon as they are made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from batchfinder.training.step import Workload
+
+VOCABULARY = 128256
+Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_SAVED = (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default)
+
+
+def rotate_complex(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of (batch, tokens, heads, head size) by complex numbers (tokens, head size / 2), in fp32."""
+    pairs = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
+    turned = pairs * angles.view(1, heads.size(1), 1, -1)
+    return torch.view_as_real(turned).flatten(3).type_as(heads)
+
+
+class RmsNorm(nn.Module):
+    """RMSNorm in fp32, its weight applied in the input's type."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x)
+        return normed * self.weight
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward layer; keys and values are copied for the query heads that share them."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, inner: int, rotate: Rotate, heads_first: bool) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.head = heads, key_heads, width // heads
+        self.rotate, self.heads_first = rotate, heads_first
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, key_heads * self.head, bias=False)
+        self.value = nn.Linear(width, key_heads * self.head, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.attention_norm, self.forward_norm = RmsNorm(width), RmsNorm(width)
+
+    def repeated(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, key heads, head size) as (batch, heads, tokens, head size), copied."""
+        batch, tokens, shared, head = x.shape
+        times = self.heads // shared
+        if self.heads_first:
+            return x.transpose(1, 2).unsqueeze(2).expand(batch, shared, times, tokens, head).flatten(1, 2)
+        expanded = x.unsqueeze(3).expand(batch, tokens, shared, times, head)
+        return expanded.reshape(batch, tokens, self.heads, head).transpose(1, 2)
+
+    def attention(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Causal attention over (batch, tokens, width)."""
+        batch, tokens, _ = x.shape
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        query = self.rotate(query.view(batch, tokens, self.heads, self.head), angles)
+        key = self.rotate(key.view(batch, tokens, self.key_heads, self.head), angles)
+        value = value.view(batch, tokens, self.key_heads, self.head)
+        repeated = self.repeated(key), self.repeated(value)
+        mixed = F.scaled_dot_product_attention(query.transpose(1, 2), *repeated, is_causal=True)
+        return self.out(mixed.transpose(1, 2).contiguous().view(batch, tokens, -1))
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        hidden = x + self.attention(self.attention_norm(x), angles)
+        normed = self.forward_norm(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Checkpointed(nn.Module):
+    """A block whose backward computes it again, but for attention and every second matrix product: option `op`."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> Any:
+        return checkpoint(
+            self.block, x, angles, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts
+        )
+
+
+def _selective_contexts() -> Any:
+    products: dict[bool, int] = defaultdict(int)
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = operator == torch.ops.aten.mm.default
+        products[context.is_recompute] += is_product
+        saved = operator in _SAVED and not (is_product and products[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+class Llama(nn.Module):
+    """Token embedding, blocks, a norm and the logits, (batch, tokens, vocabulary)."""
+
+    def __init__(self, blocks: Iterable[nn.Module], width: int, angles: torch.Tensor, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RmsNorm(width)
+        self.output = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+        self.register_buffer("angles", angles)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, self.angles[: tokens.size(1)])
+        logits: torch.Tensor = self.output(self.norm(hidden))
+        return logits
+
+
+def batch_of_tokens(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
+    """Token ids; they stand for the labels too."""
+    return (torch.zeros(batch_size, seq_len or 1, dtype=torch.int64),)
+
+
+def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[0].flatten())
+
+
+def _sgd_at_once(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer without state, and gradients that go as they come."""
+    trained = list(parameters)
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    return torch.optim.SGD(trained, lr=0.0)
+
+
+def _llama_8b(compiled: bool) -> Workload:
+    width, heads, inner, length = 4096, 32, 14336, 8192
+    turns = torch.arange(2 * length)[:, None] * 500000 ** -(torch.arange(0, width // heads, 2) / (width // heads))
+    angles = torch.polar(torch.ones_like(turns), turns)
+    blocks = [Checkpointed(Block(width, heads, 8, inner, rotate_complex, heads_first=False)) for _ in range(32)]
+    for block in blocks if compiled else ():
+        block.compile(fullgraph=True)
+    return Workload(Llama(blocks, width, angles, tied=False), batch_of_tokens, _loss, _sgd_at_once)
+
+
+def eager() -> Workload:
+    """FSDP with selective activation checkpointing."""
+    return _llama_8b(compiled=False)
+
+
+def compiled() -> Workload:
+    """The same with each block compiled."""
+    return _llama_8b(compiled=True)
