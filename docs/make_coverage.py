@@ -57,6 +57,7 @@ A factory wraps the model, and says what a batch is:
 import diffusers, timm, torch, torchvision
 from batchfinder import Workload
 
+
 class Classifier(torch.nn.Module):
     def __init__(self, net):
         super().__init__()
@@ -65,26 +66,39 @@ class Classifier(torch.nn.Module):
     def forward(self, pixels, labels):
         return torch.nn.functional.cross_entropy(self.net(pixels), labels)
 
+
 def images(batch_size, side):
     side = side or 224
     return torch.rand(batch_size, 3, side, side), torch.randint(1000, (batch_size,))
 
+
 def convnext():
     return Workload(Classifier(torchvision.models.convnext_tiny()), images, seq_len_unit="pixels")
+
 
 def vit():
     return Workload(Classifier(timm.create_model("vit_small_patch16_224")), images, seq_len_unit="pixels")
 
+
 def unet():
     def batch(batch_size, _):
-        return {"sample": torch.rand(batch_size, 4, 64, 64), "timestep": torch.randint(1000, (batch_size,)),
-                "encoder_hidden_states": torch.rand(batch_size, 77, 768)}
+        return {
+            "sample": torch.rand(batch_size, 4, 64, 64),
+            "timestep": torch.randint(1000, (batch_size,)),
+            "encoder_hidden_states": torch.rand(batch_size, 77, 768),
+        }
+
     return Workload(diffusers.UNet2DConditionModel(cross_attention_dim=768), batch, seq_len_unit="none")
+
 
 def dit():
     def batch(batch_size, _):
-        return {"hidden_states": torch.rand(batch_size, 4, 32, 32), "timestep": torch.randint(1000, (batch_size,)),
-                "class_labels": torch.randint(1000, (batch_size,))}
+        return {
+            "hidden_states": torch.rand(batch_size, 4, 32, 32),
+            "timestep": torch.randint(1000, (batch_size,)),
+            "class_labels": torch.randint(1000, (batch_size,)),
+        }
+
     return Workload(diffusers.DiTTransformer2DModel(), batch, seq_len_unit="none")
 ```
 
