@@ -17,6 +17,7 @@ import copy
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -28,8 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # import from the repository
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import host_name
 from batchfinder.errors import BatchFinderError
@@ -38,7 +38,7 @@ from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
 CHANGES = Path(__file__).with_name("coverage.toml")  # what default configs need so that they can be trained
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(__file__).with_name("results")
 PRECISIONS = ("bf16-mixed", "bf16-true")
 CAPABILITY = (8, 0)
 BATCH_SIZE = 2
@@ -205,7 +205,7 @@ def covered(model_type: str, task: str, architecture: str, recorder: Recorder, f
     try:
         figures = config_of(model_type, architecture)
     except Exception as error:
-        return {**row, "failed": {"config": f"{type(error).__name__}: {error}"[:600]}}
+        return {**row, "failed": {"config": reason(str(error))}}
     path = folder / model_type / "config.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(figures))
@@ -222,10 +222,18 @@ def covered(model_type: str, task: str, architecture: str, recorder: Recorder, f
     failed: dict[str, str] = {}
     for precision, answer in zip(PRECISIONS, answers, strict=True):
         if isinstance(answer, str):
-            failed[precision] = answer[-1500:]
+            failed[precision] = reason(answer)
         else:
             row[precision] = summary(answer)
     return {**row, "failed": failed} if failed else row
+
+
+def reason(said: str) -> str:
+    """The end of an error: what went wrong, without the way there and without folders of this machine."""
+    inner = re.search(r"figures that transformers accepts \((.*)\)\.?$", said, re.DOTALL)
+    lines = [line.strip() for line in said.splitlines() if line.strip() and "Give the model fixed shapes" not in line]
+    text = " ".join(inner[1].split()) if inner else lines[-1]
+    return re.sub(r"FakeTensor\(.*?\)(?=,| )", "a number", re.sub(r"/\S*/", "", text))[:220]
 
 
 def summary(trace: Trace) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def families() -> Families:
 
 def _media(row: dict[str, Any]) -> Media:
     tensors = tuple(
-        MediaTensor(**{name: tuple(value) if isinstance(value, list) else value for name, value in tensor.items()})
+        MediaTensor(**{**tensor, "shape": tuple(tensor["shape"]), "rows": tuple(tensor.get("rows", ()))})
         for tensor in row["tensors"]
     )
     defaults = {"config": ["vision", "image"], "sizes": {}, "model_types": []}

@@ -270,9 +270,9 @@ def _media_workload(model: Any, media: Media, labels: tuple[Label, ...], argumen
     batches = MediaBatches(media.tensors, sizes, frozenset(arguments), text, token_kinds=kinds, length=media.length)
     makers = (getattr(each, media.features or " ", None) for each in (model.base_model, model))
     features = next((maker for maker in makers if maker is not None), None)
-    if media.placeholders or features is not None:
+    if media.placeholders or callable(features):
         names = (name for name in families().placeholder_tokens if isinstance(getattr(config, name, None), int))
-        count = product(media.placeholders, sizes) if media.placeholders else _vectors(features, batches)
+        count = _vectors(features, batches) if callable(features) else product(media.placeholders, sizes)
         token = next((getattr(config, name) for name in names), None)
         batches = replace(batches, placeholder=token, placeholders=count)
     what = media.what.format(**sizes, tokens=batches.placeholders)
@@ -299,11 +299,7 @@ def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
     one = batches.media(1, 1)
     given = one if "args" in takes else {name: one[name] for name in takes if name in one}
     with torch.no_grad():
-        try:
-            made = features(**given)
-        except RuntimeError:  # PyTorch multiplies the matrices of experts on a CPU in bf16 only
-            with torch.autocast("cpu", torch.bfloat16):
-                made = features(**given)
+        made = features(**given)
     pooled = getattr(made, "pooler_output", None)
     vectors = pytree.tree_leaves(getattr(made, "last_hidden_state", made) if pooled is None else pooled)
     return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))

@@ -182,10 +182,10 @@ def move_module(
 ) -> None:
     """What `module.to(device, dtype)` does, in the same order, for modules of real or fake CPU tensors.
 
-    `move_tensor` makes the copy of one on the device, `fake_copy` as a rule. A `dtype` is for floating-point tensors only. Tied parameters and shared buffers stay shared. The order (children,
-    then parameters, then buffers) is that of `torch.nn.Module._apply`,
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `on_moved` is called with each module
-    whose tensors have been moved.
+    `move_tensor` makes the copy of one on the device, `fake_copy` as a rule. A `dtype` is for floating-point tensors
+    only. Tied parameters and shared buffers stay shared. The order (children, then parameters, then buffers) is that of
+    `torch.nn.Module._apply`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `on_moved` is
+    called with each module whose tensors have been moved.
     """
     moved: dict[int, torch.Tensor] = {}
 

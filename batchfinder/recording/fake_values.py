@@ -210,7 +210,7 @@ class KnownValues:
         """Give an operator's outputs on the fake GPU their values, or forget those of the tensor it wrote to."""
         made = pytree.tree_leaves(output)
         if sum(each.untyped_storage().nbytes() for each in made if isinstance(each, torch.Tensor)) > _KNOWN_BYTES:
-            values = None
+            values: Any = None
         elif func in _CHOICES:
             values = self._choices(func, args, made)
         elif (constant := filled_with(func, args)) is not None:
@@ -255,8 +255,8 @@ _DATA_DEPENDENT = frozenset(
 
 def output_of_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: KnownValues
-) -> tuple[Any, bool] | None:
-    """What an operator gives whose output's shape depends on values, and whether they are known.
+) -> tuple[Any, bool, int] | None:
+    """What an operator gives whose output's shape depends on values, whether they are known, and its scratch in bytes.
 
     None where the shape does not depend on them. Where they are not known, it is as large as it can get: every element
     is selected, every element is different, every sequence is of full length.
@@ -293,20 +293,23 @@ def output_of_values(
                     values.give(rows[-1], place)  # type: ignore[arg-type]
         if len(rows) == len(args[1]) and all(map(operator.is_, rows, args[1])):
             return None
-        return func(tensor, rows), all_known
+        # The places are looked for first, as `nonzero` does: `expandTensors` in
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/IndexingUtils.h.
+        found = [row for row in rows if row is not None and not any(row is index for index in args[1])]
+        return func(tensor, rows), all_known, sum(row.nbytes for row in found)
     if func is aten.masked_select.default:
         mask = values.of(args[1])
         if mask is not None:
             with no_dispatch():
                 selected = int(mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())
-            return new(selected, dtype=tensor.dtype), True
-        return new(torch.broadcast_shapes(tensor.shape, args[1].shape).numel(), dtype=tensor.dtype), False
+            return new(selected, dtype=tensor.dtype), True, 0
+        return new(torch.broadcast_shapes(tensor.shape, args[1].shape).numel(), dtype=tensor.dtype), False, 0
     known_output = values.result(func, args, kwargs)
     if known_output is not None and tensor.device.type == "cpu":
-        return known_output, True
+        return known_output, True, 0
     if known_output is not None:
-        return pytree.tree_map_only(torch.Tensor, lambda each: new(each.shape, dtype=each.dtype), known_output), True
-    return _largest_output(func, args), False
+        return pytree.tree_map_only(torch.Tensor, lambda each: new(each.shape, dtype=each.dtype), known_output), True, 0
+    return _largest_output(func, args), False, 0
 
 
 def _largest_output(func: Any, args: tuple[Any, ...]) -> Any:

@@ -152,7 +152,9 @@ class AllocationRecorder(TorchDispatchMode):
                 self._allocate(self._workspace_bytes, name, "workspace")
         of_values = fake_values.output_of_values(func, args, kwargs, self.values)
         if of_values is not None:
-            output, known_values = of_values
+            output, known_values, places = of_values
+            if places and args[0].device.type == DEVICE_TYPE:
+                self.order.append(~self._allocate(places, name, "temporary"))
             if not known_values:
                 self.unmodelled[f"{name}: its output is taken to be as large as it can get"] = None
         elif user_kernels.is_custom(func):

@@ -142,9 +142,25 @@ class Reading(nn.Module):
             return out
         if self.way == "filled":
             return out * torch.zeros((), device=x.device).fill_(3).item()
+        if self.way.startswith("known"):
+            return out * self._known(x)
         if self.way == "eigenvalues":
             return out * torch.linalg.eigvals(x[:4, :4]).real.sum()
         raise AssertionError(self.way)
+
+    def _known(self, x: torch.Tensor) -> int:
+        """Numbers that come from no weight: 3 of 5 are selected."""
+        numbers = torch.arange(5, device=x.device)
+        mask = numbers > 1
+        if self.way == "known count":
+            return int(mask.sum())
+        if self.way == "known shape":
+            return int(numbers[mask].numel()) + torch.nonzero(mask).size(0) + numbers.repeat_interleave(numbers).size(0)
+        if self.way == "known to the CPU":
+            return int(numbers.cpu()[4] * torch.tensor([numbers[1]], device=x.device)[0])
+        view = numbers[:2]
+        view += (x[:2, 0] > 0).long() if self.way == "known no more" else 1
+        return int(numbers.sum())
 
 
 class Recurrent(nn.Module):

@@ -44,3 +44,8 @@ def test_the_example_in_python_prints_what_it_says() -> None:
     with contextlib.redirect_stdout(printed):
         exec(code, {})
     assert printed.getvalue() == code.rpartition("# ")[2]
+
+
+def test_coverage_page_is_up_to_date() -> None:
+    """docs/coverage.md is what `python docs/make_coverage.py` writes."""
+    assert (DOCS / "coverage.md").read_text(encoding="utf-8") == _script("make_coverage").page()

@@ -264,7 +264,7 @@ def test_half_precision_of_a_checkpoint_is_not_the_models(tmp_path: Path) -> Non
         ('{"model_type": ["bert"]}', "supports, not"),
         ('{"model_type": "bert", "hidden_size": 10, "num_attention_heads": 3}', "figures that transformers accepts"),
         ('{"model_type": "bert", "hidden_size": "ten"}', "figures that transformers accepts"),
-        ('{"model_type": "whisper"}', "invalid value 'whisper'; expected a text or image classification model"),
+        ('{"model_type": "detr"}', "invalid value 'detr'; expected a model of text"),
     ],
 )
 def test_bad_configs_are_explained(tmp_path: Path, text: str, said: str) -> None:
@@ -278,6 +278,54 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
     """A folder that holds no config.json is said to be so."""
     with pytest.raises(InvalidValue, match=r"a readable config.json \(No such file or directory\)"):
         build_workload(str(tmp_path))
+
+
+MEDIA: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "vocab_size": 151700,
+        "text_config": {"model_type": "qwen2_vl_text", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 151700,
+                        "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32,
+                        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+        "vision_config": {"model_type": "qwen2_vl_vision", "embed_dim": 16, "hidden_size": 32, "depth": 2,
+                          "num_heads": 2, "image_size": 56},
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"], "vocab_size": 99, "d_model": 16, "encoder_layers": 2,
+        "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32, "max_source_positions": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 3,
+    },
+    "wav2vec2": {
+        "architectures": ["Wav2Vec2ForCTC"], "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": [8] * 7, "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "seq_len", "unit", "said"),
+    [
+        ("qwen2_vl", 24, "tokens", "each sample has one image of 4 x 4 patches, for which 4 of its tokens stand"),
+        ("whisper", 12, "tokens", "each sample has 30 seconds of speech in 80 frames"),
+        ("wav2vec2", 20_000, "samples", "the labels of a recording are 40 tokens"),
+    ],
+)
+def test_images_and_recordings_train_for_real(
+    tmp_path: Path, model_type: str, seq_len: int, unit: str, said: str
+) -> None:
+    """A step runs with what is read besides text, and all of the encoder gets gradients; what it reads is said."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MEDIA[model_type]}))
+    workload = build_workload(str(tmp_path))
+    assert type(workload.model).__name__ == MEDIA[model_type]["architectures"][0]
+    assert (workload.seq_len_unit, workload.assumptions) == (unit, (said,))
+    loss = workload.model.train()(**workload.make_batch(2, seq_len)).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    encoder = [p for name, p in workload.model.named_parameters() if "visual" in name or "encoder.layers" in name]
+    assert encoder
+    assert all(parameter.grad is not None for parameter in encoder)
 
 
 def tiny_llama(tmp_path: Path, **options: Any) -> Workload:

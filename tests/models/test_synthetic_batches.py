@@ -7,8 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfinder.errors import InvalidValue
-from batchfinder.models.catalog import Label
-from batchfinder.models.synthetic_batches import ImageBatches, TextBatches
+from batchfinder.models.catalog import Label, MediaTensor
+from batchfinder.models.synthetic_batches import ImageBatches, MediaBatches, TextBatches
 
 TEXT = TextBatches(
     vocab_size=11,
@@ -84,3 +84,55 @@ def test_batches_can_be_fake() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         text, images = TEXT(1 << 30, 32), ImageBatches(10)(1 << 20, None)
     assert all(isinstance(t, FakeTensor) for t in (*text.values(), *images.values()))
+
+
+SEEN = MediaBatches(
+    tensors=(
+        MediaTensor("pixel_values", ("batch*grid*grid", "channels*patch*patch")),
+        MediaTensor("image_grid_thw", ("batch", 3), rows=(1, "grid", "grid"), kind="int"),
+        MediaTensor("pixel_attention_mask", ("batch", "seq_len"), fill=1, kind="bool"),
+    ),
+    sizes={"grid": 4, "channels": 3, "patch": 2},
+    arguments=frozenset({"input_ids", "labels", "token_type_ids"}),
+    text=TEXT,
+    placeholder=7,
+    placeholders=16,
+    token_kinds=("token_type_ids", "mm_token_type_ids"),
+)
+
+
+def test_an_image_stands_among_the_tokens() -> None:
+    """Its placeholders are the only ones, whatever is drawn; what says which they are is passed, and no more."""
+    batch = SEEN(5, 24)
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == {
+        "input_ids": ((5, 24), torch.int64),
+        "labels": ((5, 24), torch.int64),
+        "token_type_ids": ((5, 24), torch.int64),
+        "pixel_values": ((80, 12), torch.float32),
+        "image_grid_thw": ((5, 3), torch.int64),
+        "pixel_attention_mask": ((5, 24), torch.bool),
+    }
+    assert torch.equal(batch["input_ids"] == 7, batch["token_type_ids"].bool())
+    assert batch["token_type_ids"].sum(1).tolist() == [16] * 5
+    assert batch["image_grid_thw"].tolist() == [[1, 4, 4]] * 5
+    assert batch["pixel_attention_mask"].all()
+
+
+@pytest.mark.parametrize("seq_len", [1, 16])
+def test_an_image_needs_room(seq_len: int) -> None:
+    """A sequence that its image alone fills is refused, with the tokens of the image."""
+    with pytest.raises(InvalidValue, match=f"seq_len: invalid value {seq_len}; expected more than 16 tokens"):
+        SEEN(2, seq_len)
+
+
+def test_a_recording_is_as_long_as_asked() -> None:
+    """Where a model reads no text, the sequence length is the recording's; its transcript has 40 tokens."""
+    text = TextBatches(11, (Label("labels", "token", 11),), keyword="")
+    wave = MediaTensor("input_values", ("batch", "samples"))
+    speech = MediaBatches((wave,), {"samples": 900}, frozenset({"labels"}), text, length="samples")
+    for asked, samples in ((None, 900), (400, 400)):
+        batch = speech(3, asked)
+        assert {name: tuple(tensor.shape) for name, tensor in batch.items()} == {
+            "input_values": (3, samples),
+            "labels": (3, 40),
+        }

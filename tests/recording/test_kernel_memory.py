@@ -301,3 +301,13 @@ def test_mixtures_of_experts_run_in_every_precision(record: Record, precision: s
     ]
     # The product, and in the backward the weight's gradient; nothing follows the last row.
     assert grouped == 2 * [size * (count * padded - padded + columns) for count in (rows, 4 * WIDTH)]
+
+
+def test_ctc_takes_what_pytorch_takes() -> None:
+    """The loss of each sequence and the alphas are of the shapes that PyTorch's own kernel makes on a CPU."""
+    log_probs = torch.randn(50, 3, 11).log_softmax(-1)
+    lengths = torch.full((3,), 50), torch.full((3,), 7)
+    for targets in (torch.randint(1, 11, (3, 7)), torch.randint(1, 11, (21,))):
+        real = aten._ctc_loss.Tensor(log_probs, targets, *lengths)
+        ours = kernel_memory.REPLACED[aten._ctc_loss.Tensor](log_probs, targets, *lengths, 0, False)
+        assert [tensor.shape for tensor in ours] == [tensor.shape for tensor in real]

@@ -6,8 +6,11 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace
@@ -295,3 +298,59 @@ def test_compiled_steps_need_triton(record: Record) -> None:
 
     with pytest.raises(AssertionError, match=r"MissingExtra.*needs triton.*batchfinder\[compile\]"):
         record(build, 8, capability=(8, 0))
+
+
+def _of_diffusers(name: str) -> Workload:
+    import diffusers
+
+    def batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
+        times = torch.randint(1000, (batch_size,))
+        if name == "DiTTransformer2DModel":
+            classes = torch.randint(1000, (batch_size,))
+            return {"hidden_states": torch.rand(batch_size, 4, 32, 32), "timestep": times, "class_labels": classes}
+        text = torch.rand(batch_size, 77, 768)
+        return {"sample": torch.rand(batch_size, 4, 32, 32), "timestep": times, "encoder_hidden_states": text}
+
+    few: dict[str, Any] = {"num_layers": 2} if name == "DiTTransformer2DModel" else {"cross_attention_dim": 768}
+    return Workload(getattr(diffusers, name)(**few), batch, seq_len_unit="none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["UNet2DConditionModel", "DiTTransformer2DModel"])
+def test_models_of_diffusers_are_recorded(record: Record, name: str) -> None:
+    """A UNet and a DiT, built on fake tensors by a factory as the documentation has it."""
+    pytest.importorskip("diffusers")
+    trace = record(partial(_of_diffusers, name), 2, capability=(8, 0), precision="bf16-mixed")
+    assert trace.structure.marks[-1].stage == "end"
+    assert any(operator.endswith("_backward.default") for operator in trace.structure.operators)
+
+
+def _of_images(library: str, name: str) -> Workload:
+    def batch(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
+        return (torch.rand(batch_size, 3, 224, 224),)
+
+    if library == "timm":
+        import timm
+
+        return Workload(timm.create_model(name), batch, seq_len_unit="pixels")
+    import torchvision
+
+    return Workload(torchvision.models.get_model(name, weights=None), batch, seq_len_unit="pixels")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("torchvision", "convnext_tiny"),
+        ("torchvision", "swin_t"),
+        ("timm", "vit_small_patch16_224"),
+        ("timm", "levit_128"),
+    ],
+)
+def test_models_of_image_libraries_are_recorded(record: Record, library: str, name: str) -> None:
+    """Convolutions, windows and attention tables that are computed as the model is built."""
+    pytest.importorskip(library)
+    trace = record(partial(_of_images, library, name), 2, capability=(8, 0), precision="bf16-mixed")
+    parameters = sum(kind == "parameter" for kind in trace.structure.kinds)
+    assert sum(kind == "gradient" for kind in trace.structure.kinds) == 2 * parameters

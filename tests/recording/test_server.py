@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.errors import RecordingDied
+from batchfinder.errors import RecordingDied, RecordingFailed
 from batchfinder.recording.simulation import RecordingClient
 from batchfinder.training import child_process
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
@@ -46,6 +46,14 @@ def real():
         return batch(batch_size, seq_len)
 
     return Workload(Real(), make_batch)
+
+def huge():
+    class Huge(Real):
+        def __init__(self):
+            super().__init__()
+            self.weights = torch.nn.Linear(1 << 21, 1 << 21)
+
+    return Workload(Huge(), batch)
 
 def forks():
     os.fork()
@@ -102,7 +110,22 @@ def test_a_workload_of_real_tensors_is_recorded(
     """Building it started OpenMP's threads, which a fork does not have: its first parallel operation must not wait."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     with RecordingClient(theirs("real")) as recorder:
-        assert recorder.submit(job(2)).result(SECONDS).batch_size == 2
+        said = r"their_code:real was built with real weights, since their_code.py:11 \(self.size = .*\) does not run"
+        with pytest.warns(UserWarning, match=said) as told:
+            recorder.facts()
+        recorder.facts()  # and once is enough
+        trace = recorder.submit(job(2)).result(SECONDS)
+    assert trace.batch_size == 2
+    assert str(told[0].message) in trace.unmodelled
+
+
+def test_real_weights_beyond_the_memory_are_refused(theirs: Callable[[str], WorkloadSpec]) -> None:
+    """16 TiB of them are no reason for the kernel to end processes: the error names the line that wants values."""
+    with (
+        RecordingClient(theirs("huge")) as recorder,
+        pytest.raises(RecordingFailed, match=r"their_code.py:11 \(self.size.* more than the [0-9.]+ .iB of memory"),
+    ):
+        recorder.facts()
 
 
 @pytest.mark.parametrize("function", ["forks", "forks_in_the_step", "leaves_a_process", "ignores_children"])

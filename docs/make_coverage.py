@@ -1,0 +1,134 @@
+"""Writes coverage.md from benchmarks/results: `python docs/make_coverage.py`. A test keeps it up to date."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("coverage.md")
+RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "coverage-2-cores.json"
+
+HEAD = """\
+# Models
+
+Which models can be simulated from nothing but a config or a factory.
+
+## transformers
+
+`--model path/to/config.json` takes the head that the config names in `architectures`. These are all model types of
+transformers {transformers} with a head that is trained. Each was built from its default config at a depth of two
+layers, and two steps were recorded on the fake GPU in bf16-mixed and in bf16-true, with torch {torch}. Both must
+succeed: **{works} of {all} ({share:.1%})**. `python benchmarks/coverage.py` recorded the figures on this page.
+
+What a model reads besides text is made from its config: one image for each sample, of the size that the config names,
+or 30 seconds of speech beside text (10 seconds where a model reads no text and no length was asked for). The image's or
+the recording's placeholders count as tokens of the sequence, and `--explain` says how many there are. Where a default
+config contradicts itself, so that no machine could train the model, `benchmarks/coverage.toml` has what it needs.
+
+| trained for | types | work |
+| --- | ---: | ---: |
+"""
+
+MIDDLE = """
+These do not work from their default config:
+
+| type | class | reason |
+| --- | --- | --- |
+"""
+
+TAIL = """
+## Mixtures of experts
+
+A router's choice has no value on the fake GPU: every expert is taken to be chosen by the same number of tokens, and
+`--explain` says so. Routing that is less even changes nothing where transformers multiplies all experts at once
+(`grouped_mm`, its default where the model has it): the tokens are sorted by expert, and the tensors are as large as all
+tokens together, whoever gets them. In a loop over experts (`experts_implementation="eager"`) each expert's activations
+are as large as its share, and all are kept for the backward: their sum is the same. Only what is alive inside the one
+expert at work is larger in a busy one. A test records a Mixtral both ways, evenly routed and with all tokens sent to
+the same two experts, and compares the peaks. Where each expert has a fixed capacity, the capacity decides.
+
+## diffusers, torchvision, timm
+
+A factory wraps the model, and says what a batch is:
+
+```python
+import diffusers, timm, torch, torchvision
+from batchfinder import Workload
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, pixels, labels):
+        return torch.nn.functional.cross_entropy(self.net(pixels), labels)
+
+
+def images(batch_size, side):
+    side = side or 224
+    return torch.rand(batch_size, 3, side, side), torch.randint(1000, (batch_size,))
+
+
+def convnext():
+    return Workload(Classifier(torchvision.models.convnext_tiny()), images, seq_len_unit="pixels")
+
+
+def vit():
+    return Workload(Classifier(timm.create_model("vit_small_patch16_224")), images, seq_len_unit="pixels")
+
+
+def unet():
+    def batch(batch_size, _):
+        return {
+            "sample": torch.rand(batch_size, 4, 64, 64),
+            "timestep": torch.randint(1000, (batch_size,)),
+            "encoder_hidden_states": torch.rand(batch_size, 77, 768),
+        }
+
+    return Workload(diffusers.UNet2DConditionModel(cross_attention_dim=768), batch, seq_len_unit="none")
+
+
+def dit():
+    def batch(batch_size, _):
+        return {
+            "hidden_states": torch.rand(batch_size, 4, 32, 32),
+            "timestep": torch.randint(1000, (batch_size,)),
+            "class_labels": torch.randint(1000, (batch_size,)),
+        }
+
+    return Workload(diffusers.DiTTransformer2DModel(), batch, seq_len_unit="none")
+```
+
+```sh
+batchfinder sweep --model my_models:unet --gpu l40s --precision bf16-mixed
+```
+
+The loss of a model that computes none is the mean of its output; give `Workload(loss=...)` for another. Tried with
+diffusers 0.42.1 (UNet2DModel, UNet2DConditionModel, AutoencoderKL, the DiT, Stable Diffusion 3's and Flux'
+transformers), torchvision 0.28.0 (17 architectures) and timm 1.0.31 (20): all are recorded without real weights.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    rows: dict[str, Any] = result["types"]
+    tasks = Counter(row["task"] for row in rows.values())
+    works = Counter(row["task"] for row in rows.values() if "failed" not in row)
+    lines = [HEAD.format(**result["versions"], works=works.total(), all=len(rows), share=works.total() / len(rows))]
+    lines += [f"| {task} | {count} | {works[task]} |\n" for task, count in sorted(tasks.items())]
+    lines.append(MIDDLE)
+    for model_type, row in rows.items():
+        if "failed" in row:
+            precision, said = next(iter(row["failed"].items()))
+            said = said.replace("|", "\\|").replace("<", "&lt;")
+            only = f"{precision} only: " if len(row["failed"]) == 1 and precision != "config" else ""
+            lines.append(f"| {model_type} | {row['architecture']} | {only}{said} |\n")
+    return "".join([*lines, TAIL])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

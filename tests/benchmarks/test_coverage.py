@@ -1,0 +1,39 @@
+"""Tests of benchmarks/coverage.py: what is counted, and what is given to batchfinder."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import coverage
+
+
+@pytest.mark.slow
+def test_types_of_every_task_are_counted_once() -> None:
+    """A type that several Auto classes have is counted for the first of the tasks: BERT as masked."""
+    types = coverage.model_types()
+    assert {task for task, _ in types.values()} == {task for task, _ in coverage.TASKS}
+    assert types["whisper"] == ("speech to text", "WhisperForConditionalGeneration")
+    assert types["bert"] == ("masked", "BertForMaskedLM")
+    assert types["qwen2_vl"] == ("vision-language", "Qwen2VLForConditionalGeneration")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma3", "whisper"])
+def test_configs_are_shallow_and_name_their_head(model_type: str) -> None:
+    """Two layers, also in the parts of a config, and a list with an entry for each layer goes with them."""
+    architecture = coverage.model_types()[model_type][1]
+    figures = coverage.config_of(model_type, architecture)
+    assert figures["architectures"] == [architecture]
+    assert figures["model_type"] == model_type
+    parts = [figures, *(value for value in figures.values() if isinstance(value, dict))]
+    depths = [part[name] for part in parts for name in coverage.DEPTHS & set(part)]
+    assert depths
+    assert set(depths) == {2}
+
+
+def test_reasons_say_what_went_wrong_and_nothing_of_this_machine() -> None:
+    """The last line of an error, without folders."""
+    traceback = 'File "/home/me/code.py", line 3, in f\nValueError: no such thing in /home/me/data.txt'
+    assert coverage.reason(traceback) == "ValueError: no such thing in data.txt"
+    said = "model: invalid value '/tmp/x/config.json'; expected figures that transformers accepts (no depth)."
+    assert coverage.reason(said) == "no depth"
