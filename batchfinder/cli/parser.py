@@ -127,6 +127,16 @@ SWEEP = Command(
         },
         "the step": _STEP,
         "the search": {
+            "--find": {
+                "default": "batch-size",
+                "metavar": "WHAT",
+                "help": "batch-size (default), or seq-len: the longest sequence at --batch-size, simulated",
+            },
+            "--batch-size": {
+                "action": "append",
+                "metavar": "N",
+                "help": "with --find seq-len: samples in a micro-batch; repeatable (default: 1)",
+            },
             "--target-batch-size": {
                 "metavar": "N",
                 "help": "add micro-batch x accumulation for this effective batch size",
@@ -137,7 +147,11 @@ SWEEP = Command(
                 "help": "try no smaller batch size than this, such as 2 for BatchNorm (default: 1)",
             },
             "--max-batch-size": {"metavar": "N", "help": "try no larger batch size than this"},
-            "--multiple-of": {"metavar": "N", "default": "1", "help": "try multiples of this only (default: 1)"},
+            "--multiple-of": {
+                "metavar": "N",
+                "default": "1",
+                "help": "try multiples of this only (default: 1; of lengths: 128)",
+            },
             "--tolerance": {
                 "metavar": "SHARE",
                 "default": "0.01",

@@ -7,11 +7,12 @@ import json
 from contextlib import ExitStack
 
 from batchfinder.cli.main import OK, USER_ERROR
-from batchfinder.cli.options import check_file, seq_lens_of, write_file
+from batchfinder.cli.options import check_file, one_of, seq_lens_of, write_file
+from batchfinder.cli.sequence_length import find_lengths
 from batchfinder.cli.sweep_cells import ModelCells, measure_cells, simulate_cells
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest, read_request
 from batchfinder.data.size_table import checked, to_json, to_lhotse
-from batchfinder.errors import BatchFinderError, CacheFailed
+from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.plots import check_picture, draw_sweep
 from batchfinder.report.progress import StatusLine, SweepProgress
@@ -21,6 +22,10 @@ from batchfinder.report.terminal import tell
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sweep; whatever was found is printed, also when it ends early."""
+    if one_of("--find", arguments.find, ("batch-size", "seq-len")) == "seq-len":
+        return find_lengths(arguments)
+    if arguments.batch_size is not None:
+        raise InvalidValue("--batch-size", arguments.batch_size[0], "--find seq-len with it: a sweep finds batch sizes")
     for option in ("markdown", "csv", "batch_sizes", "lhotse"):
         if getattr(arguments, option) is not None:
             check_file(f"--{option.replace('_', '-')}", getattr(arguments, option))

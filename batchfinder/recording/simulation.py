@@ -9,13 +9,13 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import asdict
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, TypeVar
 
 from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
-from batchfinder.results import SearchResult, Shape
+from batchfinder.results import Measurement, SearchResult, Shape
 from batchfinder.search import Capped, Floored, Multiples, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
@@ -268,3 +268,48 @@ def search_simulated(
         if not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
     return result
+
+
+@dataclass(frozen=True)
+class LengthProbe:
+    """Says whether a sequence length runs at one batch size, for a search whose sizes are lengths."""
+
+    probe: SimulatedProbe
+    batch_size: int
+    source: ClassVar[str] = "simulated"
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """What the answers so far leave out, in words."""
+        return self.probe.unmodelled
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        return self.probe(self.batch_size, Shape(batch_size))  # the search's size is a length here
+
+
+def search_seq_len(probe: SimulatedProbe, batch_size: int, step: int, longest: int) -> SearchResult:
+    """Find the longest sequence that fits at a batch size; what decides it is recorded at its very length.
+
+    Args:
+        probe: for the step and the GPU.
+        step: lengths of interest are multiples of this.
+        longest: the longest of interest, at least `step`.
+
+    Returns:
+        A result whose sizes are lengths.
+    """
+    traces = probe.traces.for_lengths(step, longest)
+    lengths = LengthProbe(SimulatedProbe(traces, probe.memory, probe.allocator, probe.unmodelled), batch_size)
+    predicted: int | None = None
+    while True:
+        search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
+        search = Capped(Floored(Multiples(search, step), step), longest)
+        result = find_max_batch_size(lengths, Shape(), search=search)
+        answer = result.max_batch_size
+        if traces.exact:
+            return result
+        wanted = {length: length == answer for length in (answer, answer + step) if 0 < length <= longest}
+        steady = {length: lengths.probe.steady_state(batch_size, Shape(length), exact=True) for length in wanted}
+        if all(steady[length].fits == fits for length, fits in wanted.items()):
+            return result
+        traces.exact, predicted = True, answer or None

@@ -86,11 +86,16 @@ class ScaledTrace:
         return Trace(batch_size, seq_len, self.structure, sizes, self.unmodelled, compiled=self.compiled)
 
 
-def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace | None:
+def fit(
+    traces: Sequence[Trace], seq_lens: Iterable[int | None], batch_sizes: Sequence[int] = (2, 3, 5)
+) -> ScaledTrace | None:
     """Fit one scaled trace to two or more recordings.
 
     Args:
         traces: recordings at different sizes; two suffice where every allocation is a single term.
+        seq_lens: the lengths at which polynomials must agree.
+        batch_sizes: the batch sizes at which they must. At most quadratic in the batch size, those that agree at three
+            sizes agree at all.
 
     Returns:
         None where the recordings' events differ, or an allocation fits no polynomial or several different ones. Of a
@@ -106,7 +111,7 @@ def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace 
     index: list[int] = []
     for sizes in zip(*(trace.sizes for trace in traces), strict=True):
         if sizes not in polynomials:
-            polynomial = _polynomial(sizes, points, lengths)
+            polynomial = _polynomial(sizes, points, [(size, length) for length in lengths for size in batch_sizes])
             if polynomial is None and traces[0].compiled:
                 (first, low), (second, high) = list(zip(points, sizes, strict=True))[:2]
                 polynomial = (Line((first[0] * first[1], low), (second[0] * second[1], high)),)
@@ -119,8 +124,10 @@ def fit(traces: Sequence[Trace], seq_lens: Iterable[int | None]) -> ScaledTrace 
     return ScaledTrace(structure, tuple(found), tuple(index), unmodelled, traces[0].compiled)
 
 
-def _polynomial(sizes: tuple[int, ...], points: list[tuple[int, int]], lengths: list[int]) -> Polynomial | None:
-    """The one polynomial through all points; None without one, or with several that differ at these lengths."""
+def _polynomial(
+    sizes: tuple[int, ...], points: list[tuple[int, int]], asked: list[tuple[int, int]]
+) -> Polynomial | None:
+    """The one polynomial through all points; None without one, or with several that differ at what is asked."""
     if not any(sizes):
         return ()
     found: list[Polynomial] = []
@@ -146,8 +153,6 @@ def _polynomial(sizes: tuple[int, ...], points: list[tuple[int, int]], lengths: 
             and all(sum(term(*point) for term in terms) == size for point, size in zip(points, sizes, strict=True))
         ):
             found.append(terms)
-    # Polynomials at most quadratic in the batch size that agree at three sizes agree at all.
-    asked = [(batch_size, length) for length in lengths for batch_size in (2, 3, 5)]
     bytes_asked = {tuple(sum(term(*size) for term in terms) for size in asked) for terms in found}
     return found[0] if len(bytes_asked) == 1 else None
 
@@ -243,6 +248,10 @@ class TraceSource:
         """The step's trace at one size, recorded at that very size."""
         return self._record(batch_size, seq_len).result()
 
+    def for_lengths(self, step: int, longest: int) -> LengthTraces:
+        """The same step at one batch size and many lengths."""
+        return LengthTraces(self._submit, step, longest)
+
     def _record(self, batch_size: int, seq_len: int | None) -> Future[Trace]:
         size = (batch_size, seq_len)
         if size not in self._recorded:
@@ -272,3 +281,37 @@ def _recording_points(seq_lens: list[int | None], compiled: bool) -> list[tuple[
         enough = sum(size * (ordered[0] or 1) < _COMPILED_TOKENS for size in _COMPILED_BATCH_SIZES[:-3])
         sizes = _COMPILED_BATCH_SIZES[enough : enough + 3]
     return list(zip(sizes, (ordered[0], ordered[-1], ordered[len(ordered) // 2]), strict=True))
+
+
+# Lengths to record at, as multiples of the step in which lengths are tried.
+_LENGTHS = (7, 13, 11)
+
+
+class LengthTraces(TraceSource):
+    """Traces at one batch size and at multiples of a length, from recordings at a few short ones.
+
+    Each allocation is a polynomial of the length alone, so that a batch of one sample is served as well. Where none
+    fits, or once `exact` is set, each length is recorded itself.
+
+    Args:
+        step: every length asked for is a multiple of this; of 128, kernels' paddings make no difference.
+        longest: no longer one is recorded.
+    """
+
+    def __init__(self, submit: Submit, step: int, longest: int) -> None:
+        super().__init__(submit, ())
+        self._lengths = [step * times for times in _LENGTHS if step * times <= longest]
+        self._steps = [step * times for times in (1, 2, 3, 5, 8)]
+        self._fitted: ScaledTrace | None = None
+        self.exact = len(self._lengths) < len(_LENGTHS)
+
+    def at(self, batch_size: int, seq_len: int | None) -> Trace:
+        """The step's trace at one length."""
+        if self._fitted is None and not self.exact:
+            futures = [self._record(batch_size, length) for length in self._lengths]
+            traces = [future.result() for future in futures]
+            self._fitted = None if traces[0].compiled else fit(traces, self._steps, (batch_size,))
+            self.exact = self._fitted is None
+        if self.exact or self._fitted is None:
+            return self.recorded(batch_size, seq_len)
+        return self._fitted.at(batch_size, seq_len)

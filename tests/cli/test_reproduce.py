@@ -44,9 +44,7 @@ ONE_CHANGE = {
     384: {"gradient_checkpointing": 76, "adamw_8bit": 8, "sgd": 9, "half_the_length": 17},
     512: {"gradient_checkpointing": 57, "adamw_8bit": 5, "sgd": 6, "half_the_length": 12},
 }
-LEFT_OUT = (
-    "left out: kernels' small scratch tensors",
-)
+LEFT_OUT = ("left out: kernels' small scratch tensors",)
 TITAN_X_TABLE = """\
 Largest training batch of BERT on Titan X Pascal, simulated
 AdamW
