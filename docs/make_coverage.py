@@ -102,8 +102,8 @@ def dit():
     return Workload(diffusers.DiTTransformer2DModel(), batch, seq_len_unit="none")
 ```
 
-```sh
-batchfinder sweep --model my_models:unet --gpu l40s --precision bf16-mixed
+```console
+$ batchfinder sweep --model my_models:unet --gpu l40s --precision bf16-mixed
 ```
 
 The loss of a model that computes none is the mean of its output; give `Workload(loss=...)` for another. Tried with
