@@ -58,25 +58,24 @@ def asked(command: str, technique: str, length: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Ask for each, print it, and write the result."""
-    rows = []
-    for command in ("estimate", "sweep"):
-        for technique in TECHNIQUES:
-            for length in LENGTHS:
-                rows.append(asked(command, technique, length))
-                print(rows[-1], flush=True)
-    result = {
+    """Ask for each and print it; the result is complete after every row."""
+    result: dict[str, Any] = {
         "benchmark": "fine_tuning_seconds",
         "command": "python benchmarks/fine_tuning_seconds.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
         "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers", "peft", "triton")},
         "python": platform.python_version(),
-        "rows": rows,
+        "rows": [],
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"fine_tuning_seconds-{os.cpu_count()}-cores.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    for command in ("estimate", "sweep"):
+        for technique in TECHNIQUES:
+            for length in LENGTHS:
+                result["rows"].append(asked(command, technique, length))
+                print(result["rows"][-1], flush=True)
+                path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
