@@ -172,7 +172,7 @@ class Recorder:
         self._client: RecordingClient | None = None
 
     def traces(self, specs: list[tuple[WorkloadSpec, StepConfig, int | None]]) -> list[Trace | str]:
-        """A trace for each, or why there is none."""
+        """For each precision the trace, or the error that its recording ended with."""
         if self._client is None:
             self._client = RecordingClient(WorkloadSpec("batchfinder.models:build_workload", {"spec": "bert-base"}), 2)
         futures: list[Future[Trace]] = [

@@ -9,17 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from batchfinder.cli.options import (
-    DEFAULT_GPU,
-    card,
+    asked_card,
     check_file,
-    instance_card,
     one_of,
     seq_lens_of,
     step_options,
     whole_number,
     write_file,
 )
-from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, estimate
 from batchfinder.estimate.sharding import STRATEGIES, sharded_step
 from batchfinder.models.catalog import check_model_name
@@ -78,13 +76,7 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
         UnknownName: no such GPU, instance or model.
     """
     count = whole_number("--num-gpus", arguments.num_gpus)
-    if arguments.instance is None:
-        gpu = arguments.gpu or (None if arguments.budget else DEFAULT_GPU)
-        chosen = card(gpu, arguments.budget, count or 1)
-    elif arguments.gpu is not None:
-        raise InvalidValue("--gpu", arguments.gpu, "either a --gpu or an --instance, not both")
-    else:
-        chosen = instance_card(arguments.instance, arguments.budget, count)
+    chosen = asked_card(arguments, count)
     check_model_name(arguments.model)
     return EstimateRequest(
         model=arguments.model,

@@ -178,6 +178,20 @@ def instance_card(name: str, budget: str | None, count: int | None = None) -> Ca
     return replace(one, name=f"{instance.name}: {one.count} x {one.name}")
 
 
+def asked_card(arguments: argparse.Namespace, count: int | None = None) -> Card:
+    """What `--gpu`, `--budget` and `--instance` ask for, a Titan X without any of them; `count` is of GPUs.
+
+    Raises:
+        InvalidValue: a GPU and an instance, or more GPUs than the instance has, or no size for a budget.
+        UnknownName: no such GPU or instance.
+    """
+    if arguments.instance is None:
+        return card(arguments.gpu or (None if arguments.budget else DEFAULT_GPU), arguments.budget, count or 1)
+    if arguments.gpu is not None:
+        raise InvalidValue("--gpu", arguments.gpu, "either a --gpu or an --instance, not both")
+    return instance_card(arguments.instance, arguments.budget, count)
+
+
 def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
     """The value, if it is allowed.
 

@@ -149,7 +149,6 @@ SWEEP = Command(
             "--max-batch-size": {"metavar": "N", "help": "try no larger batch size than this"},
             "--multiple-of": {
                 "metavar": "N",
-                "default": "1",
                 "help": "try multiples of this only (default: 1; of lengths: 128)",
             },
             "--tolerance": {

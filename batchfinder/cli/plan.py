@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cli.options import (
-    DEFAULT_GPU,
-    card,
+    asked_card,
     check_file,
-    instance_card,
     one_of,
     seq_lens_of,
     step_options,
@@ -114,12 +112,10 @@ def main(arguments: argparse.Namespace) -> int:
     target = whole_number("--target-batch-size", arguments.target_batch_size)
     if target is None:
         raise InvalidValue("--target-batch-size", None, "the samples of an optimizer step")
-    if arguments.instance is None:
-        one = card(arguments.gpu or (None if arguments.budget else DEFAULT_GPU), arguments.budget)
-    elif arguments.gpu is not None:
-        raise InvalidValue("--gpu", arguments.gpu, "either a --gpu or an --instance, not both")
-    else:
-        one = instance_card(arguments.instance, arguments.budget)
+    if asked.optimizer_in_backward:
+        expected = "a plan without it: no gradients are left for another micro-batch to add to"
+        raise InvalidValue("--optimizer-in-backward", True, expected)
+    one = asked_card(arguments)
     seq_len = whole_number("--seq-len", arguments.seq_len)
     with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
         line.update(f"building {model}")
@@ -127,7 +123,7 @@ def main(arguments: argparse.Namespace) -> int:
         (length,) = seq_lens_of(model, () if seq_len is None else (seq_len,), facts)
         kept = {*(arguments.keep or ()), *(["optimizer"] if facts.brings_optimizer else [])}
         planner = Planner(model, asked, one, target, Shape(length), simulation, line)
-        found = planner.plan(list(planner.combinations(kept, arguments.allow or ())))
+        found = planner.plan(planner.combinations(kept, arguments.allow or ()))
     table = plan_table(model, one, asked, target, length, found, arguments.explain)
     if arguments.json:
         print(json.dumps(to_json(model, one, target, length, found), indent=1))
@@ -153,11 +149,12 @@ class Planner:
     refused: set[tuple[str, Any]] = field(default_factory=set)
     recorded: dict[StepOptions, Simulation] = field(default_factory=dict)
 
-    def combinations(self, keep: set[str], allow: Collection[str]) -> Iterator[StepOptions]:
+    def combinations(self, keep: set[str], allow: Collection[str]) -> list[StepOptions]:
         """The options that may be used, the least change first, and of those the ones that compute least again."""
-        asked = self.asked
-        precisions, optimizers, losses = [asked.precision], [asked.optimizer], [asked.loss]
+        asked, how = self.asked, self.asked.gradient_checkpointing
         bf16 = self.card.device.compute_capability >= _BF16_CAPABILITY
+        precisions, optimizers, losses, ranks = [asked.precision], [asked.optimizer], [asked.loss], [asked.lora]
+        schemes: tuple[bool | str, ...] = (how,)
         if "precision" not in keep:
             precisions += ["bf16-mixed" if bf16 else "16-mixed"] if asked.precision == "fp32" else []
             precisions += ["bf16-true"] if bf16 and asked.precision != "bf16-true" else []
@@ -165,22 +162,23 @@ class Planner:
             optimizers += ["adamw-8bit"]
         if "loss" not in keep and asked.loss == "default":
             losses += ["chunked"]
-        start = _CHECKPOINTING.index(asked.gradient_checkpointing) if self._may_checkpoint(keep) else 0
-        schemes = _CHECKPOINTING[start:] if self._may_checkpoint(keep) else (asked.gradient_checkpointing,)
-        ranks = [asked.lora] + ([LORA_RANK] if "lora" in allow and asked.lora is None else [])
+        if "checkpointing" not in keep and how in _CHECKPOINTING:
+            schemes = _CHECKPOINTING[_CHECKPOINTING.index(how) :]
+        if "lora" in allow and asked.lora is None:
+            ranks += [LORA_RANK]
 
         def change(one: StepOptions) -> int:
-            chosen = [name for name in (one.precision, one.optimizer) if name not in (asked.precision, asked.optimizer)]
-            return sum(_CHANGED[name] for name in [*chosen, *(["lora"] if one.lora != asked.lora else [])])
+            precision = _CHANGED[one.precision] if one.precision != asked.precision else 0
+            optimizer = _CHANGED[one.optimizer] if one.optimizer != asked.optimizer else 0
+            return precision + optimizer + (_CHANGED["lora"] if one.lora != asked.lora else 0)
 
         found = [
-            replace(asked, precision=precision, optimizer=optimizer, lora=rank, gradient_checkpointing=how, loss=loss)
-            for precision, optimizer, rank, how, loss in product(precisions, optimizers, ranks, schemes, losses)
+            replace(
+                asked, precision=precision, optimizer=optimizer, lora=rank, gradient_checkpointing=scheme, loss=loss
+            )
+            for precision, optimizer, rank, scheme, loss in product(precisions, optimizers, ranks, schemes, losses)
         ]
-        yield from sorted(found, key=change)  # stable: within one change by checkpointing, then by loss
-
-    def _may_checkpoint(self, keep: set[str]) -> bool:
-        return "checkpointing" not in keep and self.asked.gradient_checkpointing in _CHECKPOINTING
+        return sorted(found, key=change)  # stable: within one change by checkpointing, then by loss
 
     def plan(self, combinations: list[StepOptions]) -> Planned:
         """The first combination under which one sample trains, with as large a micro-batch as fits."""
@@ -189,7 +187,7 @@ class Planner:
             groups.setdefault((options.precision, options.optimizer, options.lora), []).append(options)
         least: int | None = None
         for group in groups.values():
-            # Where the last, which saves most, does not train, none of its group does.
+            # The last is taken to save most: where it does not train, the others of its group are not recorded.
             most_saving = next(((one, seen) for one in reversed(group) if (seen := self.one_sample(one))), None)
             if most_saving is None:
                 continue
@@ -226,8 +224,7 @@ class Planner:
     def probe(self, options: StepOptions) -> SimulatedProbe:
         """A probe of these options, with accumulation where the target is more than one sample on each GPU."""
         if options not in self.recorded:
-            accumulates = self.target > self.card.count and not options.optimizer_in_backward
-            spec, step = options.workload(self.model), options.step(2 if accumulates else 1)
+            spec, step = options.workload(self.model), options.step(2 if self.target > self.card.count else 1)
             self.recorded[options] = self.simulation.with_spec(spec, step)
         device, lengths = self.card.device, [self.shape.seq_len]
         return self.recorded[options].probe(device, lengths, AllocatorSettings.from_environment())

@@ -72,9 +72,8 @@ def find_lengths(arguments: argparse.Namespace) -> int:
             raise InvalidValue(option, value, "none of it with --find seq-len, whose answer is a length")
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
-    step = USUAL_STEP if arguments.multiple_of == "1" else whole_number("--multiple-of", arguments.multiple_of)
+    step = whole_number("--multiple-of", arguments.multiple_of) or USUAL_STEP
     sizes = [whole_number("--batch-size", size) for size in dict.fromkeys(arguments.batch_size or ["1"])]
-    arguments.multiple_of = "1"
     request = read_request(arguments)
     if request.place.device != SIMULATED:
         raise InvalidValue("--find", "seq-len", "a GPU to simulate with it: --gpu or --device simulated")

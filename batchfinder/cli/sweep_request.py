@@ -239,7 +239,7 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         draw=arguments.plot is not None,
         certify=not arguments.no_certify,
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
-        multiple_of=whole_number("--multiple-of", arguments.multiple_of),
+        multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
     )
     target, step = request.target_batch_size, request.multiple_of
     smallest = -(-request.min_batch_size // step) * step

@@ -141,7 +141,8 @@ class MediaBatches:
         text: makes the text and the labels; None for labels alone.
         labels: the tensors of labels where there is no text.
         arguments: those of the model's `forward`; others are left out.
-        placeholder: the token that stands for a part of the image or recording; None where there is none.
+        placeholder: the token that stands for a part of the image or recording; None for a model
+            whose text has no such token.
         placeholders: how many of it a sample has, before its last token.
         token_kinds: arguments that say which tokens are placeholders.
         length: the size that a sequence length stands for; empty where it counts the text's tokens.

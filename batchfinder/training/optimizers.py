@@ -8,6 +8,7 @@ device takes the library's own.
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ class NamedOptimizer:
     assumed: str = ""
 
 
-class _StandIn(torch.optim.Optimizer):
+class _StandIn(torch.optim.Optimizer, ABC):
     """Makes the states and temporaries of a step one parameter after the other, without the arithmetic."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -55,9 +56,9 @@ class _StandIn(torch.optim.Optimizer):
                     self.state[parameter] = self.new_state(parameter)
                 self.update(parameter, parameter.grad, self.state[parameter])
 
+    @abstractmethod
     def new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state of a parameter that is stepped for the first time."""
-        raise NotImplementedError
 
     def update(self, parameter: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         """What the update allocates; nothing where one kernel does it all."""

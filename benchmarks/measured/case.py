@@ -79,7 +79,7 @@ class Case:
 
 
 def record(cases: Sequence[Case]) -> Iterable[tuple[Case, Trace | Exception]]:
-    """The trace of each case, or why there is none.
+    """The trace of each case, or the error that its recording ended with.
 
     One process has imported everything and built the first case's model; the other models are built in its forks, as
     many at a time as there are cores.

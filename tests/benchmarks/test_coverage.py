@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import coverage
@@ -31,9 +33,9 @@ def test_configs_are_shallow_and_name_their_head(model_type: str) -> None:
     assert set(depths) == {2}
 
 
-def test_reasons_say_what_went_wrong_and_nothing_of_this_machine() -> None:
+def test_reasons_say_what_went_wrong_and_nothing_of_this_machine(tmp_path: Path) -> None:
     """The last line of an error, without folders."""
-    traceback = 'File "/home/me/code.py", line 3, in f\nValueError: no such thing in /home/me/data.txt'
+    traceback = f'File "{tmp_path}/code.py", line 3, in f\nValueError: no such thing in {tmp_path}/data.txt'
     assert coverage.reason(traceback) == "ValueError: no such thing in data.txt"
-    said = "model: invalid value '/tmp/x/config.json'; expected figures that transformers accepts (no depth)."
+    said = f"model: invalid value '{tmp_path}/config.json'; expected figures that transformers accepts (no depth)."
     assert coverage.reason(said) == "no depth"

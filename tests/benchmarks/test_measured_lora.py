@@ -25,7 +25,7 @@ def ranks(values: Sequence[float]) -> list[float]:
 
 
 def test_every_row_has_a_result() -> None:
-    """No published row was left out: each has a figure of ours, or says why there is none."""
+    """No published row was left out: each has a predicted figure, or the error that its recording ended with."""
     assert set(rows("peft")) == {case.name for case in peft.cases()}
     assert set(rows("torchtune")) == {case.name for case in torchtune.cases()}
 

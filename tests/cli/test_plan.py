@@ -54,7 +54,7 @@ def test_the_plan_is_the_first_of_the_grid_that_trains(planner: Planner) -> None
     that trains, nothing that changes as little about training and trains computes less again, and its micro-batch
     trains.
     """
-    grid = list(planner.combinations(KEPT, ()))
+    grid = planner.combinations(KEPT, ())
     needed: dict[StepOptions, int] = {}
     flops: dict[StepOptions, int] = {}
     for options in grid:
@@ -65,7 +65,7 @@ def test_the_plan_is_the_first_of_the_grid_that_trains(planner: Planner) -> None
             flops[options] = planner.probe(whole).trace(1, planner.shape, exact=True).flops
     chunked = [options for options in needed if options.loss == "chunked"]
     assert len(needed) == len(grid) - len(grid) // 2 + len(chunked)
-    assert bool(chunked) == ("llama" in planner.model), "a chunked loss is refused where there is none"
+    assert bool(chunked) == ("llama" in planner.model), "the chunked loss is for causal models, and refused for others"
     planner.refused.clear()
     answers = []
     context = planner.card.device.context_bytes
@@ -121,6 +121,8 @@ def test_each_row_adds_one_option(capsys: pytest.CaptureFixture[str], tmp_path: 
     [
         ((), "--target-batch-size: invalid value None; expected the samples of an optimizer step"),
         (("--target-batch-size", "8", "--allow", "magic"), "--allow: invalid value 'magic'; expected one of lora"),
+        (("--target-batch-size", "8", "--optimizer-in-backward"), "expected a plan without it: no gradients are left"),
+        (("--target-batch-size", "8", "--gpu", "t4", "--instance", "p3.2xlarge"), "either a --gpu or an --instance"),
         (("--target-batch-size", "8", "--mode", "inference"), "expected train: a plan is for training"),
     ],
 )
