@@ -437,12 +437,16 @@ def replace_loss(model: nn.Module, loss: str, what: str) -> None:
 
 
 def _build(model_class: Any, config: Any, attention: str | None, what: str) -> Workload:
-    pending = [config]
+    pending, drops_layers = [config], False
     while pending:  # text models inside others have one of their own
         each = pending.pop()
         pending += [part for part in vars(each).values() if hasattr(part, "to_dict")]
         if hasattr(each, "use_cache"):
             each.use_cache = False
+        for name in [name for name, value in vars(each).items() if "layerdrop" in name and value]:
+            # Each step would leave out other layers, and the answer be that of a lucky one.
+            setattr(each, name, 0.0)
+            drops_layers = True
     if attention is not None:
         config._attn_implementation = attention_of(model_class, attention, what)
     window = getattr(config, "sliding_window", None)
@@ -478,7 +482,11 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
         model.tie_weights()
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # the library's own fallback, which it takes with a warning
-    return workload_from_model(model, what)
+    workload = workload_from_model(model, what)
+    if drops_layers:
+        said = "all layers run in every step, which needs the most: layerdrop leaves some out at random"
+        workload = replace(workload, assumptions=(*workload.assumptions, said))
+    return workload
 
 
 ALL_LINEAR = "all-linear"

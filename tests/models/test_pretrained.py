@@ -319,13 +319,25 @@ def test_images_and_recordings_train_for_real(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MEDIA[model_type]}))
     workload = build_workload(str(tmp_path))
     assert type(workload.model).__name__ == MEDIA[model_type]["architectures"][0]
-    assert (workload.seq_len_unit, workload.assumptions) == (unit, (said,))
+    assert (workload.seq_len_unit, workload.assumptions[0]) == (unit, said)
     loss = workload.model.train()(**workload.make_batch(2, seq_len)).loss
     loss.backward()
     assert torch.isfinite(loss)
     encoder = [p for name, p in workload.model.named_parameters() if "visual" in name or "encoder.layers" in name]
     assert encoder
     assert all(parameter.grad is not None for parameter in encoder)
+
+
+def test_no_layer_is_dropped_at_random(tmp_path: Path) -> None:
+    """A config's layerdrop does not decide what a step needs: all layers run, and that is said."""
+    config = MEDIA["wav2vec2"] | {"layerdrop": 0.99, "num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", **config}))
+    workload = build_workload(str(tmp_path))
+    assert "layerdrop leaves some out" in workload.assumptions[-1]
+    workload.model.train()(**workload.make_batch(1, 20_000)).loss.backward()
+    layers = [p for name, p in workload.model.named_parameters() if "encoder.layers" in name]
+    assert layers
+    assert all(parameter.grad is not None for parameter in layers)
 
 
 def tiny_llama(tmp_path: Path, **options: Any) -> Workload:
