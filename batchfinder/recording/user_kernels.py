@@ -142,6 +142,8 @@ def register(capability: tuple[int, int]) -> None:
     move = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) and tensor.fake_device == cuda:  # while Inductor works on a graph
+            return move(tensor, *args, **kwargs)
         if "device" in kwargs:
             kwargs["device"] = on_fake_device(kwargs["device"])
         return move(tensor, *map(on_fake_device, args), **kwargs)

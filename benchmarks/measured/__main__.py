@@ -1,6 +1,7 @@
 """Published memory figures beside what batchfinder says for the same training.
 
 Run: `python -m benchmarks.measured [SOURCE ...]`. The result is complete after every row; `--resume` goes on with it.
+`--scores` prints those of the results that are there, and records nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,80 +21,89 @@ from typing import Any
 
 from batchfinder.devices import host_name
 from batchfinder.units import format_bytes
-from benchmarks.measured.case import record, scores
+from benchmarks.measured.case import Case, record
+from benchmarks.measured.scores import of_all, of_rows, table
 
 HERE = Path(__file__).parent
 SOURCES = sorted(path.parent.name for path in HERE.glob("*/cases.py"))
+RESULTS = HERE.parent / "results" / "measured"
 
 
 def main() -> int:
-    """Record what was asked for, print a line for each row and the scores, and write the result."""
+    """Record what was asked for, print a line for each row and the scores, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.measured", description=__doc__)
     parser.add_argument("source", nargs="*", help=f"{', '.join(SOURCES)} (default: all)")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this")
     parser.add_argument("--resume", action="store_true", help="leave out rows that the result has")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "measured", metavar="FOLDER")
+    parser.add_argument("--scores", action="store_true", help="of the results that are there; record nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args()
     unknown = set(arguments.source) - set(SOURCES)
     if unknown:
         parser.error(f"no source {', '.join(sorted(unknown))}; there are {', '.join(SOURCES)}")
+    sources = arguments.source or SOURCES
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for source in arguments.source or SOURCES:
-        path = arguments.out / f"{source}.json"
-        rows: dict[str, Any] = {}
-        if (arguments.resume or arguments.only) and path.exists():
-            rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
-        asked = list(importlib.import_module(f"benchmarks.measured.{source}.cases").cases())
-        names = [case.name for case in asked]
-        asked = [case for case in asked if arguments.only in case.name]
-        if arguments.resume:
-            asked = [case for case in asked if case.name not in rows]
-        start = time.perf_counter()
-        for case, trace in record(asked):
-            row: dict[str, Any] = {
-                "name": case.name,
-                "technique": case.technique,
-                "gpu": case.gpu,
-                "statistic": case.statistic,
-                "published_bytes": case.published_bytes,
-                "note": case.note,
-            }
-            try:
-                if isinstance(trace, Exception):
-                    raise trace
-                predicted = case.predicted_bytes(trace)
-                row |= {"predicted_bytes": predicted, "error": predicted / case.published_bytes - 1}
-                words = f"{format_bytes(predicted):>10} {row['error']:+8.2%}"
-            except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {error}"
-                words = row["failed"].splitlines()[0][:100]
-            row["seconds"] = round(time.perf_counter() - start, 2)
-            start = time.perf_counter()
-            rows[case.name] = row
-            print(f"{source} {case.name:<60} {format_bytes(case.published_bytes):>10} {words}", flush=True)
-            ordered = [rows[name] for name in names if name in rows]
-            errors = [row["error"] for row in ordered if "error" in row]
-            techniques = dict.fromkeys(row["technique"] for row in ordered)
-            result = {
-                "benchmark": "measured",
-                "source": source,
-                "command": f"python -m benchmarks.measured {source}",
-                "date": datetime.now(UTC).date().isoformat(),
-                "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
-                "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
-                "python": platform.python_version(),
-                "scores": scores(errors),
-                "by_technique": {
-                    technique: scores([r["error"] for r in ordered if "error" in r and r["technique"] == technique])
-                    for technique in techniques
-                },
-                "failed": sum("failed" in row for row in ordered),
-                "rows": ordered,
-            }
-            path.write_text(json.dumps(result, indent=1) + "\n")
-        if path.exists():
-            print(f"{source}: {json.dumps(json.loads(path.read_text())['scores'])}")
+    for source in () if arguments.scores else sources:
+        _run(source, arguments.out / f"{source}.json", arguments.only, arguments.resume)
+    results = {source: arguments.out / f"{source}.json" for source in sources}
+    there = {source: path for source, path in results.items() if path.exists()}
+    rows = {source: json.loads(path.read_text(encoding="utf-8"))["rows"] for source, path in there.items()}
+    print(table({source: of_rows(found) for source, found in rows.items()} | {"all sources alike": of_all(rows)}))
     return 0
+
+
+def _run(source: str, path: Path, only: str, resume: bool) -> None:
+    """Record the rows of a source that are asked for, and write its result after each."""
+    rows: dict[str, Any] = {}
+    if (resume or only) and path.exists():
+        rows = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    cases: list[Case] = list(importlib.import_module(f"benchmarks.measured.{source}.cases").cases())
+    asked = [case for case in cases if only in case.name and not (resume and case.name in rows)]
+    start = time.perf_counter()
+    for case, trace in record(asked):
+        row: dict[str, Any] = {
+            "name": case.name,
+            "technique": case.technique,
+            "gpu": case.gpu,
+            "statistic": case.statistic,
+            "published_bytes": case.published_bytes,
+            "note": case.note,
+        }
+        try:
+            if isinstance(trace, Exception):
+                raise trace
+            predicted = case.predicted_bytes(trace)
+            row["predicted_bytes"] = predicted
+            words = "out of memory" if predicted is None else format_bytes(predicted)
+            if predicted is not None and case.published_bytes is not None:
+                row["error"] = predicted / case.published_bytes - 1
+                words = f"{words:>10} {row['error']:+8.2%}"
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {error}"
+            words = row["failed"].splitlines()[0][:100]
+        row["seconds"] = round(time.perf_counter() - start, 2)
+        start = time.perf_counter()
+        rows[case.name] = row
+        published = "out of memory" if case.published_bytes is None else format_bytes(case.published_bytes)
+        print(f"{source} {case.name:<60} {published:>10} {words}", flush=True)
+        _write(path, source, [rows[each.name] for each in cases if each.name in rows])
+
+
+def _write(path: Path, source: str, rows: list[Mapping[str, Any]]) -> None:
+    techniques: Iterable[str] = dict.fromkeys(row["technique"] for row in rows)
+    result = {
+        "benchmark": "measured",
+        "source": source,
+        "command": f"python -m benchmarks.measured {source}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
+        "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
+        "python": platform.python_version(),
+        "scores": of_rows(rows),
+        "by_technique": {each: of_rows([row for row in rows if row["technique"] == each]) for each in techniques},
+        "rows": rows,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

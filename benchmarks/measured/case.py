@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ class Case:
         technique: `eager`, `checkpointing`, `LoRA`, `QLoRA`, `compile`, `Liger`, ...: what the row stands for.
         gpu: the card that it was measured on, by its name in the catalog.
         statistic: `ALLOCATED` or `RESERVED`.
-        published_bytes: the figure.
+        published_bytes: the figure; None where the run ran out of memory.
         workload: how the model is built; a builder is `module:function`, which returns a `Workload`.
         step: how the step is taken.
         batch_size: samples in a micro-batch.
@@ -51,7 +50,7 @@ class Case:
     technique: str
     gpu: str
     statistic: str
-    published_bytes: int
+    published_bytes: int | None
     workload: WorkloadSpec
     step: StepConfig
     batch_size: int
@@ -60,12 +59,8 @@ class Case:
     without: tuple[str, ...] = ()
     note: str = ""
 
-    def predicted_bytes(self, trace: Trace) -> int:
-        """The same figure of a recorded step.
-
-        Raises:
-            RuntimeError: the step runs out of memory on that card.
-        """
+    def predicted_bytes(self, trace: Trace) -> int | None:
+        """The same figure of a recorded step; None where it runs out of memory on that card."""
         device = device_for(find_gpu(self.gpu))
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         sizes = [
@@ -73,7 +68,7 @@ class Case:
         ]
         timeline = replay(trace.structure, sizes, CachingAllocator(memory))
         if timeline.oom is not None:
-            raise RuntimeError(timeline.oom.message)
+            return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
         return peak + self.outside_bytes
 
@@ -104,17 +99,3 @@ def read_rows(source: Path) -> list[dict[str, str]]:
     """The rows of a source's rows.csv, by column; lines before the header that start with # are comments."""
     lines = (source / "rows.csv").read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
-
-
-def scores(errors: Sequence[float]) -> dict[str, float | int]:
-    """Of relative errors: how many, the median and 90th percentile of their absolute values, and their mean."""
-    absolute = sorted(map(abs, errors))
-    if not absolute:
-        return {"rows": 0}
-    return {
-        "rows": len(absolute),
-        "median": statistics.median(absolute),
-        "p90": absolute[min(len(absolute) - 1, int(0.9 * len(absolute)))],
-        "worst": absolute[-1],
-        "bias": statistics.mean(errors),
-    }

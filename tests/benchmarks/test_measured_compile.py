@@ -1,4 +1,4 @@
-"""Tests of benchmarks/measured/torchtitan and torchtune_compile: what `torch.compile` changes, as published."""
+"""Tests of benchmarks/measured/torchtitan and torchtune: what `torch.compile` changes, as published."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_recorders")]
 
 
-@pytest.mark.parametrize(("source", "within"), [("torchtitan", 0.07), ("torchtune_compile", 0.01)])
+@pytest.mark.parametrize(("source", "within"), [("torchtitan", 0.07), ("torchtune", 0.01)])
 def test_the_published_change_is_predicted(source: str, within: float) -> None:
     """Less memory, by the published figure to within a quarter of it; and both rows are near their figures."""
-    cases = importlib.import_module(f"benchmarks.measured.{source}.cases").cases()
+    cases = importlib.import_module(f"benchmarks.measured.{source}.cases").cases()[:2]
     predicted = []
     for case, trace in record(cases):
         assert not isinstance(trace, Exception), trace

@@ -198,6 +198,25 @@ def test_a_factory_may_compile(record: Record, way: str) -> None:
     assert not large
 
 
+def test_a_table_is_read_by_indices(record: Record) -> None:
+    """A compiled graph may index one tensor with another, as code that decodes 4-bit weights does."""
+
+    class Decoded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("table", torch.zeros(16))
+            self.register_buffer("codes", torch.zeros(WIDTH, dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) * self.table[self.codes]
+
+    def build() -> Workload:
+        return Workload(torch.compile(Decoded()), lambda batch_size, seq_len: torch.zeros(batch_size, WIDTH))
+
+    assert record(build, 64, None, AMPERE).compiled
+
+
 @pytest.mark.parametrize("part", ["model", "layers"])
 def test_modules_of_pytorchs_own_are_compiled(record: Record, part: str) -> None:
     """A model of torch.nn's modules, of which the method `compile` compiles nothing, takes less compiled than eager."""

@@ -1,0 +1,89 @@
+"""How near predicted figures come to published ones: of a source, and over all with every source weighing the same.
+
+A row is a mapping: `published_bytes` (None where the run ran out of memory), `predicted_bytes` (None where the
+simulated run did), `error` where both have a figure, `failed` where the recording ended with an error, and `seconds`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of one source's rows.
+
+    Returns:
+        `rows`, those with two figures; `median` and `p90` of their absolute relative errors, `worst` and `bias`, the
+        mean of the errors; `verdicts`, how many said rightly whether the run fits, of `asked`; `low`, the share of the
+        figures that are below the published ones; `failed`; and `seconds`, the median of a row.
+    """
+    errors = [row["error"] for row in rows if "error" in row]
+    asked = [row for row in rows if "predicted_bytes" in row]
+    right = sum((row["predicted_bytes"] is None) == (row["published_bytes"] is None) for row in asked)
+    scores: dict[str, Any] = {"rows": len(errors)}
+    if errors:
+        absolute = [abs(error) for error in errors]
+        scores |= {
+            "median": weighted_quantile(absolute, [1.0] * len(errors), 0.5),
+            "p90": weighted_quantile(absolute, [1.0] * len(errors), 0.9),
+            "worst": max(absolute),
+            "bias": statistics.mean(errors),
+            "low": sum(error < 0 for error in errors) / len(errors),
+        }
+    scores |= {"verdicts": right, "asked": len(asked), "failed": sum("failed" in row for row in rows)}
+    if rows:
+        scores["seconds"] = statistics.median(row["seconds"] for row in rows)
+    return scores
+
+
+def of_all(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
+    """The same over all sources, each of which weighs the same, however many rows it has."""
+    weighed = []
+    for found in rows.values():
+        errors = [row["error"] for row in found if "error" in row]
+        weighed += [(error, 1 / len(errors)) for error in errors]
+    everything = of_rows([row for found in rows.values() for row in found])
+    if not weighed:
+        return everything
+    weights = [weight for _, weight in weighed]
+    absolute = [abs(error) for error, _ in weighed]
+    total = sum(weights)
+    return {
+        **everything,
+        "median": weighted_quantile(absolute, weights, 0.5),
+        "p90": weighted_quantile(absolute, weights, 0.9),
+        "bias": sum(error * weight for error, weight in weighed) / total,
+        "low": sum(weight for error, weight in weighed if error < 0) / total,
+    }
+
+
+def weighted_quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
+    """The least value such that values up to it have this share of the weight; between two such values, their mean."""
+    ordered = sorted(zip(values, weights, strict=True))
+    goal, passed = share * sum(weights), 0.0
+    for number, (value, weight) in enumerate(ordered):
+        passed += weight
+        if abs(passed - goal) < 1e-9 and number + 1 < len(ordered):
+            return (value + ordered[number + 1][0]) / 2
+        if passed > goal:
+            return value
+    return ordered[-1][0]
+
+
+def table(scores: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line for each name."""
+    columns = ("median", "p90", "worst", "bias")
+    lines = [
+        f"{'':<20} {'rows':>5} {' '.join(f'{each:>8}' for each in columns)} {'low':>6} {'verdicts':>9} {'s/row':>6}"
+    ]
+    for name, score in scores.items():
+        figures = " ".join(f"{score[each]:8.2%}" if each in score else f"{'':>8}" for each in columns)
+        low = f"{score['low']:6.0%}" if "low" in score else f"{'':>6}"
+        verdicts = f"{score['verdicts']}/{score['asked']}"
+        seconds = f"{score['seconds']:6.1f}" if "seconds" in score else ""
+        lines.append(f"{name:<20} {score['rows']:>5} {figures} {low} {verdicts:>9} {seconds}")
+    return "\n".join(lines)
