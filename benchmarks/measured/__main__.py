@@ -48,7 +48,11 @@ def main() -> int:
     results = {source: arguments.out / f"{source}.json" for source in sources}
     there = {source: path for source, path in results.items() if path.exists()}
     rows = {source: json.loads(path.read_text(encoding="utf-8"))["rows"] for source, path in there.items()}
-    print(table({source: of_rows(found) for source, found in rows.items()} | {"all sources alike": of_all(rows)}))
+    scores = {source: of_rows(found) for source, found in rows.items()}
+    for source in rows:
+        others = getattr(importlib.import_module(f"benchmarks.measured.{source}.cases"), "others", dict)()
+        scores |= {f"{source}: {name}": of_rows(answers) for name, answers in others.items()}
+    print(table({**scores, "all sources alike": of_all(rows)}))
     return 0
 
 

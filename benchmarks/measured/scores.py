@@ -35,8 +35,9 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
             "low": sum(error < 0 for error in errors) / len(errors),
         }
     scores |= {"verdicts": right, "asked": len(asked), "failed": sum("failed" in row for row in rows)}
-    if rows:
-        scores["seconds"] = statistics.median(row["seconds"] for row in rows)
+    seconds = [row["seconds"] for row in rows if "seconds" in row]
+    if seconds:
+        scores["seconds"] = statistics.median(seconds)
     return scores
 
 

@@ -1,0 +1,1 @@
+"""LitGPT's LoRA fine-tuning on one A100."""
