@@ -1,0 +1,1 @@
+"""fms-acceleration's plain rows on one A100."""

@@ -1,0 +1,214 @@
+"""xMem's models, as its jobs build them, and its loops: what a step leaves behind is there while the next one runs.
+
+Written after perf_estimator/trainer/{trainer,train_loop}.py, perf_estimator/models.py and perf_estimator/dataset.py of
+https://github.com/Stone-ResearchLife/xMem at d61e0764.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from batchfinder.training.step import Workload
+
+_GPT2 = {"vocab_size": 50257, "n_embd": 768, "n_head": 12}
+_DEEPSEEK = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+_QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+_LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+_GEMMA2 = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+_NEO = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_layers": 12,
+    "num_heads": 12,
+    "attention_types": [[["global", "local"], 6]],
+    "window_size": 256,
+    "embed_dropout": 0,
+    "attention_dropout": 0,
+    "resid_dropout": 0,
+}
+_CEREBRAS = {
+    **_GPT2,
+    "n_layer": 10,
+    "n_positions": 2048,
+    "n_inner": 3072,
+    "activation_function": "gelu",
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+# The checkpoints' config.json: the class of transformers' config, and what differs from its defaults.
+TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "EleutherAI/gpt-neo-125M": ("GPTNeo", _NEO),
+    "cerebras/Cerebras-GPT-111M": ("GPT2", _CEREBRAS),
+    "distilbert/distilgpt2": ("GPT2", {**_GPT2, "n_layer": 6}),
+    "T5-small": ("T5", {"decoder_start_token_id": 0}),  # the class's defaults are this model
+    "meta-llama/Llama-3.2-3B-Instruct": ("Llama", _LLAMA),
+    "Qwen/Qwen3-4B": ("Qwen3", _QWEN3),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("Qwen2", _DEEPSEEK),
+    "google/gemma-2-2b-it": ("Gemma2", _GEMMA2),
+}
+IMAGE_SIZE = 86
+"""Rows and columns of CIFAR-10's images as xMem resizes them."""
+
+_OPTIMIZERS = {"RMSprop": torch.optim.RMSprop, "Adagrad": torch.optim.Adagrad}
+
+
+OF_2025 = "sdpa_of_2025"
+
+
+def text(model: str) -> Workload:
+    """A model of transformers in fp32, of random weights; batches are padded to their longest text, with a mask."""
+    family, figures = TEXT_MODELS[model]
+    head = "T5ForConditionalGeneration" if family == "T5" else f"{family}{_HEADS.get(family, 'ForCausalLM')}"
+    config = getattr(transformers, f"{family}Config")(**figures)
+    attention = "eager" if family in ("T5", "GPTNeo", "Gemma2") else OF_2025
+    built = getattr(transformers, head)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+
+    def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
+        tokens = torch.zeros(batch_size, seq_len or 1, dtype=torch.int64)
+        mask = torch.ones_like(tokens)
+        mask[-1, -1] = 0  # texts are of different lengths
+        return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
+
+    return Workload(KeepsOutputs(Held(built, family)), make_batch)
+
+
+_HEADS = {"GPT2": "LMHeadModel"}
+
+
+def images(model: str, optimizer: str = "") -> Workload:
+    """A model of torchvision in fp32, for images of 86 x 86.
+
+    Args:
+        optimizer: `RMSprop` or `Adagrad`; empty for the step's own.
+    """
+    from torchvision import models
+
+    nn.init.trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # type: ignore[assignment]  # it reads what it has drawn
+    if model == "MnasNet":
+        net = models.MNASNet(alpha=1.0, num_classes=10)
+    elif model == "MobeNetV3Large":
+        # xMem's own list of layers, which are those of mobilenet_v3_large
+        settings, _ = models.mobilenetv3._mobilenet_v3_conf("mobilenet_v3_large")
+        net = models.MobileNetV3(settings, last_channel=1280, num_classes=10)
+    else:
+        net = getattr(models, {"ConvNeXtTiny": "convnext_tiny", "ConvNeXtBase": "convnext_base"}[model])(weights=None)
+
+    def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
+        pixels = torch.zeros(batch_size, 3, IMAGE_SIZE, IMAGE_SIZE)
+        return {"pixels": pixels, "labels": torch.zeros(batch_size, dtype=torch.int64)}
+
+    made = partial(_OPTIMIZERS[optimizer], lr=1e-3) if optimizer else None
+    return Workload(KeepsOutputs(Classifier(net)), make_batch, optimizer=made, seq_len_unit="none")
+
+
+class Held(nn.Module):
+    """A model that returns the keys and values of its layers as they were made.
+
+    A cache kept the first keys and values that it was given, in
+    https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/cache_utils.py; today's copies them.
+    """
+
+    def __init__(self, model: nn.Module, family: str) -> None:
+        super().__init__()
+        self.model, self.family = model, family
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        cache: Any = KeysAndValues()
+        if self.family == "T5":
+            cache = transformers.EncoderDecoderCache(cache, KeysAndValues())
+        return self.model(past_key_values=cache, use_cache=True, **batch)
+
+
+class KeysAndValues(transformers.DynamicCache):  # type: ignore[misc]
+    """What a step's layers have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        self.made.append((key_states, value_states))
+        return key_states, value_states
+
+
+def attention_of_2025(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' attention by scaled_dot_product_attention, after copies of what does not lie in order.
+
+    Source: `sdpa_attention_forward` in
+    https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/integrations/sdpa_attention.py.
+    """
+    return sdpa_attention_forward(module, query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(OF_2025, attention_of_2025)
+ALL_MASK_ATTENTION_FUNCTIONS.register(OF_2025, sdpa_mask)
+
+
+class Classifier(nn.Module):
+    """A net with its loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.net(pixels)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class KeepsOutputs(nn.Module):
+    """A model whose outputs are held by the loop until the next ones are there: logits, and keys and values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.outputs: Any = None
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        self.outputs = self.model(**batch)
+        return self.outputs

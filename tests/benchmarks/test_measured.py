@@ -1,0 +1,124 @@
+"""Tests of benchmarks/measured: every source's data, its scores, and a sample that is recorded again."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from batchfinder.devices import find_gpu
+from benchmarks.measured import case as cases_module
+from benchmarks.measured.__main__ import RESULTS, SOURCES
+from benchmarks.measured.case import ALLOCATED, RESERVED, Case, record
+from benchmarks.measured.scores import of_all, of_rows, weighted_quantile
+
+HERE = Path(cases_module.__file__).parent
+SEED = 14
+SAMPLED = {
+    "litgpt": ("phi-1.5 None", "StableLM Alpha None"),
+    "fms": ("bigcode/gpt_bigcode-santacoder full",),
+    "xmem": ("distilbert/distilgpt2", "cerebras/Cerebras-GPT-111M"),
+}
+"""Of the sources whose rows are quick to record and need no other package: how the rows' names begin."""
+
+
+PARTLY = {"liger", "xmem"}
+"""Sources of which a part of the rows has been recorded."""
+
+
+def cases_of(source: str) -> list[Case]:
+    """What the source's module has."""
+    return list(importlib.import_module(f"benchmarks.measured.{source}.cases").cases())
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_source_says_where_it_is_from(source: str) -> None:
+    """Its README names a URL with a commit or a tag, the licence and the hardware."""
+    readme = (HERE / source / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"https://\S+/([0-9a-f]{7,40}|v?\d+\.\d+\.\d+)\b", readme)
+    assert re.search(r"Apache-2\.0|BSD-[23]-Clause|\bMIT\b", readme)
+    assert re.search(r"\b(A100|H100|A10G|L40S|RTX \d{4}|V100)\b", readme)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_data_is_whole(source: str) -> None:
+    """Each line of rows.csv has the header's columns; comments come before the header."""
+    lines = (HERE / source / "rows.csv").read_text(encoding="utf-8").splitlines()
+    data = [line for line in lines if not line.startswith("#")]
+    assert lines[len(lines) - len(data) :] == data
+    header, *rows = csv.reader(data)
+    assert len(set(header)) == len(header)
+    assert rows
+    assert all(len(row) == len(header) for row in rows)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_rows_make_cases(source: str) -> None:
+    """Names differ, cards are in the catalog, figures are of a known kind and fit the card."""
+    cases = cases_of(source)
+    assert len({case.name for case in cases}) == len(cases) > 0
+    for case in cases:
+        assert case.statistic in (ALLOCATED, RESERVED)
+        assert case.technique
+        figure, card = case.published_bytes, find_gpu(case.gpu)
+        assert figure is None or 0 < figure <= card.memory_bytes
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_case_has_a_result(source: str) -> None:
+    """No row is left out of the committed result: it has a figure, a verdict, or the error it ended with."""
+    result = json.loads((RESULTS / f"{source}.json").read_text(encoding="utf-8"))
+    recorded, all_cases = {row["name"] for row in result["rows"]}, {case.name for case in cases_of(source)}
+    assert recorded <= all_cases
+    assert recorded == all_cases or source in PARTLY
+    assert all("failed" in row or "predicted_bytes" in row for row in result["rows"])
+
+
+def test_every_source_weighs_the_same() -> None:
+    """A source of one exact row pulls the median as far as one of a hundred rows that are 4 % off."""
+    exact = {"published_bytes": 100, "predicted_bytes": 100, "error": 0.0, "seconds": 1.0}
+    off = {**exact, "predicted_bytes": 104, "error": 0.04}
+    scores = of_all({"one": [exact], "many": [off] * 100})
+    assert scores["rows"] == 101
+    assert scores["median"] == pytest.approx(0.02)
+    assert scores["bias"] == pytest.approx(0.02)
+    assert of_rows([off] * 100)["median"] == 0.04
+
+
+def test_verdicts_count_both_ways() -> None:
+    """A run out of memory that was foreseen is right; one that was not, or foreseen for a run that fitted, is wrong."""
+    base = {"seconds": 1.0}
+    rows = [
+        {**base, "published_bytes": None, "predicted_bytes": None},
+        {**base, "published_bytes": None, "predicted_bytes": 5},
+        {**base, "published_bytes": 5, "predicted_bytes": None},
+        {**base, "published_bytes": 5, "failed": "MissingExtra"},
+    ]
+    scores = of_rows(rows)
+    assert (scores["verdicts"], scores["asked"], scores["failed"], scores["rows"]) == (1, 3, 1, 0)
+
+
+def test_quantiles_are_those_of_the_weights() -> None:
+    """With equal weights the median is the usual one, of an even number of values too."""
+    assert weighted_quantile([3.0, 1.0, 2.0], [1, 1, 1], 0.5) == 2.0
+    assert weighted_quantile([4.0, 1.0, 2.0, 3.0], [1] * 4, 0.5) == 2.5
+    assert weighted_quantile([1.0, 2.0], [9, 1], 0.5) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_recorders")
+@pytest.mark.parametrize("source", SAMPLED)
+def test_a_sample_still_comes_to_the_same(source: str) -> None:
+    """A row of the source, drawn by a seed, is predicted as the committed result has it, to a thousandth."""
+    rows = {row["name"]: row for row in json.loads((RESULTS / f"{source}.json").read_text(encoding="utf-8"))["rows"]}
+    drawn = [case for case in cases_of(source) if case.name.startswith(SAMPLED[source])]
+    drawn = [case for case in drawn if rows[case.name].get("predicted_bytes")]
+    (case,) = random.Random(SEED).sample(drawn, 1)
+    ((_, trace),) = record([case])
+    assert not isinstance(trace, Exception), trace
+    assert case.predicted_bytes(trace) == pytest.approx(rows[case.name]["predicted_bytes"], rel=1e-3)
