@@ -77,12 +77,17 @@ def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, wide: bool, **_: An
 
 
 class WidensLogits(nn.Module):
-    """A model whose logits are gone as soon as there are some in fp32."""
+    """A model whose forward takes its logits to fp32 in their place; the last hidden states are there until it ends."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.hidden: list[torch.Tensor] = []
+        head: nn.Module = model.get_output_embeddings()
+        head.register_forward_pre_hook(lambda _, inputs: self.hidden.append(inputs[0]))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.model(input_ids=input_ids).logits.float()
-        return {"loss": shifted_loss(logits, labels, wide=False), "logits": logits}
+        loss = shifted_loss(logits, labels, wide=False)
+        self.hidden.clear()
+        return {"loss": loss, "logits": logits}
