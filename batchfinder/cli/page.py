@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -23,13 +24,15 @@ def main(arguments: argparse.Namespace) -> int:
     check_file("FILE", arguments.file)
     store = Store(arguments.cache)
     records = sorted(store.records(), key=lambda record: (record.label, record.key.gpu, record.key.seq_len or 0))
-    if not records:
-        print(f"the cache at {printable(store.url)} is empty")
-        return 0
-    count = f"{len(records)} result{'s' * (len(records) != 1)}"
-    page = page_of("Cached results", f"{count} of {printable(store.url)}", [cell_of_record(one) for one in records])
-    write_file("FILE", arguments.file, page)
-    print(f"{count} of {printable(store.url)} written to {arguments.file}")
+    url, count = printable(store.url), f"{len(records)} result{'s' * (len(records) != 1)}"
+    if records:
+        page = page_of("Cached results", f"{count} of {url}", [cell_of_record(one) for one in records])
+        write_file("FILE", arguments.file, page)
+    if arguments.json:
+        written = arguments.file if records else None
+        print(json.dumps({"url": store.url, "results": len(records), "file": written}, indent=1))
+    else:
+        print(f"{count} of {url} written to {arguments.file}" if records else f"the cache at {url} is empty")
     return 0
 
 

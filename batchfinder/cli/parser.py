@@ -299,7 +299,7 @@ CACHE = Command(
 )
 PAGE = Command(
     "write one HTML page of all cached results",
-    {"": {"file": {"metavar": "FILE", "help": "the file to write, which ends in .html"}, **_CACHE}},
+    {"": {"file": {"metavar": "FILE", "help": "the file to write, which ends in .html"}, **_CACHE, **_JSON}},
 )
 COMMANDS = {
     "sweep": SWEEP,

@@ -56,10 +56,17 @@ def test_a_sweep_and_its_cache(run: Run, tmp_path: Path) -> None:
         assert (first["change"], first["max_batch_size"]) == ("", cell["batch_size"])
         sizes = {each["change"]: each["max_batch_size"] for each in others}
         assert sizes["--precision 16-mixed"] > cell["batch_size"]
-    assert run("page", str(tmp_path / "all.html"), cache=cache).code == 0
+    assert run("page", str(tmp_path / "all.html"), "--json", cache=cache).json["results"] == 2
     cached = figures(tmp_path / "all.html")["cells"]
     assert [(c["model"], c["seq_len"], c["batch_size"], c["peak_bytes"]) for c in cached] == kept
     assert {cell["technique"] for cell in cached} == {"fp32, adamw"}
+
+
+def test_an_empty_cache(run: Run, tmp_path: Path) -> None:
+    """There is no page of nothing."""
+    pytest.importorskip("vl_convert")
+    assert "is empty" in run("page", str(tmp_path / "all.html")).out
+    assert not (tmp_path / "all.html").exists()
 
 
 @pytest.mark.slow
