@@ -27,7 +27,7 @@ SAMPLED = {
 """Of the sources whose rows are quick to record and need no other package: how the rows' names begin."""
 
 
-PARTLY = {"liger", "xmem"}
+PARTLY = {"liger"}
 """Sources of which a part of the rows has been recorded."""
 
 
