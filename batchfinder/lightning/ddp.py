@@ -9,31 +9,18 @@ from typing import Any
 
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfinder.distributed.agreement import Ranks, extra_groups, local_collectives
+from batchfinder.distributed.agreement import Ranks, local_collectives
 from batchfinder.lightning.compat import collective_timeout, synchronize_before_forward
 
 
 def ranks_of(trainer: Trainer) -> Ranks:
-    """Open a group of the trainer's ranks, with the strategy's timeout. All ranks call this.
-
-    Warns where the user's code has made process groups, whose collectives are not left out while sizes are tried.
-    """
-    if trainer.world_size == 1:
-        return Ranks()
-    others = extra_groups()
-    if others:
-        rank_zero_warn(
-            f"This run has {others} process group{'s' * (others > 1)} besides the default one. Collectives over such a "
-            "group are not left out while BatchFinder tries sizes: where a rank runs out of memory, the others wait in "
-            "them for as long as the group allows. If a step uses one, find the size with Trainer(devices=1)."
-        )
-    return Ranks.open(collective_timeout(trainer.strategy))
+    """Open a group of the trainer's ranks, with the strategy's timeout. All ranks call this."""
+    return Ranks() if trainer.world_size == 1 else Ranks.open(collective_timeout(trainer.strategy))
 
 
 @contextmanager
