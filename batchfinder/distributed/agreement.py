@@ -54,6 +54,7 @@ class Ranks:
         self.seconds = seconds
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._what, self._calls = "", 0
 
     @classmethod
     def open(cls, timeout: timedelta | None = None) -> Ranks:
@@ -136,13 +137,14 @@ class Ranks:
             failed = error
         try:
             if self.size > 1:
-                self._collective(self._monitored_barrier, what)
+                self._arrive(what)
                 words = None if failed is None else f"{type(failed).__name__}: {failed}"
                 for rank, other in enumerate(self.all_gather(words)):
                     if other is not None and failed is None:
                         raise RankFailed(rank, self.size, what, other)
             if failed is not None:
                 raise failed
+            self._what = ""
         finally:
             failed = None  # its traceback holds this frame
         return result[0]
@@ -156,22 +158,38 @@ class Ranks:
         """
         return self.all_gather(self.barrier_call(doing, what))
 
-    def _monitored_barrier(self, group: dist.ProcessGroup) -> None:
-        """Wait for all ranks; the first rank's error names those that do not come."""
-        dist.monitored_barrier(group, timedelta(seconds=self.seconds), wait_all_ranks=True)
+    def _arrive(self, what: str) -> None:
+        """Say in the group's store that this rank has come so far, for the message of those that wait in vain."""
+        self._what, self._calls = what, self._calls + 1
+        if self._group is not None:
+            with suppress(RuntimeError):  # the first rank may have ended, and the store with it
+                c10d._world.pg_map[self._group][1].set(f"rank {self.rank}", str(self._calls))
 
-    def _collective(self, collective: Callable[[dist.ProcessGroup], object], what: str = "") -> None:
+    def _missing(self) -> list[int]:
+        """The ranks that have not come as far as this one."""
+        missing: list[int] = []
+        if self._group is not None:
+            with suppress(RuntimeError, KeyError):
+                store = c10d._world.pg_map[self._group][1]
+                for rank in range(self.size if self._calls else 0):
+                    name = f"rank {rank}"
+                    if not store.check([name]) or int(store.get(name)) < self._calls:
+                        missing.append(rank)
+        return missing
+
+    def _collective(self, collective: Callable[[dist.ProcessGroup], object]) -> None:
         try:
             if self._group is None:
                 raise RuntimeError("this rank has left the group")
             collective(self._group)
         except RuntimeError as error:
-            raise RankLost(self.rank, self.size, self.seconds, _words(error), what) from error
+            where = (self.rank, self.size, self.seconds)
+            raise RankLost(*where, _words(error), self._what, self._missing()) from error
 
 
 def _words(error: RuntimeError) -> str:
-    """gloo's message without its advice, on one line."""
-    return " ".join(str(error).partition(". This is typically")[0].rstrip(".").split())
+    """gloo's message without its advice."""
+    return str(error).partition(". This is typically")[0].rstrip(".")
 
 
 def agree(seen: list[Measurement]) -> Measurement:

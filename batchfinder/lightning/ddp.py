@@ -14,24 +14,36 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfinder.distributed.agreement import Ranks, local_collectives
+from batchfinder.distributed.agreement import Ranks, connect_groups, local_collectives
 from batchfinder.lightning.compat import collective_timeout, synchronize_before_forward
 
 
 def ranks_of(trainer: Trainer) -> Ranks:
     """Open a group of the trainer's ranks, with the strategy's timeout. All ranks call this."""
-    return Ranks() if trainer.world_size == 1 else Ranks.open(collective_timeout(trainer.strategy))
+    if trainer.world_size == 1:
+        return Ranks()
+    connect_groups(trainer.strategy.root_device)
+    return Ranks.open(collective_timeout(trainer.strategy))
+
+
+def data_parallel_size(trainer: Trainer) -> int:
+    """How many devices train on samples of their own: all of them, but where layers are spread over several."""
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size))
 
 
 @contextmanager
 def local_only(trainer: Trainer) -> Iterator[None]:
-    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory."""
+    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory.
+
+    FSDP gathers and frees as in training, from this rank alone.
+    """
     if trainer.world_size == 1:
         yield
         return
     strategy = trainer.strategy
     wrapped = strategy.model
-    strategy.model = trainer.lightning_module
+    if isinstance(wrapped, DistributedDataParallel):
+        strategy.model = trainer.lightning_module
     vars(strategy)["broadcast"] = lambda obj, src=0: obj  # the fake backend receives no object
     try:
         with local_collectives():

@@ -34,7 +34,7 @@ from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, a
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.measure.device_memory import Memory, memory_of
-from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
+from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
@@ -351,6 +351,7 @@ def make_key(
         "callbacks": sorted(type(callback).__qualname__ for callback in callbacks),
         "threads": torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,
         "compiled": compiler_context(module) is not None,
+        **describe_sharding([module]),
     }
     return CacheKey(
         **measured_key_fields(memory, limits, trainer.strategy.root_device, shape, optimizers),

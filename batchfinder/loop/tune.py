@@ -28,7 +28,7 @@ from batchfinder.loop.options import LoopConfig, device_of, store_of, warn_not_c
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
 from batchfinder.measure.device_memory import Memory, memory_of
-from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
+from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
@@ -49,6 +49,7 @@ def make_key(config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limi
         "training": [[name for name, part in module.named_modules() if part.training] for module in modules],
         "compiled": [any(part._compiled_call_impl is not None for part in module.modules()) for module in modules],
         "settings": process_settings(device),
+        **describe_sharding(modules),
     }
     return CacheKey(
         **measured_key_fields(memory, limits, device, shape, optimizers),

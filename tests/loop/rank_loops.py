@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder import tune_batch_size
+from batchfinder.measure import trial
 from batchfinder.snapshot.training_state import TrainingState
 from tests.forked import at_once
 from tests.forks import lift_limit, limit_growth, ready_to_search, verdict_of
@@ -35,6 +37,7 @@ STAGES = ("forward", "backward", "optimizer", "collective")
 def prepare() -> None:
     """Import what the cases do."""
     warnings.simplefilter("ignore")
+    trial.clear = lambda device: None  # a full collection for each try would take most of the time
     ready_to_search(Net())
 
 
@@ -86,6 +89,9 @@ def wrapped(kind: str, width: int = WIDTH, blocks: int = 2) -> nn.Module:
         for block in net.blocks:
             parallelize_module(block, init_device_mesh("cpu", (size,)), plan)
         return net
+    if kind == "fsdp1":
+        policy, device = ModuleWrapPolicy({Block}), torch.device("cpu")
+        return FullyShardedDataParallel(net, auto_wrap_policy=policy, device_id=device, use_orig_params=True)
     shape, names = ((size // 2, 2), ("replicate", "shard")) if kind == "hsdp" else ((size,), ("shard",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for part in (*net.blocks, net):
@@ -224,15 +230,20 @@ def shards(rank: int, kind: str) -> list[int]:
 
 def cached(rank: int, kind: str, folder: str) -> list[Any]:
     """A first and a second start."""
-    ends = []
+    ends, target = [], 8 * dist.get_world_size() if "target" in kind else None
     for _ in range(2):
         loop = make_loop(kind.partition(" ")[0])
+
+        def train_step(given: Any, loop: Any = loop) -> None:
+            for x in [given] if target is None else given:
+                loop.train_step(x)
+
         INJECTED.update(rank=1, stage="forward", above=5)
         found = tune_batch_size(
-            loop.train_step,
+            train_step,
             loop.make_batch,
             loop.state,
-            target_batch_size=8 * dist.get_world_size() if "target" in kind else None,
+            target_batch_size=target,
             max_batch_size=8,
             tolerance=0,
             cache=folder,
@@ -244,7 +255,7 @@ def cached(rank: int, kind: str, folder: str) -> list[Any]:
 def ends(rank: int, how: str) -> str:
     """The last rank fails for good while sizes are tried: the error of each."""
     loop = make_loop("fsdp")
-    ended = Path(os.environ["ENDED"])
+    ended = Path(os.environ["ENDED"] + how)
 
     def hang() -> None:
         _until(ended.exists)
@@ -259,7 +270,7 @@ def ends(rank: int, how: str) -> str:
         "a bug": bug,
     }
     INJECTED.update(rank=dist.get_world_size() - 1, stage="forward", above=1, act=acts[how])
-    dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout = timedelta(seconds=1 if how == "hung" else 60)
+    dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout = timedelta(seconds=3 if how == "hung" else 60)
     try:
         tune_batch_size(loop.train_step, loop.make_batch, loop.state, max_batch_size=4, cache=False)
         return ""
@@ -291,7 +302,7 @@ def limited(rank: int, kind: str, limit_mib: int, steps: int, more: float, lower
     Returns:
         The size found, each try, the steps that ran at it, and what a larger one came to.
     """
-    width = 64
+    width = 16
     model = wrapped(kind, width, blocks=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -301,7 +312,7 @@ def limited(rank: int, kind: str, limit_mib: int, steps: int, more: float, lower
         optimizer.zero_grad()
 
     def make_batch(batch_size: int, seq_len: int | None) -> torch.Tensor:
-        return torch.randn(batch_size, 64, width)
+        return torch.randn(batch_size, 256, width)
 
     def trained(batch_size: int, steps: int) -> Iterator[str]:
         for _ in range(steps):

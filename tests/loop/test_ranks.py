@@ -14,7 +14,7 @@ from tests.forks import Forks, forks
 
 pytestmark = pytest.mark.slow
 
-STEPS = 50
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
             yield started
 
 
-@pytest.mark.parametrize("kind", ["ddp", "ddp unused", "ddp static", "fsdp", "tp"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp unused", "ddp static", "fsdp", "fsdp1", "tp"])
 def test_training_after_a_search_is_that_of_a_loop_without_it(ranks: Forks, kind: str) -> None:
     """Where one rank runs out of memory in a backward, all find what it fits, and train on bit for bit.
 
-    With replicas, of which some parameters are not always used, or in a static graph; with shards; and with layers that
-    are spread over the ranks. A step has been taken before.
+    With replicas, of which some parameters are not always used, or in a static graph; with shards of either FSDP; and
+    with layers that are spread over the ranks. A step has been taken before.
     """
     assert ranks.run(size=2, case="identical", kind=kind) == [[3, True, 5]] * 2
 
@@ -57,7 +57,7 @@ def test_the_copy_is_of_this_ranks_shards_alone(ranks: Forks) -> None:
 
 def test_a_real_limit(ranks: Forks) -> None:
     """It is lower on the last rank: all end with one size, train with it, and a tenth more fails."""
-    ended = ranks.run(size=2, case="limited", kind="fsdp", limit_mib=64, lower_mib=16, steps=STEPS, more=0.1)
+    ended = ranks.run(size=2, case="limited", kind="fsdp", limit_mib=192, lower_mib=32, steps=STEPS, more=0.1)
     first, last = ended
     assert first["tries"] == last["tries"]
     assert first["size"] == last["size"] > 8
@@ -77,12 +77,12 @@ def test_the_second_start(ranks: Forks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "hung"])
 def test_a_rank_that_is_not_there_any_more(ranks: Forks, how: str) -> None:
-    """The others end within the time limit; the first rank names it and what all were doing."""
+    """The others end within the time limit, and name it and what they did."""
     first, *_ = ranks.run(size=2, case="ends", how=how)
-    seconds = 1 if how == "hung" else 60
-    assert first.partition("\n")[0] == (
-        "RankLost: rank 0 of 2 waited for another rank, which has ended or did not answer within "
-        f"{seconds} s when all tried batch size 4: [Rank 0]: Ranks 1 failed to pass monitoredBarrier in {seconds}000 ms"
+    seconds = 3 if how == "hung" else 60
+    assert first.startswith(
+        "RankLost: rank 0 of 2 waited for rank 1, which ended or did not answer within "
+        f"{seconds} s when it tried batch size 4: "
     )
 
 
