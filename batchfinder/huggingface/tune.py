@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -58,14 +59,14 @@ def check_trainer(trainer: Trainer) -> None:
     fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2
     sharded = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "FSDP of version 1, which cannot be undone before training (version 2 can: fsdp_config={'version': 2})": fsdp1,
+        "FSDP of version 1": fsdp1,  # it flattens the parameters in place, which could not be undone before training
         "FSDP of XLA": getattr(trainer, "is_fsdp_xla_enabled", False),
         "a model on several devices": trainer.is_model_parallel,
     }
     for name, enabled in sharded.items():
         if enabled:
-            expected = f"DDP, FSDP of version 2, or a model that is whole on one device; {alone}"
-            raise InvalidValue("the trainer's parallelism", name, expected)
+            served = "DDP, FSDP of version 2 (fsdp_config={'version': 2}), or a model that is whole on one device"
+            raise InvalidValue("the trainer's parallelism", name, f"{served}; {alone}")
     if args.auto_find_batch_size:
         raise InvalidValue(
             "auto_find_batch_size", True, "False, since it would change the size again, and the effective batch with it"
@@ -215,6 +216,8 @@ def where_training_begins(
     sharded_before = set(_module_state_mapping)
     try:
         with ExitStack() as entered:
+            if trainer.is_fsdp_enabled and trainer.model is not None:
+                _keep_whole_weights(trainer.model)
             refusing = register_optimizer_step_pre_hook(_refuse)
             entered.callback(refusing.remove)
             log = logging.getLogger("transformers.trainer")  # announces a training that does not take place
@@ -255,6 +258,21 @@ def where_training_begins(
         # `fully_shard` refuses a module that it finds here (torch/distributed/_composable_state.py, PyTorch 2.13).
         for module in set(_module_state_mapping) - sharded_before:
             del _module_state_mapping[module]
+
+
+def _keep_whole_weights(model: nn.Module) -> None:
+    """Put parameters that share the weights in place of a model's own, for FSDP to move to the device and let go of.
+
+    The model's own stay where they are, on the host, until they are put back.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if type(parameter) is nn.Parameter:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                    vars(made[id(parameter)]).update(vars(parameter))
+                part._parameters[name] = made[id(parameter)]
 
 
 def bulk_data(trainer: Trainer) -> list[Any]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 
 from batchfinder import tune_trainer
@@ -44,7 +46,14 @@ def respond(request: dict[str, Any]) -> list[Any]:
 def make(kind: str, folder: str, **arguments: Any) -> Any:
     """A trainer of this rank's."""
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()), ACCELERATE_USE_CPU="true")
-    return trainers.make_trainer(Path(folder), **KINDS[kind], **arguments)
+    trainer = trainers.make_trainer(Path(folder), **KINDS[kind], **arguments)
+    if kind == "fsdp":
+        # accelerate 1.15 has FSDP for accelerators alone (state.py), though all of its code for it runs on a CPU.
+        trainer.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+        for state in (AcceleratorState, PartialState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        trainer.is_fsdp_enabled = True
+    return trainer
 
 
 def identical(rank: int, kind: str) -> list[Any]:
@@ -61,7 +70,7 @@ def identical(rank: int, kind: str) -> list[Any]:
             trainers.MOST[0] = 8
             trainer.train()
             ended.append(came_of(trainer))
-    return [sizes, texts, ended[0] == ended[1], len(ended[0]["losses"])]
+    return [sizes, texts, ended[0] == ended[1], len(ended[0]["losses"]), any(ended[0]["sharded"])]
 
 
 SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6}
