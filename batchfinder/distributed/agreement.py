@@ -331,7 +331,9 @@ def connect_groups(device: torch.device) -> None:
     if device.type == "cuda" and dist.is_available() and dist.is_initialized():
         # All ranks made their groups in one order, so none waits for a rank that waits for it.
         for group in [group for group in c10d._world.pg_map if group.size() > 1]:
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            served = device.type in [each.type for each in group._device_types]
+            if served and group._get_backend(torch.device(device.type)).name() == "nccl":
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def leave_groups() -> None:

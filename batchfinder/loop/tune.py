@@ -114,8 +114,8 @@ def tune_loop(
     shapes = [Shape(seq_len) for seq_len in seq_lens]
     sizes: dict[int | None, TunedBatchSize] = {}
     with ExitStack() as opened:
-        ranks = opened.enter_context(closing(Ranks.open()))
         connect_groups(config.device)
+        ranks = opened.enter_context(closing(Ranks.open()))
         memory = ranks.barrier_call(lambda: memory_of(config.device, budget_bytes), "looked at its memory")
 
         def free_bytes() -> int:
