@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder import tune_batch_size
 from batchfinder.measure import trial
+from batchfinder.measure.key_fields import describe_sharding
 from batchfinder.snapshot.training_state import TrainingState
 from tests.forked import at_once
 from tests.forks import lift_limit, limit_growth, ready_to_search, verdict_of
@@ -220,12 +221,16 @@ def injected(rank: int, kind: str, times: int) -> list[Any]:
     return [wrong, longest]
 
 
-def shards(rank: int, kind: str) -> list[int]:
-    """Bytes that a copy of the training state takes, and those of the whole model's with its optimizer's."""
+def shards(rank: int, kind: str) -> list[Any]:
+    """Bytes that a copy of the training state takes, those of the whole model's with its optimizer's, and the key's."""
     loop = make_loop(kind)
     loop.train_step(loop.make_batch(3, None))
     whole = sum(4 * parameter.numel() for parameter in loop.state[0].parameters())
-    return [TrainingState.capture(*loop.state).nbytes, 3 * whole]
+    kept = describe_sharding([loop.state[0]])
+    for block in loop.state[0].blocks:
+        block.set_reshard_after_forward(False)
+    keys = [kept, describe_sharding([loop.state[0]]), describe_sharding([Net()])]
+    return [TrainingState.capture(*loop.state).nbytes, 3 * whole, keys]
 
 
 def cached(rank: int, kind: str, folder: str) -> list[Any]:

@@ -50,9 +50,17 @@ def test_memory_runs_out_on_each_rank_in_each_stage(ranks: Forks) -> None:
 
 
 def test_the_copy_is_of_this_ranks_shards_alone(ranks: Forks) -> None:
-    """Of weights, optimizer state and their padding: half of the whole on each of two ranks."""
-    for copied, whole in ranks.run(size=2, case="shards", kind="fsdp"):
+    """Of weights, optimizer state and their padding: half of the whole on each of two ranks.
+
+    The key has the shards, and whether the weights stay gathered after a forward; of a whole model nothing.
+    """
+    rows = []
+    for copied, whole, (resharded, kept, none) in ranks.run(size=2, case="shards", kind="fsdp"):
         assert copied < 0.51 * whole
+        assert resharded != kept
+        assert none == {}
+        rows += [shape for name, shape, *_ in resharded["sharding"] if name == "head.weight"]
+    assert rows == [[3, 32], [2, 32]]
 
 
 def test_a_real_limit(ranks: Forks) -> None:
