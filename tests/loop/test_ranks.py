@@ -14,7 +14,7 @@ from tests.forks import Forks, forks
 
 pytestmark = pytest.mark.slow
 
-STEPS = 12
+STEPS = 6
 
 
 @pytest.fixture(scope="module")
