@@ -331,7 +331,7 @@ def limited(rank: int, kind: str, limit_mib: int, steps: int, more: float, lower
     train_step(make_batch(1, None))  # gloo's and the engine's threads exist before the limit does
     last = rank == dist.get_world_size() - 1
     limit_growth(limit_mib - lower_mib * last)
-    found = tune_batch_size(train_step, make_batch, [model, optimizer], cache=False, tolerance=0.04)
+    found = tune_batch_size(train_step, make_batch, [model, optimizer], cache=False, tolerance=0.02)
     size = found.batch_size
     at = list(trained(size, steps))
     dist.barrier()
