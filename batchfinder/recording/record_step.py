@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from batchfinder.errors import BatchFinderError, RecordingFailed
 from batchfinder.models import quantization
 from batchfinder.models.build import allow_fake_weights
-from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa, user_kernels
+from batchfinder.recording import autocast, distributed, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
@@ -97,9 +97,17 @@ def record_step(
 
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     one_thread = torch.autograd.set_multithreading_enabled(False)
-    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording:
+    sharded = distributed.shards(workload, config)
+    mesh = distributed.make_mesh(config) if sharded else None
+    if sharded:
+        with mode, allow_fake_weights():
+            fake_device.move_module(workload.model, move, step.weights_dtype)
+    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording, recording.watching_resizes():
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
+        if sharded:
+            distributed.parallelize(workload, config, mesh, recording)
+        else:
+            fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
         try:
             step.run(batch_size, seq_len, on_stage)
         except Exception as error:  # Dynamo's, around what a compiler has raised

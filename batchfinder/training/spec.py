@@ -30,6 +30,27 @@ CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
 LOSS_NAMES = ("default", "chunked", "liger", "trl")
 """`models.pretrained.replace_loss` says what each is."""
 
+GPUS_PER_NODE = 8
+"""Over which `hsdp` shards parameters."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How several GPUs train one model together."""
+
+    words: str  # as it stands above a table
+    shards: bool = True  # whether each GPU holds a part of the parameters, and not all of them
+    reshards: bool = True  # whether what was gathered for a forward is given back until the backward
+
+
+STRATEGIES = {
+    "ddp": Strategy("DDP", shards=False, reshards=False),
+    "fsdp2": Strategy("FSDP2"),
+    "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
+    "hsdp": Strategy("HSDP"),
+}
+"""By the names of `--strategy`; `training.strategies` says what each does."""
+
 COMPILED_PARTS = ("model", "layers")
 """What `torch.compile` is given: all of the model, or each of its layers, as torchtitan and accelerate do."""
 
@@ -72,6 +93,8 @@ class StepConfig:
     flash: bool = False  # whether attention must run as the flash kernel
     steps: int = PEAK_STEPS  # optimizer steps
     optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
+    gpus: int = 1  # that train together, each with a micro-batch of its own
+    strategy: str | None = None  # of `STRATEGIES`; None for one GPU, or where the workload brings its own
 
 
 @dataclass(frozen=True)
