@@ -19,7 +19,7 @@ from batchfinder.cli.options import (
 )
 from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.estimate.sharding import RECORDED, STAGES, sharded_step
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
@@ -75,15 +75,18 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
         InvalidValue: an option has an invalid value.
         UnknownName: no such GPU, instance or model.
     """
-    count = whole_number("--num-gpus", arguments.num_gpus)
+    count = whole_number("--gpus", arguments.gpus)
     chosen = asked_card(arguments, count)
     check_model_name(arguments.model)
+    options = step_options(arguments)
+    if options.strategy is None:  # all of them are tried, and all but one are made of the step on one GPU
+        options = replace(options, gpus=1)
     return EstimateRequest(
         model=arguments.model,
         batch_size=whole_number("--batch-size", arguments.batch_size),
         seq_len=whole_number("--seq-len", arguments.seq_len),
         card=chosen,
-        options=step_options(arguments),
+        options=options,
         accumulation=whole_number("--accumulation", arguments.accumulation),
         allocator=AllocatorSettings.from_environment(),
     )
@@ -96,9 +99,13 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         BatchFinderError: the model could not be built or recorded.
     """
     card, step = request.card, request.options.step(request.accumulation)
-    with StatusLine() as line, Simulation(request.options.workload(request.model), step) as simulation:
+    spec = request.options.workload(request.model)
+    with StatusLine() as line, Simulation(spec, step) as opened:
         line.update(f"building {request.model}")
-        facts = simulation.facts()
+        facts, simulation = opened.facts(), opened
+        if facts.parallelizes and card.count > 1:
+            request = replace(request, options=replace(request.options, gpus=card.count))
+            simulation = opened.with_spec(spec, request.options.step(request.accumulation))
         asked = () if request.seq_len is None else (request.seq_len,)
         (seq_len,) = seq_lens_of(request.model, asked, facts)
         line.update(f"recording {request.model}")
@@ -112,12 +119,16 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         alternatives = None
         if advice or not alone.fits:
             alternatives = suggest(request, simulation, seq_len, line)
-    strategies = {}
-    if card.count > 1:
-        share = 0.5 if step.precision.endswith("-mixed") else 1.0
-        strategies = {
-            name: estimated(sharded_step(trace, stage, card.count, share)) for name, stage in STRATEGIES.items()
-        }
+        strategies = {}
+        if card.count > 1 and request.options.gpus == 1:
+            strategies = {name: estimated(sharded_step(trace, stage, card.count)) for name, stage in STAGES.items()}
+            sharded = replace(request.options, gpus=card.count, strategy="fsdp2")
+            if sharded.refused_together() is None:
+                line.update("recording FSDP2")
+                recorded = simulation.with_spec(spec, sharded.step(request.accumulation))
+                its_probe = recorded.probe(card.device, [seq_len], request.allocator)
+                its_trace = its_probe.trace(request.batch_size, Shape(seq_len), exact=True)
+                strategies[RECORDED] = estimated(its_trace)
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer="its own"))
     return EstimateFindings(request, alone, strategies, alternatives, probe.unmodelled)
@@ -130,7 +141,8 @@ def suggest(
 
     The recordings of single changes are asked for at once, and made as many at a time as there are cores.
     """
-    singles: list[Changes] = [{}, *single_changes(request, simulation.facts().brings_optimizer)]
+    tries = single_changes(request, simulation.facts().brings_optimizer)
+    singles: list[Changes] = [{}, *(one for one in tries if replace(request.options, **one).refused_together() is None)]
     probes = [_probe(request, simulation, seq_len, changes) for changes in singles]
     accumulated = []
     if request.options.mode == "train" and not request.options.optimizer_in_backward:

@@ -23,6 +23,7 @@ from batchfinder.training.spec import (
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
     QUANTIZATION_NAMES,
+    STRATEGIES,
     StepOptions,
     WorkloadFacts,
 )
@@ -122,6 +123,8 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         lora=rank,
         lora_targets=arguments.lora_targets,
         quantization=arguments.quantization,
+        gpus=gpus_of(arguments),
+        strategy=arguments.strategy,
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)
@@ -144,7 +147,25 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     if options.optimizer_in_backward and options.precision == "16-mixed":
         expected = "another --precision than 16-mixed, whose GradScaler looks at all gradients before a step"
         raise InvalidValue("--optimizer-in-backward", True, expected)
+    if options.strategy is not None:
+        one_of("--strategy", options.strategy, tuple(STRATEGIES))
+        refused = options.refused_together()
+        if refused is not None:
+            raise InvalidValue(f"--{refused.option.replace('_', '-')}", refused.value, refused.expected)
     return options
+
+
+def gpus_of(arguments: argparse.Namespace) -> int:
+    """How many GPUs train together: `--gpus`, or with a `--strategy` all of an instance's; 1 without either.
+
+    Raises:
+        InvalidValue: it is no such number.
+        UnknownName: no such instance.
+    """
+    count: int | None = whole_number("--gpus", arguments.gpus)
+    if count is None and arguments.strategy is not None and arguments.instance is not None:
+        return find_instance(arguments.instance).num_gpus
+    return count or 1
 
 
 def card(gpu: str | None, budget: str | None, count: int = 1) -> Card:
@@ -173,7 +194,7 @@ def instance_card(name: str, budget: str | None, count: int | None = None) -> Ca
     """
     instance = find_instance(name)
     if count is not None and count > instance.num_gpus:
-        raise InvalidValue("--num-gpus", count, f"at most {instance.num_gpus}, the GPUs of {instance.name}")
+        raise InvalidValue("--gpus", count, f"at most {instance.num_gpus}, the GPUs of {instance.name}")
     one = card(instance.gpu.name, budget, count or instance.num_gpus)
     return replace(one, name=f"{instance.name}: {one.count} x {one.name}")
 

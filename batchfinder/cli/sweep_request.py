@@ -66,9 +66,10 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     if arguments.gpu or arguments.instance is not None:
         if asked not in ("auto", SIMULATED):
             raise InvalidValue("--device", asked, "simulated or auto with --gpu or --instance, which are simulated")
-        cards = [card(gpu, arguments.budget) for gpu in arguments.gpu or ()]
+        count = whole_number("--gpus", arguments.gpus)
+        cards = [card(gpu, arguments.budget, count or 1) for gpu in arguments.gpu or ()]
         if arguments.instance is not None:
-            cards.append(instance_card(arguments.instance, arguments.budget))
+            cards.append(instance_card(arguments.instance, arguments.budget, count))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
     budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     if asked == CPU:
@@ -241,6 +242,12 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
     )
+    if request.options.gpus > 1:
+        if request.place.device != SIMULATED:
+            expected = "a --gpu or --instance, or --device simulated with it: several GPUs are simulated"
+            raise InvalidValue("--gpus", request.options.gpus, expected)
+        cards = tuple(replace(one, count=request.options.gpus) for one in request.place.cards)
+        request = replace(request, place=replace(request.place, cards=cards))
     target, step = request.target_batch_size, request.multiple_of
     smallest = -(-request.min_batch_size // step) * step
     allowed = f"at least {request.min_batch_size}{f' and a multiple of {step}' if step > 1 else ''}"

@@ -53,6 +53,24 @@ def shards(workload: Workload, config: StepConfig) -> bool:
     return STRATEGIES[config.strategy].shards
 
 
+def assumptions(config: StepConfig) -> tuple[str, ...]:
+    """What a recording on one of several GPUs leaves out, in words.
+
+    NCCL's buffers: 4 MiB for each channel and peer by default,
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_BUFFSIZE, NCCL_MAX_NCHANNELS).
+    """
+    if config.gpus == 1:
+        return ()
+    left_out = ["NCCL's own memory, which is outside the allocator: 4 MiB for each channel and peer, and more"]
+    if config.strategy is not None:
+        left_out.append("gradients are not clipped")
+    if config.strategy == "ddp":
+        left_out.append("DDP's broadcast of the weights as it is set up, in pieces of 250 MiB")
+    elif config.strategy is not None:
+        left_out.append("embeddings and head are of the root's unit; accelerate 1.15 gives them units of their own")
+    return tuple(left_out)
+
+
 class _Unseen:
     """A context that may be entered any number of times, in which a recorder sees nothing."""
 

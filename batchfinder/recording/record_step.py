@@ -13,11 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchfinder.errors import BatchFinderError, RecordingFailed
+from batchfinder.estimate.sharding import buckets_of
 from batchfinder.models import quantization
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.recording import autocast, distributed, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
-from batchfinder.simulator.trace import Trace
+from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
@@ -146,6 +147,7 @@ def record_step(
         *cudnn,
         *assumed,
         *quantization.assumptions(workload.model),
+        *distributed.assumptions(config),
         "kernels' small scratch tensors",
         *assumptions,
         *recording.values.assumed,
@@ -153,7 +155,9 @@ def record_step(
         *user_kernels.unmodelled(),
     )
     flops = recording.flops // (config.steps * config.micro_batches)
-    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops)
+    trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops)
+    # DDP's reducer reads what tensors hold, and so does not run here: its buckets are added.
+    return add_blocks(trace, buckets_of(trace)) if config.strategy == "ddp" else trace
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:

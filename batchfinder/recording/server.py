@@ -156,6 +156,7 @@ class RecordingServer:
                 "brings_optimizer": self.workload.optimizer is not None,
                 "versions": versions,
                 "warnings": self.warnings,
+                "parallelizes": self.workload.parallelize is not None,
             }
         except KeyboardInterrupt:
             raise

@@ -8,7 +8,7 @@ import pytest
 
 from batchfinder.devices import Card, Device
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.estimate.sharding import STAGES, sharded_step
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
@@ -195,7 +195,7 @@ def test_no_card_was_named() -> None:
 
 def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """What each of several GPUs takes, by strategy, and what is approximated."""
-    each = {name: on(1900 * MIB, sharded_step(TRACE, stage, 8, 0.5)) for name, stage in STRATEGIES.items()}
+    each = {name: on(1900 * MIB, sharded_step(TRACE, stage, 8, 0.5)) for name, stage in STAGES.items()}
     found = findings(on(20 * GIB))
     request = replace(found.request, card=replace(found.request.card, count=8))
     found = replace(found, request=request, strategies=each)
