@@ -175,7 +175,11 @@ class AllocationRecorder(TorchDispatchMode):
             if isinstance(func, HigherOrderOperator):
                 raise user_kernels.not_compiled(name)
         if self.sharded is not None and self.sharded in types:
-            return NotImplemented  # it comes back here with what this rank has of it
+            if not name.startswith("aten._foreach_") or "norm" in name:
+                return NotImplemented  # it comes back here with what this rank has of it
+            if kernel_memory.only_writes(func, args):
+                return None
+            return self._run_on_shards(func, args, kwargs)
         if self.paused:
             return func(*args, **kwargs)
         self._on_operator(name)
@@ -243,6 +247,20 @@ class AllocationRecorder(TorchDispatchMode):
             blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
             self.order.extend(~block for block in reversed(blocks))
         return output
+
+    def _run_on_shards(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer's operator on lists of shards, element by element.
+
+        DTensor would do the same, after it has worked out for every tensor that there is nothing to send, which takes
+        longer than the rest of a recording.
+        """
+        with self:
+            made = func(*pytree.tree_map(local_part, args), **pytree.tree_map(local_part, kwargs))
+        kind: Any = self.sharded
+        return [
+            kind(local, whole._spec, requires_grad=False) if isinstance(whole, kind) else local
+            for local, whole in zip(made or (), args[0], strict=True)
+        ]
 
     def _run_custom(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A custom operator: its kernel where that is Python's and needs no values, else its fake kernel."""
