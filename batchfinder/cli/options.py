@@ -104,12 +104,16 @@ DEFAULT_IMAGE_SIDE = 224
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
-    """The options of the step, which must go together.
+    """The options of the step, which must go together; with a strategy all of an instance's GPUs take part.
 
     Raises:
         InvalidValue: one has an invalid value, or one that another rules out.
+        UnknownName: no such instance.
     """
     rank = whole_number("--lora", arguments.lora)
+    gpus = whole_number("--gpus", arguments.gpus)
+    if gpus is None and arguments.strategy is not None and arguments.instance is not None:
+        gpus = find_instance(arguments.instance).num_gpus
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
@@ -123,7 +127,7 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         lora=rank,
         lora_targets=arguments.lora_targets,
         quantization=arguments.quantization,
-        gpus=gpus_of(arguments),
+        gpus=gpus or 1,
         strategy=arguments.strategy,
     )
     one_of("--mode", options.mode, MODES)
@@ -153,19 +157,6 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         if refused is not None:
             raise InvalidValue(f"--{refused.option.replace('_', '-')}", refused.value, refused.expected)
     return options
-
-
-def gpus_of(arguments: argparse.Namespace) -> int:
-    """How many GPUs train together: `--gpus`, or with a `--strategy` all of an instance's; 1 without either.
-
-    Raises:
-        InvalidValue: it is no such number.
-        UnknownName: no such instance.
-    """
-    count: int | None = whole_number("--gpus", arguments.gpus)
-    if count is None and arguments.strategy is not None and arguments.instance is not None:
-        return find_instance(arguments.instance).num_gpus
-    return count or 1
 
 
 def card(gpu: str | None, budget: str | None, count: int = 1) -> Card:

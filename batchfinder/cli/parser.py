@@ -90,7 +90,8 @@ _STEP: Options = {
     "--strategy": {"metavar": "NAME", "help": f"{', '.join(STRATEGIES)}: how several GPUs train together, simulated"},
     "--gpus --num-gpus": {
         "metavar": "N",
-        "help": "how many train together, each with a batch of its own (default: the instance's, or 1)",
+        "help": "how many train together, each with a batch of its own (default: the instance's, or 1); in a sweep also "
+        "8,64,512",
     },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}

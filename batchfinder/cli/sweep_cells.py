@@ -50,6 +50,8 @@ class ModelCells:
         published = published_titan_x().get((self.model, seq_len or 0))
         if self.simulation.facts().brings_optimizer:
             options = replace(options, optimizer="its own")
+        if options.gpus > 1:
+            options = replace(options, gpus=card.count)
         return Cell(
             model=self.model,
             seq_len=seq_len,
@@ -100,6 +102,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
         BatchFinderError: the model could not be recorded.
     """
     request, facts = cells.request, cells.simulation.facts()
+    counts = {card.count for card in request.place.cards} if request.options.gpus > 1 else set()
+    simulations = cells.simulation.on_several(counts)
     for card in request.place.cards:
         for seq_len in cells.seq_lens:
             cell = cells.cell(seq_len, card)
@@ -107,7 +111,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
             start = time.perf_counter()
             # A probe of its own for each cell: it collects what this cell's result leaves out.
             device = card.device.with_headroom(cell.headroom_bytes)
-            probe = cells.simulation.probe(device, cells.seq_lens, request.allocator)
+            simulation = simulations.get(card.count, cells.simulation)
+            probe = simulation.probe(device, cells.seq_lens, request.allocator)
             key = cache_key(cell, facts, request)
             entry = None if request.cache is None else request.cache.entry(key, cells.model)
             known = entry.get() if entry is not None else None

@@ -118,7 +118,7 @@ def test_an_estimate(figures: list[Any], tmp_path: Path) -> None:
     found = EstimateFindings(request, alone, strategies)
     draw_estimate(found, str(tmp_path / "estimate.svg"))
     words = _assert_legible(figures[0])
-    assert {"one GPU", "DDP", "ZeRO-3, FSDP", "20.00 GiB", "p3.8xlarge: 4 x V100 16GB, 21.00 GiB each"} <= words
+    assert {"one GPU", "DDP", "ZeRO-2", "20.00 GiB", "p3.8xlarge: 4 x V100 16GB, 21.00 GiB each"} <= words
     (axes,) = figures[0].axes
     longest = max(patch.get_x() + patch.get_width() for patch in axes.patches)
     assert longest == pytest.approx(max(one.peak_bytes for one in (alone, *strategies.values())) / GIB)
