@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from batchfinder.cli.options import (
     write_file,
 )
 from batchfinder.errors import BatchFinderError
-from batchfinder.estimate.estimate import Estimate, estimate
+from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
 from batchfinder.estimate.sharding import RECORDED, STAGES, sharded_step
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
+from batchfinder.report.page import cell_of_estimate, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_estimate
 from batchfinder.report.progress import StatusLine
 from batchfinder.results import Shape
@@ -49,11 +50,14 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
         check_file("--plot", arguments.plot)
+    if arguments.html is not None:
+        check_page("--html", arguments.html)
+        check_file("--html", arguments.html)
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
     if arguments.by is not None:
         one_of("--by", arguments.by, ("module",))
-    found = run_estimate(read_request(arguments), arguments.advice)
+    found = run_estimate(read_request(arguments), arguments.advice or arguments.html is not None)
     tables = estimate_tables(found, by_module=arguments.by is not None, explain=arguments.explain)
     if arguments.json:
         print(json.dumps(found.to_json(), indent=1))
@@ -65,6 +69,9 @@ def main(arguments: argparse.Namespace) -> int:
         write_file("--markdown", arguments.markdown, "\n".join(table.to_markdown() for table in tables))
     if arguments.plot is not None:
         draw_estimate(found, arguments.plot)
+    if arguments.html is not None:
+        cell = cell_of_estimate(found, bytes_over_time(found.estimate.trace))
+        write_file("--html", arguments.html, page_of(f"{cell.heading}, simulated", cell.technique, [cell]))
     return 0
 
 
@@ -141,8 +148,7 @@ def suggest(
 
     The recordings of single changes are asked for at once, and made as many at a time as there are cores.
     """
-    tries = single_changes(request, simulation.facts().brings_optimizer)
-    singles: list[Changes] = [{}, *(one for one in tries if replace(request.options, **one).refused_together() is None)]
+    singles: list[Changes] = [{}, *single_changes(request, simulation.facts().brings_optimizer)]
     probes = [_probe(request, simulation, seq_len, changes) for changes in singles]
     accumulated = []
     if request.options.mode == "train" and not request.options.optimizer_in_backward:
@@ -171,23 +177,24 @@ def suggest(
     return (unchanged, *accumulated, *rest)
 
 
-def single_changes(request: EstimateRequest, brings_optimizer: bool) -> Iterator[Changes]:
+def single_changes(request: EstimateRequest, brings_optimizer: bool) -> list[Changes]:
     """The changes worth trying, one at a time; a workload's own optimizer is not replaced."""
     asked = request.options
     bf16 = request.card.device.compute_capability >= _BF16_CAPABILITY
+    worth: list[Changes] = []
     if asked.precision == "fp32":
-        yield {"precision": "bf16-mixed" if bf16 else "16-mixed"}
+        worth.append({"precision": "bf16-mixed" if bf16 else "16-mixed"})
     elif asked.precision == "bf16-mixed" and asked.mode == "train":
-        yield {"precision": "bf16-true"}
+        worth.append({"precision": "bf16-true"})
     if asked.mode == "train" and not asked.gradient_checkpointing:
-        yield {"gradient_checkpointing": True}
+        worth.append({"gradient_checkpointing": True})
     if asked.attention == "eager":
-        yield {"attention": "sdpa"}
+        worth.append({"attention": "sdpa"})
     elif asked.attention != "flash" and asked.precision != "fp32" and bf16:
-        yield {"attention": "flash"}
+        worth.append({"attention": "flash"})
     if asked.mode == "train" and not brings_optimizer:
-        for optimizer in _LIGHTER_OPTIMIZERS.get(asked.optimizer, ()):
-            yield {"optimizer": optimizer}
+        worth += [{"optimizer": optimizer} for optimizer in _LIGHTER_OPTIMIZERS.get(asked.optimizer, ())]
+    return [change for change in worth if replace(asked, **change).refused_together() is None]
 
 
 def combined(tried: Iterable[tuple[Changes, Alternative]]) -> Changes | None:

@@ -90,8 +90,8 @@ _STEP: Options = {
     "--strategy": {"metavar": "NAME", "help": f"{', '.join(STRATEGIES)}: how several GPUs train together, simulated"},
     "--gpus --num-gpus": {
         "metavar": "N",
-        "help": "how many train together, each with a batch of its own (default: the instance's, or 1); in a sweep also "
-        "8,64,512",
+        "help": "how many train together, each with a batch of its own (default: the instance's, or 1); a sweep takes "
+        "several numbers, as 8,64,512",
     },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
@@ -99,6 +99,9 @@ _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the 
 _PLOT: Options = {
     "--plot": {"metavar": "FILE", "help": "also draw the results: a .png or .svg (needs matplotlib)"},
     "--explain": {"action": "store_true", "help": "list what the figures assume and leave out"},
+}
+_HTML: Options = {
+    "--html": {"metavar": "FILE", "help": "also write a page to look at in a browser (needs vl-convert-python)"}
 }
 _CACHE: Options = {"--cache": {"metavar": "URL", "help": "which cache (default: BATCHFINDER_CACHE or the user's)"}}
 
@@ -179,6 +182,7 @@ SWEEP = Command(
         "the output": {
             **_JSON,
             **_MARKDOWN,
+            **_HTML,
             "--csv": {"metavar": "FILE", "help": "also write all figures as CSV"},
             **_PLOT,
             "--batch-sizes": {
@@ -204,6 +208,7 @@ ESTIMATE = Command(
             "--advice": {"action": "store_true", "help": "add what other options would change, also where it fits"},
             **_JSON,
             **_MARKDOWN,
+            **_HTML,
             **_PLOT,
         },
     },
@@ -220,6 +225,7 @@ PROFILE = Command(
         "the step": _STEP,
         "the output": {
             **_JSON,
+            **_HTML,
             **_PLOT,
             "--snapshot": {"metavar": "FILE", "help": "also write all events: a .pickle for pytorch.org/memory_viz"},
         },
@@ -243,7 +249,7 @@ PLAN = Command(
             "--allow": {"action": "append", "metavar": "NAME", "help": "lora: train adapters, where all else fails"},
         },
         "the step to start from": _STEP,
-        "the output": {**_JSON, **_MARKDOWN, "--explain": _PLOT["--explain"]},
+        "the output": {**_JSON, **_MARKDOWN, **_HTML, "--explain": _PLOT["--explain"]},
     },
 )
 REPRODUCE = Command(
@@ -298,6 +304,10 @@ CACHE = Command(
         ),
     },
 )
+PAGE = Command(
+    "write one HTML page of all cached results",
+    {"": {"file": {"metavar": "FILE", "help": "the file to write, which ends in .html"}, **_CACHE, **_JSON}},
+)
 COMMANDS = {
     "sweep": SWEEP,
     "estimate": ESTIMATE,
@@ -305,6 +315,7 @@ COMMANDS = {
     "plan": PLAN,
     "reproduce": REPRODUCE,
     "cache": CACHE,
+    "page": PAGE,
 }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
+from batchfinder.estimate.estimate import OverTime
+from batchfinder.report.estimate import Alternative
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, SearchResult, StopReason, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -64,6 +66,8 @@ class SweepRow:
         unscaled: how many of the sizes tried were recorded themselves, not scaled; 0 from the cache.
         raised: what a single sample raised, where sizes from 2 on were tried for that; not part of the JSON.
         curve: (batch size, peak reserved bytes) for the picture, where one was asked for; not part of the JSON.
+        over_time: the memory of the largest batch, for a page, where one was asked for; not part of the JSON.
+        changes: what other options would change, likewise.
     """
 
     cell: Cell
@@ -74,6 +78,8 @@ class SweepRow:
     unscaled: int = 0
     raised: str = ""
     curve: tuple[tuple[int, int], ...] = ()
+    over_time: OverTime | None = None
+    changes: tuple[Alternative, ...] | None = None
 
     @property
     def at_max(self) -> Measurement | None:
@@ -182,6 +188,8 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         each = f"usable: {', '.join(f'{size} of {gpu}' for gpu, size in usable.items())}"
     optimizers = " or ".join(dict.fromkeys(row.cell.options.optimizer for row in rows))
     step = ", ".join([*replace(first.options, optimizer=optimizers).words(), *conditions])
+    counts = list(dict.fromkeys(str(row.cell.options.gpus) for row in rows))
+    step = step.replace(f" on {counts[0]} GPUs", f" on {', '.join(counts)} GPUs")
     cells = [row.cell for row in rows]
     columns: Columns = {"model": [cell.model for cell in cells]}
     if len(usable) > 1:
