@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from batchfinder.simulator.scaling import between_gpus
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
 from tests.builders import sharded
@@ -132,6 +133,26 @@ def test_gradients_are_whole_between_micro_batches(record: Record) -> None:
     for event in trace.structure.order[:first]:
         alive.pop(~event, None)
     assert sum(alive.values()) == pytest.approx(4 * ALL + 4 * ALL // 8, rel=0.01)
+
+
+def test_any_number_of_gpus_between_two(record: Record) -> None:
+    """The step on 8 GPUs is what those on 4 and on 16 say that it is, block by block.
+
+    On 32 the 16 positions are filled up to as many, and what lies between is not guessed.
+    """
+    few, between, many, most = (
+        record(sharded.transformer, 1, sharded.LENGTH, gpus=gpus, strategy="fsdp2") for gpus in (4, 8, 16, 32)
+    )
+    assert between_gpus((4, few), (16, many), 8) == between
+    assert between_gpus((4, few), (32, most), 8) is None
+
+
+def test_ddp(record: Record) -> None:
+    """Each GPU has all of the parameters, and the reducer's buckets besides: another copy of the gradients."""
+    trace = record(sharded.transformer, 1, sharded.LENGTH, gpus=4, strategy="ddp")
+    alone = record(sharded.transformer, 1, sharded.LENGTH)
+    assert peaks(trace)[1, "optimizer"][1] - peaks(alone)[1, "optimizer"][1] == 4 * ALL
+    assert "gradients are not clipped" in trace.unmodelled
 
 
 def test_nothing_says_how(record: Record) -> None:
