@@ -6,6 +6,7 @@ and `fully_shard` pads the others to their size.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from batchfinder.errors import InvalidValue
@@ -14,6 +15,12 @@ from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.training.spec import STRATEGIES, StepConfig
 from batchfinder.training.step import Workload
 from batchfinder.training.strategies import mesh_shape, shard
+
+
+def prepare() -> None:
+    """Import what shards a model, which takes a second or two."""
+    importlib.import_module("torch.distributed.fsdp")
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
 
 
 def make_mesh(config: StepConfig) -> Any:
