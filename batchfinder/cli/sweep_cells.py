@@ -107,8 +107,9 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
         BatchFinderError: the model could not be recorded.
     """
     request, facts = cells.request, cells.simulation.facts()
-    counts = {card.count for card in request.place.cards} if request.options.gpus > 1 else set()
-    simulations = cells.simulation.on_several(counts)
+    simulations: dict[int, Simulation] = {}
+    if request.options.gpus > 1:
+        simulations = cells.simulation.on_several({card.count for card in request.place.cards})
     changed: dict[StepOptions, Simulation] = {}
     for card in request.place.cards:
         for seq_len in cells.seq_lens:
