@@ -111,6 +111,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_: torch.empty_like(log_probs),
+    aten._pin_memory.default: lambda tensor, *_: torch.empty_like(tensor),  # the host's memory
 }
 
 
