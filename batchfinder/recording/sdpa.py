@@ -196,7 +196,8 @@ def run_math(call: AttentionCall) -> torch.Tensor:
     half_scale = math.sqrt(abs(scale))
     scaled = torch.ops.aten.mul.Scalar(query, math.copysign(half_scale, scale))
     if call.is_causal:
-        causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        # PyTorch's are ones: their values would be followed on the CPU, in every layer, and nothing reads them.
+        causal = torch.empty(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         mask = _additive(causal, query.dtype)
         del causal
     key_per_head, value_per_head = key, value
