@@ -18,11 +18,12 @@ from batchfinder.cli.options import (
     write_file,
 )
 from batchfinder.errors import BatchFinderError
-from batchfinder.estimate.estimate import Estimate, estimate
+from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
 from batchfinder.estimate.sharding import STRATEGIES, sharded_step
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
+from batchfinder.report.page import cell_of_estimate, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_estimate
 from batchfinder.report.progress import StatusLine
 from batchfinder.results import Shape
@@ -49,11 +50,14 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
         check_file("--plot", arguments.plot)
+    if arguments.html is not None:
+        check_page("--html", arguments.html)
+        check_file("--html", arguments.html)
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
     if arguments.by is not None:
         one_of("--by", arguments.by, ("module",))
-    found = run_estimate(read_request(arguments), arguments.advice)
+    found = run_estimate(read_request(arguments), arguments.advice or arguments.html is not None)
     tables = estimate_tables(found, by_module=arguments.by is not None, explain=arguments.explain)
     if arguments.json:
         print(json.dumps(found.to_json(), indent=1))
@@ -65,6 +69,9 @@ def main(arguments: argparse.Namespace) -> int:
         write_file("--markdown", arguments.markdown, "\n".join(table.to_markdown() for table in tables))
     if arguments.plot is not None:
         draw_estimate(found, arguments.plot)
+    if arguments.html is not None:
+        cell = cell_of_estimate(found, bytes_over_time(found.estimate.trace))
+        write_file("--html", arguments.html, page_of(f"{cell.heading}, simulated", cell.technique, [cell]))
     return 0
 
 

@@ -93,6 +93,9 @@ _PLOT: Options = {
     "--plot": {"metavar": "FILE", "help": "also draw the results: a .png or .svg (needs matplotlib)"},
     "--explain": {"action": "store_true", "help": "list what the figures assume and leave out"},
 }
+_HTML: Options = {
+    "--html": {"metavar": "FILE", "help": "also write a page to look at in a browser (needs vl-convert-python)"}
+}
 _CACHE: Options = {"--cache": {"metavar": "URL", "help": "which cache (default: BATCHFINDER_CACHE or the user's)"}}
 
 SWEEP = Command(
@@ -172,6 +175,7 @@ SWEEP = Command(
         "the output": {
             **_JSON,
             **_MARKDOWN,
+            **_HTML,
             "--csv": {"metavar": "FILE", "help": "also write all figures as CSV"},
             **_PLOT,
             "--batch-sizes": {
@@ -198,6 +202,7 @@ ESTIMATE = Command(
             "--advice": {"action": "store_true", "help": "add what other options would change, also where it fits"},
             **_JSON,
             **_MARKDOWN,
+            **_HTML,
             **_PLOT,
         },
     },
@@ -213,6 +218,7 @@ PROFILE = Command(
         "the step": _STEP,
         "the output": {
             **_JSON,
+            **_HTML,
             **_PLOT,
             "--snapshot": {"metavar": "FILE", "help": "also write all events: a .pickle for pytorch.org/memory_viz"},
         },
@@ -236,7 +242,7 @@ PLAN = Command(
             "--allow": {"action": "append", "metavar": "NAME", "help": "lora: train adapters, where all else fails"},
         },
         "the step to start from": _STEP,
-        "the output": {**_JSON, **_MARKDOWN, "--explain": _PLOT["--explain"]},
+        "the output": {**_JSON, **_MARKDOWN, **_HTML, "--explain": _PLOT["--explain"]},
     },
 )
 REPRODUCE = Command(
@@ -291,6 +297,10 @@ CACHE = Command(
         ),
     },
 )
+PAGE = Command(
+    "write one HTML page of all cached results",
+    {"": {"file": {"metavar": "FILE", "help": "the file to write, which ends in .html"}, **_CACHE, **_JSON}},
+)
 COMMANDS = {
     "sweep": SWEEP,
     "estimate": ESTIMATE,
@@ -298,6 +308,7 @@ COMMANDS = {
     "plan": PLAN,
     "reproduce": REPRODUCE,
     "cache": CACHE,
+    "page": PAGE,
 }
 
 

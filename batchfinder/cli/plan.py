@@ -33,6 +33,7 @@ from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Shape
@@ -101,6 +102,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Print a plan; that nothing trains is a result, not an error."""
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
+    if arguments.html is not None:
+        check_page("--html", arguments.html)
+        check_file("--html", arguments.html)
     asked, model = step_options(arguments), arguments.model
     check_model_name(model)
     if asked.mode != "train":
@@ -131,6 +135,10 @@ def main(arguments: argparse.Namespace) -> int:
         table.show()
     if arguments.markdown is not None:
         write_file("--markdown", arguments.markdown, table.to_markdown())
+    if arguments.html is not None:
+        cell = page_cell(model, one, asked, length, found, table.title)
+        heading = "What each option of the plan buys, added to those above it"
+        write_file("--html", arguments.html, page_of(table.title, cell.technique, [cell], heading))
     return 0
 
 
@@ -292,6 +300,34 @@ def plan_table(
         *assumptions(found.unmodelled, explain),
     )
     return Table(title, details, columns, notes)
+
+
+def page_cell(
+    model: str, card: Card, asked: StepOptions, seq_len: int | None, found: Planned, heading: str
+) -> PageCell:
+    """What a page has of a plan."""
+    usable, micro = card.device.usable_bytes, found.plan.micro_batch_size if found.plan else 0
+    facts = [("usable", format_bytes(usable)), ("combinations tried", str(found.tried))]
+    if found.plan is not None:
+        typed = _typed(asked, found.rows[-1].options) or "the options as they are"
+        facts = [("train with", typed), ("micro-batch x accumulation", str(found.plan)), *facts]
+    elif found.least_bytes is not None:
+        facts = [("one sample takes at least", format_bytes(found.least_bytes)), *facts]
+    first = found.rows[0].flops if found.rows else 0
+    changes = [
+        {
+            "change": row.change,
+            "batch_size": micro,
+            "peak_bytes": row.peak_bytes,
+            "max_batch_size": row.max_batch_size,
+            "flops": f"{row.flops / first - 1:+.0%}" if number else "as asked for",
+        }
+        for number, row in enumerate(found.rows)
+    ]
+    return PageCell(
+        model, card.name, seq_len, ", ".join(asked.words()), micro, heading,
+        usable_bytes=usable, facts=facts, unmodelled=found.unmodelled, changes=changes or None,
+    )  # fmt: skip
 
 
 def to_json(model: str, card: Card, target: int, seq_len: int | None, found: Planned) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from batchfinder.cli.options import DEFAULT_GPU, card, check_file, seq_lens_of, 
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
+from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_profile
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
@@ -36,6 +37,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
         check_file("--plot", arguments.plot)
+    if arguments.html is not None:
+        check_page("--html", arguments.html)
+        check_file("--html", arguments.html)
     if arguments.snapshot is not None:
         check_file("--snapshot", arguments.snapshot)
     spec, step = options.workload(model), options.step(micro_batches)
@@ -48,9 +52,27 @@ def main(arguments: argparse.Namespace) -> int:
     timeline = later.timeline
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
     title = f"{model} at {size} on {device.name}, simulated"
+    memory = bytes_over_time(probe.trace(batch_size, Shape(seq_len), exact=True))
     if arguments.plot is not None:
-        memory = bytes_over_time(probe.trace(batch_size, Shape(seq_len), exact=True))
         draw_profile(memory, device.usable_bytes, title, arguments.plot)
+    if arguments.html is not None:
+        facts = [("peak reserved", format_bytes(timeline.max_reserved_bytes))]
+        facts += [("usable", format_bytes(device.usable_bytes)), ("steady state", "yes" if later.settled else "no")]
+        facts += [] if timeline.oom is None else [("out of memory", " ".join(timeline.oom.message.split()))]
+        words = ", ".join(options.words())
+        cell = PageCell(
+            model,
+            device.name,
+            seq_len,
+            words,
+            batch_size,
+            title,
+            facts=facts,
+            over_time=memory,
+            usable_bytes=device.usable_bytes,
+            unmodelled=probe.unmodelled,
+        )
+        write_file("--html", arguments.html, page_of(title, words, [cell]))
     if arguments.snapshot is not None:
         trace = probe.trace(batch_size, Shape(seq_len), exact=True)
         snapshot = take_snapshot(trace, CachingAllocator(probe.memory, settings))

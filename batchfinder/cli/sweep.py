@@ -14,6 +14,7 @@ from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequ
 from batchfinder.data.size_table import checked, to_json, to_lhotse
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
 from batchfinder.recording.simulation import Simulation
+from batchfinder.report.page import cell_of_row, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_sweep
 from batchfinder.report.progress import StatusLine, SweepProgress
 from batchfinder.report.sweep import SCHEMA, comma_separated, sweep_table
@@ -32,6 +33,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
         check_file("--plot", arguments.plot)
+    if arguments.html is not None:
+        check_page("--html", arguments.html)
+        check_file("--html", arguments.html)
     with StatusLine() as line:
         line.update("looking for GPUs", terminal_only=True)
         request = read_request(arguments)
@@ -54,6 +58,9 @@ def main(arguments: argparse.Namespace) -> int:
                 write_file("--csv", arguments.csv, comma_separated(rows))
             if arguments.plot is not None:
                 draw_sweep(rows, table.title, arguments.plot)
+            if arguments.html is not None:
+                details = ", ".join(request.conditions)
+                write_file("--html", arguments.html, page_of(table.title, details, [cell_of_row(row) for row in rows]))
             if arguments.batch_sizes is not None or arguments.lhotse is not None:
                 found = {row.cell.seq_len: row.result.max_batch_size for row in rows}
                 sizes = checked(found)

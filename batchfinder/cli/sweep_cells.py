@@ -14,14 +14,17 @@ from dataclasses import asdict, dataclass, replace
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
+from batchfinder.cli.estimate import as_typed, single_changes
 from batchfinder.cli.sweep_request import CPU, SweepRequest
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError
+from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.probe import Probe
 from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import SearchResult, Shape, StopReason
@@ -29,6 +32,8 @@ from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepOptions, WorkloadFacts
 
 _TITANS = ("Titan X Pascal", "GTX Titan X")
+_CARDS_WITH_CHANGES = 4
+"""A page of more GPUs has no table of changes: each takes a search for each cell."""
 _CURVE_POINTS, _CURVE_END = 12, 1.15
 """Of a curve for the picture: how many steps, and how far it goes, as a multiple of the result."""
 
@@ -100,6 +105,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
         BatchFinderError: the model could not be recorded.
     """
     request, facts = cells.request, cells.simulation.facts()
+    changed: dict[StepOptions, Simulation] = {}
     for card in request.place.cards:
         for seq_len in cells.seq_lens:
             cell = cells.cell(seq_len, card)
@@ -124,6 +130,12 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
                 most = max(2, math.ceil(_CURVE_END * result.max_batch_size))
                 sizes = sorted({2 + (most - 2) * number // _CURVE_POINTS for number in range(_CURVE_POINTS + 1)})
                 curve = tuple((size, probe.needed_bytes(size, result.shape)) for size in sizes)
+            over_time, changes = None, None
+            if request.page and result.max_batch_size:
+                over_time = bytes_over_time(probe.trace(result.max_batch_size, result.shape))
+            if request.page and len(request.place.cards) <= _CARDS_WITH_CHANGES:
+                status(f"{cell}, with other options")
+                changes = changes_of(cell, result, cells, changed)
             found(
                 SweepRow(
                     cell,
@@ -133,8 +145,43 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
                     cached=known is not None,
                     unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
                     curve=curve,
+                    over_time=over_time,
+                    changes=changes,
                 )
             )
+
+
+def changes_of(
+    cell: Cell, result: SearchResult, cells: ModelCells, recorded: dict[StepOptions, Simulation]
+) -> tuple[Alternative, ...]:
+    """What other options would change about a cell, one at a time, by scaled recordings alone.
+
+    Args:
+        recorded: the simulations of other options, which the cells of a model share.
+    """
+    request, device = cells.request, cell.card.device.with_headroom(cell.headroom_bytes)
+    micro_batches, size = request.step.micro_batches, max(1, result.max_batch_size)
+    asked = EstimateRequest(
+        cells.model, size, cell.seq_len, cell.card, request.options, micro_batches, request.allocator
+    )
+    found = []
+    for change in [{}, *single_changes(asked, cells.simulation.facts().brings_optimizer)]:
+        options = replace(request.options, **change)
+        if options not in recorded:
+            spec = options.workload(cells.model)
+            recorded[options] = cells.simulation.with_spec(spec, options.step(micro_batches))
+        simulation = recorded[options] if change else cells.simulation
+        probe = simulation.probe(device, cells.seq_lens, request.allocator)
+        try:
+            peak = probe.needed_bytes(size, result.shape)
+            most = result.max_batch_size
+            if change:
+                limits = request.max_batch_size, request.min_batch_size, request.multiple_of
+                most = search_simulated(probe, result.shape, *limits, confirm=False).max_batch_size
+            found.append(Alternative(as_typed(change), size, peak, most >= size, most))
+        except BatchFinderError as error:  # some models refuse an option, or fail with it
+            found.append(Alternative(as_typed(change), size, error=str(error).strip().splitlines()[-1]))
+    return tuple(found)
 
 
 _NEED_IS_SIMULATED = "what a single sample needs is simulated"

@@ -166,6 +166,7 @@ class SweepRequest:
     tolerance: float
     cache: Store | None
     draw: bool = False
+    page: bool = False
     certify: bool = True
     min_batch_size: int = 1
     multiple_of: int = 1
@@ -237,6 +238,7 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         tolerance=parse_share(arguments.tolerance, "--tolerance"),
         cache=None if arguments.no_cache else Store(arguments.cache),
         draw=arguments.plot is not None,
+        page=arguments.html is not None,
         certify=not arguments.no_certify,
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,

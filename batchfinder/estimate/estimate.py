@@ -333,12 +333,14 @@ class OverTime:
             are left out.
         peak: the event after which tensors hold most; the first such one.
         peak_bytes: what they hold then.
+        modules: the module whose block each event allocates or releases, by event.
     """
 
     by_kind: Mapping[str, tuple[int, ...]]
     marks: tuple[StageMark, ...]
     peak: int
     peak_bytes: int
+    modules: tuple[str, ...]
 
 
 def bytes_over_time(trace: Trace) -> OverTime:
@@ -356,9 +358,11 @@ def bytes_over_time(trace: Trace) -> OverTime:
         for kind, size in now.items():
             series[kind].append(size)
     peak = max(range(len(totals)), key=totals.__getitem__, default=0)
+    modules = trace.structure.modules
     return OverTime(
         by_kind={kind: tuple(sizes) for kind, sizes in series.items() if any(sizes)},
         marks=trace.structure.marks,
         peak=peak,
         peak_bytes=max(totals, default=0),
+        modules=tuple([modules[event if event >= 0 else ~event] for event in trace.structure.order]),
     )

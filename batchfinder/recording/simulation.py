@@ -245,6 +245,7 @@ def search_simulated(
     max_batch_size: int | None = None,
     min_batch_size: int = 1,
     multiple_of: int = 1,
+    confirm: bool = True,
 ) -> SearchResult:
     """Find the largest batch size that fits, with tolerance 0.
 
@@ -252,6 +253,7 @@ def search_simulated(
         max_batch_size: the largest of interest; None for no such bound.
         min_batch_size: the smallest of interest.
         multiple_of: only multiples of it are of interest.
+        confirm: whether the sizes that decide it are recorded themselves, where they were scaled.
 
     Raises:
         InvalidValue: there is no such size.
@@ -268,7 +270,7 @@ def search_simulated(
         # That it fits, and that the next size does not.
         decisive = {max(result.max_batch_size, min_batch_size), result.max_batch_size + multiple_of}
         decisive = {size for size in decisive if max_batch_size is None or size <= max_batch_size}
-        if not probe.traces.confirm(sorted(decisive), shape.seq_len):
+        if not confirm or not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
     return result
 

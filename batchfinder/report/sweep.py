@@ -11,6 +11,8 @@ from typing import Any
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
+from batchfinder.estimate.estimate import OverTime
+from batchfinder.report.estimate import Alternative
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, SearchResult, StopReason, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -64,6 +66,8 @@ class SweepRow:
         unscaled: how many of the sizes tried were recorded themselves, not scaled; 0 from the cache.
         raised: what a single sample raised, where sizes from 2 on were tried for that; not part of the JSON.
         curve: (batch size, peak reserved bytes) for the picture, where one was asked for; not part of the JSON.
+        over_time: the memory of the largest batch, for a page, where one was asked for; not part of the JSON.
+        changes: what other options would change, likewise.
     """
 
     cell: Cell
@@ -74,6 +78,8 @@ class SweepRow:
     unscaled: int = 0
     raised: str = ""
     curve: tuple[tuple[int, int], ...] = ()
+    over_time: OverTime | None = None
+    changes: tuple[Alternative, ...] | None = None
 
     @property
     def at_max(self) -> Measurement | None:

@@ -10,8 +10,8 @@ import pytest
 from tests.forks import Forks, forks
 from tests.loop.random_loops import STEPS, draw, searching, training
 
-SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "10")))
-"""As many as take a minute of two cores; the variable asks for more."""
+SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "7")))
+"""As many as take a minute; the variable asks for more."""
 
 NOISE_MIB = 10
 """By how much two processes with the same room differ: 6 MiB which a search leaves of a ulimit for what training maps
