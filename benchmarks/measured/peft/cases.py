@@ -105,7 +105,11 @@ def _with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
         asked["r"] = 0  # follows from the size of a block
     if asked.get("prompt_tuning_init") in ("TEXT", "SAMPLE_VOCAB"):
         asked["prompt_tuning_init"] = "RANDOM"  # the same tensors, without a tokenizer
-    return peft.get_peft_model(model, peft.get_peft_config(asked), autocast_adapter_dtype=autocast_adapter_dtype)
+    model = peft.get_peft_model(model, peft.get_peft_config(asked), autocast_adapter_dtype=autocast_adapter_dtype)
+    for name, parameter in model.named_parameters():
+        if "ranknum" in name:  # of AdaLoRA: no parameter that the runs trained, by their number, and one of peft 0.21's
+            parameter.requires_grad_(False)
+    return model
 
 
 # Of FLUX.2-klein-base-4B: 5 blocks of two streams and 20 of one, 24 heads of 128, and text of three layers of Qwen3-4B.
