@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from batchfinder.cli.options import (
 )
 from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
-from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.estimate.sharding import RECORDED, STAGES, sharded_step
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
@@ -82,15 +82,18 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
         InvalidValue: an option has an invalid value.
         UnknownName: no such GPU, instance or model.
     """
-    count = whole_number("--num-gpus", arguments.num_gpus)
+    count = whole_number("--gpus", arguments.gpus)
     chosen = asked_card(arguments, count)
     check_model_name(arguments.model)
+    options = step_options(arguments)
+    if options.strategy is None:  # all of them are tried, and all but one are made of the step on one GPU
+        options = replace(options, gpus=1)
     return EstimateRequest(
         model=arguments.model,
         batch_size=whole_number("--batch-size", arguments.batch_size),
         seq_len=whole_number("--seq-len", arguments.seq_len),
         card=chosen,
-        options=step_options(arguments),
+        options=options,
         accumulation=whole_number("--accumulation", arguments.accumulation),
         allocator=AllocatorSettings.from_environment(),
     )
@@ -103,9 +106,13 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         BatchFinderError: the model could not be built or recorded.
     """
     card, step = request.card, request.options.step(request.accumulation)
-    with StatusLine() as line, Simulation(request.options.workload(request.model), step) as simulation:
+    spec = request.options.workload(request.model)
+    with StatusLine() as line, Simulation(spec, step) as opened:
         line.update(f"building {request.model}")
-        facts = simulation.facts()
+        facts, simulation = opened.facts(), opened
+        if facts.parallelizes and card.count > 1:
+            request = replace(request, options=replace(request.options, gpus=card.count))
+            simulation = opened.with_spec(spec, request.options.step(request.accumulation))
         asked = () if request.seq_len is None else (request.seq_len,)
         (seq_len,) = seq_lens_of(request.model, asked, facts)
         line.update(f"recording {request.model}")
@@ -119,12 +126,16 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         alternatives = None
         if advice or not alone.fits:
             alternatives = suggest(request, simulation, probe, alone, line)
-    strategies = {}
-    if card.count > 1:
-        share = 0.5 if step.precision.endswith("-mixed") else 1.0
-        strategies = {
-            name: estimated(sharded_step(trace, stage, card.count, share)) for name, stage in STRATEGIES.items()
-        }
+        strategies = {}
+        if card.count > 1 and request.options.gpus == 1:
+            strategies = {name: estimated(sharded_step(trace, stage, card.count)) for name, stage in STAGES.items()}
+            sharded = replace(request.options, gpus=card.count, strategy="fsdp2")
+            if sharded.refused_together() is None:
+                line.update("recording FSDP2")
+                recorded = simulation.with_spec(spec, sharded.step(request.accumulation))
+                its_probe = recorded.probe(card.device, [seq_len], request.allocator)
+                its_trace = its_probe.trace(request.batch_size, Shape(seq_len), exact=True)
+                strategies[RECORDED] = estimated(its_trace)
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer="its own"))
     return EstimateFindings(request, alone, strategies, alternatives, probe.unmodelled)
@@ -198,23 +209,24 @@ def changes_nothing(changes: Changes, alone: Estimate) -> bool:
     return "optimizer" in changes and alone.kinds.optimizer < _LEAST_OPTIMIZER_SHARE * alone.peak_bytes
 
 
-def single_changes(request: EstimateRequest, brings_optimizer: bool) -> Iterator[Changes]:
+def single_changes(request: EstimateRequest, brings_optimizer: bool) -> list[Changes]:
     """The changes worth trying, one at a time; a workload's own optimizer is not replaced."""
     asked = request.options
     bf16 = request.card.device.compute_capability >= _BF16_CAPABILITY
+    worth: list[Changes] = []
     if asked.precision == "fp32":
-        yield {"precision": "bf16-mixed" if bf16 else "16-mixed"}
+        worth.append({"precision": "bf16-mixed" if bf16 else "16-mixed"})
     elif asked.precision == "bf16-mixed" and asked.mode == "train":
-        yield {"precision": "bf16-true"}
+        worth.append({"precision": "bf16-true"})
     if asked.mode == "train" and not asked.gradient_checkpointing:
-        yield {"gradient_checkpointing": True}
+        worth.append({"gradient_checkpointing": True})
     if asked.attention == "eager":
-        yield {"attention": "sdpa"}
+        worth.append({"attention": "sdpa"})
     elif asked.attention != "flash" and asked.precision != "fp32" and bf16:
-        yield {"attention": "flash"}
+        worth.append({"attention": "flash"})
     if asked.mode == "train" and not brings_optimizer:
-        for optimizer in _LIGHTER_OPTIMIZERS.get(asked.optimizer, ()):
-            yield {"optimizer": optimizer}
+        worth += [{"optimizer": optimizer} for optimizer in _LIGHTER_OPTIMIZERS.get(asked.optimizer, ())]
+    return [change for change in worth if replace(asked, **change).refused_together() is None]
 
 
 def combined(tried: Iterable[tuple[Changes, Alternative]]) -> Changes | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +50,77 @@ compares the list with the dispatch entries of native_functions.yaml.
 """
 
 
-# What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types.
+class Stream:
+    """A stream of the fake GPU: nothing runs on it, but memory belongs to the one that was current as it was allocated.
+
+    Attributes:
+        number: 0 for the default stream; the others count from 1 in the order in which they are made.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.number = next(self._numbers)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that has passed."""
+        return event or Event()
+
+    def wait_stream(self, stream: object) -> None:
+        """Return at once, as does everything else that waits."""
+
+    wait_event = wait_stream
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+
+class Event:
+    """An event on a stream of the fake GPU, which has passed as soon as it is recorded."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        """Return at once, as does everything else."""
+
+    wait = record
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """It has passed."""
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        """Nothing takes time."""
+        return 0.0
+
+
+_current_streams = [Stream()]  # the default one, then one for each `with stream(...)` that is entered
+
+
+def current_stream(device: object = None) -> Stream:
+    """The stream that memory is allocated on now."""
+    return _current_streams[-1]
+
+
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    _current_streams.append(stream or _current_streams[-1])
+    try:
+        yield
+    finally:
+        _current_streams.pop()
+
+
+# What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types,
+# `fully_shard` for all that has to do with streams.
 _DEVICE_MODULE = SimpleNamespace(
     is_initialized=lambda: True,
     is_available=lambda: True,
@@ -57,6 +129,14 @@ _DEVICE_MODULE = SimpleNamespace(
     _is_in_bad_fork=lambda: False,
     manual_seed_all=lambda seed: None,
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16, torch.float32],
+    Stream=Stream,
+    Event=Event,
+    stream=_on_stream,
+    current_stream=current_stream,
+    default_stream=lambda device=None: _current_streams[0],
+    set_device=lambda device: None,
+    synchronize=lambda device=None: None,
+    empty_cache=lambda: None,
 )
 
 
@@ -250,3 +330,4 @@ def move_module(
         on_moved(current)
 
     visit(module)
+    moved.clear()  # `visit` refers to itself: what was moved would stay until a garbage collection

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 
 from batchfinder.simulator.trace import Trace, TraceStructure
@@ -155,6 +155,32 @@ def _polynomial(
             found.append(terms)
     bytes_asked = {tuple(sum(term(*size) for term in terms) for size in asked) for terms in found}
     return found[0] if len(bytes_asked) == 1 else None
+
+
+def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) -> Trace | None:
+    """The step of one of `gpus` GPUs, from those of one of fewer and of one of more.
+
+    What is sharded is a part of a whole that was filled up to a multiple of the number of GPUs, and multiples of
+    `most` are multiples of `gpus` and these of `fewest`: where both ends have filled up the same, so has what is
+    between them.
+
+    Args:
+        fewest, most: the number of GPUs, and the step recorded on one of them at the same size.
+        gpus: a multiple of the fewest, of which the most are a multiple.
+
+    Returns:
+        None where the events differ, an allocation is neither the same on both nor goes with one over their number, or
+        the numbers are no multiples of each other.
+    """
+    (few, first), (many, last) = fewest, most
+    if gpus % few or many % gpus or first.structure != last.structure:
+        return None
+    sizes = []
+    for size, smaller in zip(first.sizes, last.sizes, strict=True):
+        if size != smaller and size * few != smaller * many:
+            return None
+        sizes.append(size if size == smaller else size * few // gpus)
+    return replace(first, sizes=tuple(sizes), shapes=())
 
 
 Submit = Callable[[int, int | None], "Future[Trace]"]

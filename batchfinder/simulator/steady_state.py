@@ -139,7 +139,10 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
     longer = TraceStructure(
         tuple(order),
         tuple(marks),
-        *(tuple(names[i] for i in origins) for names in (structure.operators, structure.modules, structure.kinds)),
+        operators=tuple(structure.operators[i] for i in origins),
+        modules=tuple(structure.modules[i] for i in origins),
+        kinds=tuple(structure.kinds[i] for i in origins),
+        streams=tuple(structure.streams[i] for i in origins) if structure.streams else (),
     )
     return longer, tuple(origins)
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_recorders")]
 @pytest.mark.parametrize(("source", "within"), [("torchtitan", 0.07), ("torchtune_compile", 0.01)])
 def test_the_published_change_is_predicted(source: str, within: float) -> None:
     """Less memory, by the published figure to within a quarter of it; and both rows are near their figures."""
-    cases = importlib.import_module(f"benchmarks.measured.{source}.cases").cases()
+    cases = importlib.import_module(f"benchmarks.measured.{source}.cases").cases()[:2]
     predicted = []
     for case, trace in record(cases):
         assert not isinstance(trace, Exception), trace

@@ -58,10 +58,10 @@ def test_a_budget_needs_no_card() -> None:
         ("--batch-size 0", f"--batch-size: invalid value '0'; {NUMBER}"),
         ("--accumulation x", f"--accumulation: invalid value 'x'; {NUMBER}"),
         ("--seq-len -1", f"--seq-len: invalid value '-1'; {NUMBER}"),
-        ("--num-gpus 0", f"--num-gpus: invalid value '0'; {NUMBER}"),
+        ("--num-gpus 0", f"--gpus: invalid value '0'; {NUMBER}"),
         (
             "--instance p3.8xlarge --num-gpus 5",
-            "--num-gpus: invalid value 5; expected at most 4, the GPUs of p3.8xlarge.",
+            "--gpus: invalid value 5; expected at most 4, the GPUs of p3.8xlarge.",
         ),
         (
             "--instance p3.8xlarge --gpu t4",
