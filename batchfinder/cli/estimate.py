@@ -125,7 +125,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         alone = estimated(trace)
         alternatives = None
         if advice or not alone.fits:
-            alternatives = suggest(request, simulation, seq_len, line)
+            alternatives = suggest(request, simulation, probe, alone, line)
         strategies = {}
         if card.count > 1 and request.options.gpus == 1:
             strategies = {name: estimated(sharded_step(trace, stage, card.count)) for name, stage in STAGES.items()}
@@ -142,17 +142,34 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
 
 
 def suggest(
-    request: EstimateRequest, simulation: Simulation, seq_len: int | None, line: StatusLine
+    request: EstimateRequest, simulation: Simulation, asked: SimulatedProbe, alone: Estimate, line: StatusLine
 ) -> tuple[Alternative, ...]:
     """Simulate other options: the memory of the batch asked for, and the largest batch on this GPU.
 
-    The recordings of single changes are asked for at once, and made as many at a time as there are cores.
+    The recordings of single changes are asked for at once, and made as many at a time as there are cores. A batch of
+    one that does not fit needs one of each.
+
+    Args:
+        asked: the probe of the request as it is.
+        alone: its estimate; what would change nothing of it is not tried.
     """
-    singles: list[Changes] = [{}, *single_changes(request, simulation.facts().brings_optimizer)]
-    probes = [_probe(request, simulation, seq_len, changes) for changes in singles]
+    seq_len = alone.trace.seq_len
+    singles: list[Changes] = [{}]
+    singles += [
+        changes
+        for changes in single_changes(request, simulation.facts().brings_optimizer)
+        if not changes_nothing(changes, alone)
+    ]
+    probes = [asked, *(_probe(request, simulation, seq_len, changes) for changes in singles[1:])]
+    for probe in probes:
+        if request.batch_size == 1:
+            probe.traces.ask(1, seq_len)
+        else:
+            probe.traces.prefetch()
     accumulated = []
-    if request.options.mode == "train" and not request.options.optimizer_in_backward:
+    if request.batch_size > 1 and request.options.mode == "train" and not request.options.optimizer_in_backward:
         again = _probe(replace(request, accumulation=max(2, request.accumulation)), simulation, seq_len)
+        again.traces.prefetch()
         line.update("trying --accumulation")
         most = search_simulated(again, Shape(seq_len)).max_batch_size
         if 0 < most < request.batch_size:
@@ -175,6 +192,21 @@ def suggest(
         tried.append((together, _alternative(together, request, probe, seq_len)))
     unchanged, *rest = [alternative for _, alternative in tried]
     return (unchanged, *accumulated, *rest)
+
+
+_LEAST_OPTIMIZER_SHARE = 0.01
+_FLASH, _OTHER_ATTENTION = "aten._scaled_dot_product_flash", ("aten._scaled_dot_product_", "aten._safe_softmax")
+
+
+def changes_nothing(changes: Changes, alone: Estimate) -> bool:
+    """Whether options cannot matter: flash attention that is there already, or the optimizer of a few adapters.
+
+    An optimizer's state counts where it is at least 1 % of the peak.
+    """
+    if changes.get("attention") == "flash":
+        kernels = {name for name in alone.trace.structure.operators if name.startswith(_OTHER_ATTENTION)}
+        return bool(kernels) and all(name.startswith(_FLASH) for name in kernels)
+    return "optimizer" in changes and alone.kinds.optimizer < _LEAST_OPTIMIZER_SHARE * alone.peak_bytes
 
 
 def single_changes(request: EstimateRequest, brings_optimizer: bool) -> list[Changes]:
@@ -220,19 +252,21 @@ def as_typed(changes: Changes) -> str:
 def _probe(
     request: EstimateRequest, simulation: Simulation, seq_len: int | None, changes: Changes | None = None
 ) -> SimulatedProbe:
-    """A probe of the request with other options, whose recordings are on their way."""
+    """A probe of the request with other options."""
     request = replace(request, options=replace(request.options, **(changes or {})))
     spec, step = request.options.workload(request.model), request.options.step(request.accumulation)
-    probe = simulation.with_spec(spec, step).probe(request.card.device, [seq_len], request.allocator)
-    probe.traces.prefetch()
-    return probe
+    return simulation.with_spec(spec, step).probe(request.card.device, [seq_len], request.allocator)
 
 
 def _alternative(changes: Changes, request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> Alternative:
     shape, batch_size = Shape(seq_len), request.batch_size
     try:
-        most = search_simulated(probe, shape).max_batch_size
-        peak, fits = _peak(request, probe, batch_size, shape)
+        if batch_size == 1:
+            peak, fits = _peak(request, probe, 1, shape)
+            most = search_simulated(probe, shape).max_batch_size if fits else 0
+        else:
+            most = search_simulated(probe, shape).max_batch_size
+            peak, fits = _peak(request, probe, batch_size, shape)
     except BatchFinderError as error:
         # Some models refuse an option, or fail with it.
         return Alternative(as_typed(changes), batch_size, error=str(error).strip().splitlines()[-1])

@@ -133,6 +133,7 @@ def record_step(
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
+    fft = ("cuFFT work areas",) if any(name.startswith("aten._fft_") for name in structure.operators) else ()
     graphs = graphs_compiled()
     if compiled and not graphs:
         raise RecordingFailed(
@@ -145,6 +146,7 @@ def record_step(
     unmodelled = (
         *workload.assumptions,
         *cudnn,
+        *fft,
         *assumed,
         *quantization.assumptions(workload.model),
         *distributed.assumptions(config),

@@ -280,7 +280,10 @@ def search_simulated(
         InvalidValue: there is no such size.
     """
     for _ in range(_CONFIRMATIONS):
-        search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
+        predicted = predict_max_batch_size(probe, shape)
+        if multiple_of == 1 and not probe.traces.is_scaled(shape.seq_len):
+            predicted = _recorded_prediction(probe, shape, min(predicted, max_batch_size or predicted))
+        search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
         search = Floored(Multiples(search, multiple_of), min_batch_size)
         if max_batch_size is not None:
             search = Capped(search, max_batch_size)
@@ -291,6 +294,19 @@ def search_simulated(
         if not confirm or not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
     return result
+
+
+def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int) -> int:
+    """The prediction, or a size not far below it that runs, where each size is recorded itself.
+
+    A line through peaks tends to be a little too high: it does not know what the allocator cannot use.
+    """
+    for size in (predicted, predicted - 1)[: 2 if predicted > 1 else 1]:
+        probe.traces.ask(size, shape.seq_len)
+    step = 1
+    while predicted > 1 and not probe.steady_state(predicted, shape).fits:
+        predicted, step = max(1, predicted - step), 2 * step
+    return predicted
 
 
 @dataclass(frozen=True)

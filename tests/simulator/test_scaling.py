@@ -279,6 +279,15 @@ def test_unaligned_lengths_apart() -> None:
     assert source.unscaled == []
 
 
+def test_no_third_recording_where_events_differ() -> None:
+    """What does differ between two recordings differs with a third one as well."""
+    recordings = Recordings(clean, name=lambda b, s: str(b))
+    source = TraceSource(recordings, [64])
+    assert source.two_sizes(64) == (7, 13)
+    assert not source.is_scaled(64)
+    assert recordings.asked == [(7, 64), (13, 64)]
+
+
 def test_third_recording_for_sums() -> None:
     """A class token needs a third recording, between the other two."""
 
