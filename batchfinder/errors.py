@@ -253,15 +253,22 @@ class RankFailed(BatchFinderError):
 class RankLost(BatchFinderError):
     """Another rank has ended, or did not answer within the time limit."""
 
-    def __init__(self, rank: int, size: int, seconds: float, detail: str) -> None:
+    def __init__(
+        self, rank: int, size: int, seconds: float, detail: str, what: str = "", missing: Sequence[int] = ()
+    ) -> None:
         self.rank = rank
         self.size = size
         self.seconds = seconds
         self.detail = detail
+        self.what = what
+        self.missing = missing
+        others = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "another rank"
+        when = f" when it {what}" if what else ""
         super().__init__(
-            f"rank {rank} of {size} waited for another rank, which has ended or did not answer within {seconds:g} s: "
+            f"rank {rank} of {size} waited for {others}, which ended or did not answer within {seconds:g} s{when}: "
             f"{detail}\nThe output of the other ranks says what happened there. If one of them was only slow, allow "
-            "more time: DDPStrategy(timeout=...) in a Lightning trainer."
+            "more time: timeout= of init_process_group, of a Lightning trainer's strategy, or ddp_timeout of "
+            "TrainingArguments."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from batchfinder.cli.options import (
 )
 from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
-from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.estimate.sharding import RECORDED, STAGES, sharded_step
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
@@ -82,15 +82,18 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
         InvalidValue: an option has an invalid value.
         UnknownName: no such GPU, instance or model.
     """
-    count = whole_number("--num-gpus", arguments.num_gpus)
+    count = whole_number("--gpus", arguments.gpus)
     chosen = asked_card(arguments, count)
     check_model_name(arguments.model)
+    options = step_options(arguments)
+    if options.strategy is None:  # all of them are tried, and all but one are made of the step on one GPU
+        options = replace(options, gpus=1)
     return EstimateRequest(
         model=arguments.model,
         batch_size=whole_number("--batch-size", arguments.batch_size),
         seq_len=whole_number("--seq-len", arguments.seq_len),
         card=chosen,
-        options=step_options(arguments),
+        options=options,
         accumulation=whole_number("--accumulation", arguments.accumulation),
         allocator=AllocatorSettings.from_environment(),
     )
@@ -103,9 +106,13 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         BatchFinderError: the model could not be built or recorded.
     """
     card, step = request.card, request.options.step(request.accumulation)
-    with StatusLine() as line, Simulation(request.options.workload(request.model), step) as simulation:
+    spec = request.options.workload(request.model)
+    with StatusLine() as line, Simulation(spec, step) as opened:
         line.update(f"building {request.model}")
-        facts = simulation.facts()
+        facts, simulation = opened.facts(), opened
+        if facts.parallelizes and card.count > 1:
+            request = replace(request, options=replace(request.options, gpus=card.count))
+            simulation = opened.with_spec(spec, request.options.step(request.accumulation))
         asked = () if request.seq_len is None else (request.seq_len,)
         (seq_len,) = seq_lens_of(request.model, asked, facts)
         line.update(f"recording {request.model}")
@@ -118,30 +125,51 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         alone = estimated(trace)
         alternatives = None
         if advice or not alone.fits:
-            alternatives = suggest(request, simulation, seq_len, line)
-    strategies = {}
-    if card.count > 1:
-        share = 0.5 if step.precision.endswith("-mixed") else 1.0
-        strategies = {
-            name: estimated(sharded_step(trace, stage, card.count, share)) for name, stage in STRATEGIES.items()
-        }
+            alternatives = suggest(request, simulation, probe, alone, line)
+        strategies = {}
+        if card.count > 1 and request.options.gpus == 1:
+            strategies = {name: estimated(sharded_step(trace, stage, card.count)) for name, stage in STAGES.items()}
+            sharded = replace(request.options, gpus=card.count, strategy="fsdp2")
+            if sharded.refused_together() is None:
+                line.update("recording FSDP2")
+                recorded = simulation.with_spec(spec, sharded.step(request.accumulation))
+                its_probe = recorded.probe(card.device, [seq_len], request.allocator)
+                its_trace = its_probe.trace(request.batch_size, Shape(seq_len), exact=True)
+                strategies[RECORDED] = estimated(its_trace)
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer="its own"))
     return EstimateFindings(request, alone, strategies, alternatives, probe.unmodelled)
 
 
 def suggest(
-    request: EstimateRequest, simulation: Simulation, seq_len: int | None, line: StatusLine
+    request: EstimateRequest, simulation: Simulation, asked: SimulatedProbe, alone: Estimate, line: StatusLine
 ) -> tuple[Alternative, ...]:
     """Simulate other options: the memory of the batch asked for, and the largest batch on this GPU.
 
-    The recordings of single changes are asked for at once, and made as many at a time as there are cores.
+    The recordings of single changes are asked for at once, and made as many at a time as there are cores. A batch of
+    one that does not fit needs one of each.
+
+    Args:
+        asked: the probe of the request as it is.
+        alone: its estimate; what would change nothing of it is not tried.
     """
-    singles: list[Changes] = [{}, *single_changes(request, simulation.facts().brings_optimizer)]
-    probes = [_probe(request, simulation, seq_len, changes) for changes in singles]
+    seq_len = alone.trace.seq_len
+    singles: list[Changes] = [{}]
+    singles += [
+        changes
+        for changes in single_changes(request, simulation.facts().brings_optimizer)
+        if not changes_nothing(changes, alone)
+    ]
+    probes = [asked, *(_probe(request, simulation, seq_len, changes) for changes in singles[1:])]
+    for probe in probes:
+        if request.batch_size == 1:
+            probe.traces.ask(1, seq_len)
+        else:
+            probe.traces.prefetch()
     accumulated = []
-    if request.options.mode == "train" and not request.options.optimizer_in_backward:
+    if request.batch_size > 1 and request.options.mode == "train" and not request.options.optimizer_in_backward:
         again = _probe(replace(request, accumulation=max(2, request.accumulation)), simulation, seq_len)
+        again.traces.prefetch()
         line.update("trying --accumulation")
         most = search_simulated(again, Shape(seq_len)).max_batch_size
         if 0 < most < request.batch_size:
@@ -166,23 +194,39 @@ def suggest(
     return (unchanged, *accumulated, *rest)
 
 
-def single_changes(request: EstimateRequest, brings_optimizer: bool) -> Iterator[Changes]:
+_LEAST_OPTIMIZER_SHARE = 0.01
+_FLASH, _OTHER_ATTENTION = "aten._scaled_dot_product_flash", ("aten._scaled_dot_product_", "aten._safe_softmax")
+
+
+def changes_nothing(changes: Changes, alone: Estimate) -> bool:
+    """Whether options cannot matter: flash attention that is there already, or the optimizer of a few adapters.
+
+    An optimizer's state counts where it is at least 1 % of the peak.
+    """
+    if changes.get("attention") == "flash":
+        kernels = {name for name in alone.trace.structure.operators if name.startswith(_OTHER_ATTENTION)}
+        return bool(kernels) and all(name.startswith(_FLASH) for name in kernels)
+    return "optimizer" in changes and alone.kinds.optimizer < _LEAST_OPTIMIZER_SHARE * alone.peak_bytes
+
+
+def single_changes(request: EstimateRequest, brings_optimizer: bool) -> list[Changes]:
     """The changes worth trying, one at a time; a workload's own optimizer is not replaced."""
     asked = request.options
     bf16 = request.card.device.compute_capability >= _BF16_CAPABILITY
+    worth: list[Changes] = []
     if asked.precision == "fp32":
-        yield {"precision": "bf16-mixed" if bf16 else "16-mixed"}
+        worth.append({"precision": "bf16-mixed" if bf16 else "16-mixed"})
     elif asked.precision == "bf16-mixed" and asked.mode == "train":
-        yield {"precision": "bf16-true"}
+        worth.append({"precision": "bf16-true"})
     if asked.mode == "train" and not asked.gradient_checkpointing:
-        yield {"gradient_checkpointing": True}
+        worth.append({"gradient_checkpointing": True})
     if asked.attention == "eager":
-        yield {"attention": "sdpa"}
+        worth.append({"attention": "sdpa"})
     elif asked.attention != "flash" and asked.precision != "fp32" and bf16:
-        yield {"attention": "flash"}
+        worth.append({"attention": "flash"})
     if asked.mode == "train" and not brings_optimizer:
-        for optimizer in _LIGHTER_OPTIMIZERS.get(asked.optimizer, ()):
-            yield {"optimizer": optimizer}
+        worth += [{"optimizer": optimizer} for optimizer in _LIGHTER_OPTIMIZERS.get(asked.optimizer, ())]
+    return [change for change in worth if replace(asked, **change).refused_together() is None]
 
 
 def combined(tried: Iterable[tuple[Changes, Alternative]]) -> Changes | None:
@@ -208,19 +252,21 @@ def as_typed(changes: Changes) -> str:
 def _probe(
     request: EstimateRequest, simulation: Simulation, seq_len: int | None, changes: Changes | None = None
 ) -> SimulatedProbe:
-    """A probe of the request with other options, whose recordings are on their way."""
+    """A probe of the request with other options."""
     request = replace(request, options=replace(request.options, **(changes or {})))
     spec, step = request.options.workload(request.model), request.options.step(request.accumulation)
-    probe = simulation.with_spec(spec, step).probe(request.card.device, [seq_len], request.allocator)
-    probe.traces.prefetch()
-    return probe
+    return simulation.with_spec(spec, step).probe(request.card.device, [seq_len], request.allocator)
 
 
 def _alternative(changes: Changes, request: EstimateRequest, probe: SimulatedProbe, seq_len: int | None) -> Alternative:
     shape, batch_size = Shape(seq_len), request.batch_size
     try:
-        most = search_simulated(probe, shape).max_batch_size
-        peak, fits = _peak(request, probe, batch_size, shape)
+        if batch_size == 1:
+            peak, fits = _peak(request, probe, 1, shape)
+            most = search_simulated(probe, shape).max_batch_size if fits else 0
+        else:
+            most = search_simulated(probe, shape).max_batch_size
+            peak, fits = _peak(request, probe, batch_size, shape)
     except BatchFinderError as error:
         # Some models refuse an option, or fail with it.
         return Alternative(as_typed(changes), batch_size, error=str(error).strip().splitlines()[-1])

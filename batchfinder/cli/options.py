@@ -23,6 +23,7 @@ from batchfinder.training.spec import (
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
     QUANTIZATION_NAMES,
+    STRATEGIES,
     StepOptions,
     WorkloadFacts,
 )
@@ -103,12 +104,16 @@ DEFAULT_IMAGE_SIDE = 224
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
-    """The options of the step, which must go together.
+    """The options of the step, which must go together; with a strategy all of an instance's GPUs take part.
 
     Raises:
         InvalidValue: one has an invalid value, or one that another rules out.
+        UnknownName: no such instance.
     """
     rank = whole_number("--lora", arguments.lora)
+    gpus = whole_number("--gpus", arguments.gpus)
+    if gpus is None and arguments.strategy is not None and arguments.instance is not None:
+        gpus = find_instance(arguments.instance).num_gpus
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
@@ -122,6 +127,8 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         lora=rank,
         lora_targets=arguments.lora_targets,
         quantization=arguments.quantization,
+        gpus=gpus or 1,
+        strategy=arguments.strategy,
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)
@@ -144,6 +151,11 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     if options.optimizer_in_backward and options.precision == "16-mixed":
         expected = "another --precision than 16-mixed, whose GradScaler looks at all gradients before a step"
         raise InvalidValue("--optimizer-in-backward", True, expected)
+    if options.strategy is not None:
+        one_of("--strategy", options.strategy, tuple(STRATEGIES))
+        refused = options.refused_together()
+        if refused is not None:
+            raise InvalidValue(f"--{refused.option.replace('_', '-')}", refused.value, refused.expected)
     return options
 
 
@@ -173,7 +185,7 @@ def instance_card(name: str, budget: str | None, count: int | None = None) -> Ca
     """
     instance = find_instance(name)
     if count is not None and count > instance.num_gpus:
-        raise InvalidValue("--num-gpus", count, f"at most {instance.num_gpus}, the GPUs of {instance.name}")
+        raise InvalidValue("--gpus", count, f"at most {instance.num_gpus}, the GPUs of {instance.name}")
     one = card(instance.gpu.name, budget, count or instance.num_gpus)
     return replace(one, name=f"{instance.name}: {one.count} x {one.name}")
 

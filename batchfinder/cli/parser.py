@@ -20,6 +20,7 @@ from batchfinder.training.spec import (
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
     QUANTIZATION_NAMES,
+    STRATEGIES,
 )
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -32,7 +33,7 @@ class Command:
 
     Attributes:
         summary: one line for `--help`.
-        groups: its options, by their group's title; empty for no group.
+        groups: its options, by their group's title; empty for no group. An option's other spellings stand beside it.
         commands: its own commands, where it has any.
     """
 
@@ -85,6 +86,12 @@ _STEP: Options = {
         "const": COMPILED_PARTS[0],
         "metavar": "WHAT",
         "help": f"compile with torch.compile: {' or '.join(COMPILED_PARTS)} (default of --compile: model)",
+    },
+    "--strategy": {"metavar": "NAME", "help": f"{', '.join(STRATEGIES)}: how several GPUs train together, simulated"},
+    "--gpus --num-gpus": {
+        "metavar": "N",
+        "help": "how many train together, each with a batch of its own (default: the instance's, or 1); a sweep takes "
+        "several numbers, as 8,64,512",
     },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
@@ -193,7 +200,6 @@ ESTIMATE = Command(
             **_ONE_SIZE,
             "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
             "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
-            "--num-gpus": {"metavar": "N", "help": "how many train together (default: the instance's, or 1)"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
         },
         "the step": _STEP,
@@ -212,7 +218,8 @@ PROFILE = Command(
     {
         "what is profiled": {
             **_ONE_SIZE,
-            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless a budget is given"},
+            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
+            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},
         },
         "the step": _STEP,
@@ -326,7 +333,7 @@ def build_parser() -> argparse.ArgumentParser:
             for title, options in command.groups.items():
                 group = one.add_argument_group(title) if title else one
                 for option, settings in options.items():
-                    group.add_argument(option, **settings)
+                    group.add_argument(*option.split(), **settings)
             if command.commands is not None:
                 add(one, command.commands, f"{name}_{dest}")
 

@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
     if asked.optimizer_in_backward:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)
-    one = asked_card(arguments)
+    one = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     seq_len = whole_number("--seq-len", arguments.seq_len)
     with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
         line.update(f"building {model}")
@@ -186,6 +186,7 @@ class Planner:
             )
             for precision, optimizer, rank, scheme, loss in product(precisions, optimizers, ranks, schemes, losses)
         ]
+        found = [one for one in found if one.refused_together() is None]
         return sorted(found, key=change)  # stable: within one change by checkpointing, then by loss
 
     def plan(self, combinations: list[StepOptions]) -> Planned:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from batchfinder.cli.options import DEFAULT_GPU, card, check_file, seq_lens_of, step_options, whole_number, write_file
+from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     batch_size = whole_number("--batch-size", arguments.batch_size)
     micro_batches = whole_number("--accumulation", arguments.accumulation)
     asked = whole_number("--seq-len", arguments.seq_len)
-    device = card(arguments.gpu or (None if arguments.budget else DEFAULT_GPU), arguments.budget).device
+    device = asked_card(arguments, whole_number("--gpus", arguments.gpus)).device
     settings = AllocatorSettings.from_environment()
     check_model_name(model)
     if arguments.plot is not None:

@@ -70,6 +70,8 @@ def find_lengths(arguments: argparse.Namespace) -> int:
     for option, value in given.items():
         if value is not None:
             raise InvalidValue(option, value, "none of it with --find seq-len, whose answer is a length")
+    if arguments.gpus is not None and "," in arguments.gpus:
+        raise InvalidValue("--gpus", arguments.gpus, "one number with --find seq-len")
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
     step = whole_number("--multiple-of", arguments.multiple_of) or USUAL_STEP

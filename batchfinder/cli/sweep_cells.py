@@ -55,6 +55,8 @@ class ModelCells:
         published = published_titan_x().get((self.model, seq_len or 0))
         if self.simulation.facts().brings_optimizer:
             options = replace(options, optimizer="its own")
+        if options.gpus > 1:
+            options = replace(options, gpus=card.count)
         return Cell(
             model=self.model,
             seq_len=seq_len,
@@ -105,6 +107,9 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
         BatchFinderError: the model could not be recorded.
     """
     request, facts = cells.request, cells.simulation.facts()
+    simulations: dict[int, Simulation] = {}
+    if request.options.gpus > 1:
+        simulations = cells.simulation.on_several({card.count for card in request.place.cards})
     changed: dict[StepOptions, Simulation] = {}
     for card in request.place.cards:
         for seq_len in cells.seq_lens:
@@ -113,7 +118,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
             start = time.perf_counter()
             # A probe of its own for each cell: it collects what this cell's result leaves out.
             device = card.device.with_headroom(cell.headroom_bytes)
-            probe = cells.simulation.probe(device, cells.seq_lens, request.allocator)
+            simulation = simulations.get(card.count, cells.simulation)
+            probe = simulation.probe(device, cells.seq_lens, request.allocator)
             key = cache_key(cell, facts, request)
             entry = None if request.cache is None else request.cache.entry(key, cells.model)
             known = entry.get() if entry is not None else None
@@ -161,16 +167,15 @@ def changes_of(
     """
     request, device = cells.request, cell.card.device.with_headroom(cell.headroom_bytes)
     micro_batches, size = request.step.micro_batches, max(1, result.max_batch_size)
-    asked = EstimateRequest(
-        cells.model, size, cell.seq_len, cell.card, request.options, micro_batches, request.allocator
-    )
+    base = replace(request.options, gpus=cell.options.gpus)
+    asked = EstimateRequest(cells.model, size, cell.seq_len, cell.card, base, micro_batches, request.allocator)
     found = []
     for change in [{}, *single_changes(asked, cells.simulation.facts().brings_optimizer)]:
-        options = replace(request.options, **change)
+        options = replace(base, **change)
         if options not in recorded:
             spec = options.workload(cells.model)
             recorded[options] = cells.simulation.with_spec(spec, options.step(micro_batches))
-        simulation = recorded[options] if change else cells.simulation
+        simulation = recorded[options] if options != request.options else cells.simulation
         probe = simulation.probe(device, cells.seq_lens, request.allocator)
         try:
             peak = probe.needed_bytes(size, result.shape)

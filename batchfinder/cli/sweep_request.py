@@ -66,9 +66,10 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     if arguments.gpu or arguments.instance is not None:
         if asked not in ("auto", SIMULATED):
             raise InvalidValue("--device", asked, "simulated or auto with --gpu or --instance, which are simulated")
-        cards = [card(gpu, arguments.budget) for gpu in arguments.gpu or ()]
+        count = None if arguments.strategy is not None else whole_number("--gpus", arguments.gpus)
+        cards = [card(gpu, arguments.budget, count or 1) for gpu in arguments.gpu or ()]
         if arguments.instance is not None:
-            cards.append(instance_card(arguments.instance, arguments.budget))
+            cards.append(instance_card(arguments.instance, arguments.budget, count))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
     budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     if asked == CPU:
@@ -226,11 +227,13 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
     models = tuple(dict.fromkeys(arguments.model or DEFAULT_MODELS))
     for model in models:
         check_model_name(model)
+    counts = [None] if arguments.gpus is None else list(dict.fromkeys(arguments.gpus.split(",")))
+    options = [step_options(argparse.Namespace(**{**vars(arguments), "gpus": count})) for count in counts]
     request = SweepRequest(
         models=models,
         seq_lens=tuple(dict.fromkeys(whole_number("--seq-len", seq_len) for seq_len in arguments.seq_len or ())),
         place=choose_place(arguments),
-        options=step_options(arguments),
+        options=options[0],
         allocator=AllocatorSettings.from_environment(),
         target_batch_size=whole_number("--target-batch-size", arguments.target_batch_size),
         max_batch_size=whole_number("--max-batch-size", arguments.max_batch_size),
@@ -243,6 +246,16 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
     )
+    if request.options.gpus > 1:
+        if request.place.device != SIMULATED:
+            expected = "a --gpu or --instance, or --device simulated with it: several GPUs are simulated"
+            raise InvalidValue("--gpus", request.options.gpus, expected)
+        cards = tuple(
+            replace(one, name=f"{each.gpus} x {one.name}" if len(options) > 1 else one.name, count=each.gpus)
+            for one in request.place.cards
+            for each in options
+        )
+        request = replace(request, place=replace(request.place, cards=cards))
     target, step = request.target_batch_size, request.multiple_of
     smallest = -(-request.min_batch_size // step) * step
     allowed = f"at least {request.min_batch_size}{f' and a multiple of {step}' if step > 1 else ''}"

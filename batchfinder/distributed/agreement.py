@@ -1,14 +1,15 @@
-"""Agreement between the ranks of a run: a group of their own, and a probe, a memory and a cache entry for all of them.
+"""Agreement between the ranks of a run: a group of their own, and a probe, a key and a cache entry for all of them.
 
 A size fits where it fits on every rank, its peak is the largest, and what is free is the smallest, so that the search
 is the same on each. Ranks agree over gloo on the host, apart from the training's own group: that waits for no GPU, and
 a collective that fails leaves the training's group as it was. What they tell each other is JSON, which runs no code
 where it is read, as a pickle would.
 
-A trial is taken by each rank alone: collectives of the model itself run on PyTorch's `fake` backend, so that a rank
-that runs out of memory leaves no other waiting. It gives outputs of the right size: `all_gather` copies this rank's
-tensor for each rank, `all_reduce` and `broadcast` leave tensors as they are. Only the default group is replaced; groups
-that the user's code has made are not.
+A trial is taken by each rank alone: every process group, those of device meshes and of the user's code among them, has
+PyTorch's `fake` backend meanwhile, so that a rank that runs out of memory leaves no other waiting, whatever it was
+doing. It gives outputs of the right size: `all_gather` copies this rank's tensor for each rank, `reduce_scatter` leaves
+its part of the input, `all_reduce` and `broadcast` leave tensors as they are. So FSDP gathers and frees in a trial what
+it does in training, and its weights are not those of training.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
-from batchfinder.cache.key import Json
+from batchfinder.cache.key import CacheKey, Json
 from batchfinder.cache.record import measurement_as_json, measurement_from_json, result_as_json, result_from_json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.errors import CacheFailed, RankFailed, RankLost
-from batchfinder.measure.device_memory import Memory
 from batchfinder.probe import Probe
 from batchfinder.results import Measurement, SearchResult, Shape
 
@@ -52,6 +54,7 @@ class Ranks:
         self.seconds = seconds
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._what, self._calls = "", 0
 
     @classmethod
     def open(cls, timeout: timedelta | None = None) -> Ranks:
@@ -60,14 +63,16 @@ class Ranks:
         A collective itself: all ranks call it. The group stays open until `close`.
 
         Args:
-            timeout: of a collective, the slowest rank's work before it included; None for PyTorch's default.
+            timeout: of a collective, the slowest rank's work before it included; None for the default group's.
 
         Raises:
             RankLost: the group could not be opened.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        timeout = timeout or dist.default_pg_timeout
+        if timeout is None:
+            default = c10d._get_default_group()
+            timeout = default._get_backend(default._device_types[0]).options._timeout  # PyTorch 2.13 has no getter
         try:
             return cls(dist.new_group(backend="gloo", timeout=timeout), timeout.total_seconds())
         except RuntimeError as error:
@@ -132,12 +137,14 @@ class Ranks:
             failed = error
         try:
             if self.size > 1:
+                self._arrive(what)
                 words = None if failed is None else f"{type(failed).__name__}: {failed}"
                 for rank, other in enumerate(self.all_gather(words)):
                     if other is not None and failed is None:
                         raise RankFailed(rank, self.size, what, other)
             if failed is not None:
                 raise failed
+            self._what = ""
         finally:
             failed = None  # its traceback holds this frame
         return result[0]
@@ -151,13 +158,33 @@ class Ranks:
         """
         return self.all_gather(self.barrier_call(doing, what))
 
+    def _arrive(self, what: str) -> None:
+        """Say in the group's store that this rank has come so far, for the message of those that wait in vain."""
+        self._what, self._calls = what, self._calls + 1
+        if self._group is not None:
+            with suppress(RuntimeError):  # the first rank may have ended, and the store with it
+                c10d._world.pg_map[self._group][1].set(f"rank {self.rank}", str(self._calls))
+
+    def _missing(self) -> list[int]:
+        """The ranks that have not come as far as this one."""
+        missing: list[int] = []
+        if self._group is not None:
+            with suppress(RuntimeError, KeyError):
+                store = c10d._world.pg_map[self._group][1]
+                for rank in range(self.size if self._calls else 0):
+                    name = f"rank {rank}"
+                    if not store.check([name]) or int(store.get(name)) < self._calls:
+                        missing.append(rank)
+        return missing
+
     def _collective(self, collective: Callable[[dist.ProcessGroup], object]) -> None:
         try:
             if self._group is None:
                 raise RuntimeError("this rank has left the group")
             collective(self._group)
         except RuntimeError as error:
-            raise RankLost(self.rank, self.size, self.seconds, _words(error)) from error
+            where = (self.rank, self.size, self.seconds)
+            raise RankLost(*where, _words(error), self._what, self._missing()) from error
 
 
 def _words(error: RuntimeError) -> str:
@@ -200,24 +227,18 @@ class AgreedProbe:
         return agree([measurement_from_json(row) for row in seen])
 
 
-@dataclass
-class AgreedMemory:
-    """This rank's device memory, of which as much is free as on the rank with the least.
+def agree_on_key(make: Callable[[], CacheKey], ranks: Ranks) -> CacheKey:
+    """The name of a question for all ranks: the first rank's, and what differs from it.
 
-    `free_bytes` and `max_peak_bytes` are collectives; all else is this rank's own.
+    Args:
+        make: makes this rank's; calls no collectives.
     """
-
-    _memory: Memory
-    _ranks: Ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._memory, name)
-
-    def free_bytes(self) -> int:
-        return self._ranks.all_reduce_min(self._memory.free_bytes())[0]
-
-    def max_peak_bytes(self, held_bytes: int) -> int:
-        return self._ranks.all_reduce_min(self._memory.max_peak_bytes(held_bytes))[0]
+    keys = ranks.all_gather_call(lambda: make().as_dict(), "looked at the model and its data")
+    first, *others = [CacheKey(**key) for key in keys]
+    if not others:
+        return first
+    differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
+    return replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
 
 
 @dataclass
@@ -253,33 +274,69 @@ class AgreedEntry:
 
 @contextmanager
 def local_collectives() -> Iterator[None]:
-    """Make the default group one of the fake backend. A single process keeps its own."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    """Give every process group of several ranks PyTorch's fake backend: no collective waits for another rank.
+
+    The groups themselves stay, for DDP, FSDP, device meshes and functional collectives hold them. Nothing may be under
+    way in them.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    # Importing it registers the backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    group = c10d._get_default_group()
-    rank, size = group.rank(), group.size()
-    new_group: Any = c10d._new_process_group_helper  # `dist.new_group` would wait for the other ranks
-    timeout = dist.default_pg_timeout
-    fake, _ = new_group(size, rank, list(range(size)), "fake", FakeStore(), "batchfinder", timeout=timeout)
-    c10d._world.pg_group_ranks[fake] = {member: member for member in range(size)}
-    c10d.GroupMember.WORLD = fake
+    replaced = []
+    # `pg_map` (torch/distributed/distributed_c10d.py, PyTorch 2.13) has all groups that this process is in. A group
+    # keeps one backend for each type that it was given, and uses the last for a device; no CPU or GPU has UCC's type.
+    for group in [group for group in c10d._world.pg_map if group.size() > 1]:
+        fake = FakeProcessGroup._create_internal(group.rank(), group.size())
+        name = group.group_name  # its backends have it
+        for device in group._device_types:
+            replaced.append((group, device, group._get_backend(device)))
+            group._register_backend(device, dist.ProcessGroup.BackendType.UCC, fake)
+        group._set_group_name(name)
     try:
         yield
     finally:
-        c10d.GroupMember.WORLD = group
-        dist.destroy_process_group(fake)
+        for group, device, backend in replaced:
+            kind = dist.Backend.backend_type_map.get(backend.name(), dist.ProcessGroup.BackendType.CUSTOM)
+            group._register_backend(device, kind, backend)
+
+
+def forget_used_parameters(model: DistributedDataParallel) -> None:
+    """Give DDP a new reducer where its own records which parameters a backward reaches: the trials are in its record.
+
+    With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
+    with `static_graph` it would wait for as many gradients as all trials had. Nothing is broadcast.
+    """
+    if not (model.find_unused_parameters or model.static_graph):
+        return
+    # As `DistributedDataParallel.__setstate__` makes it (torch/nn/parallel/distributed.py, PyTorch 2.13).
+    vars(model).update(reducer=None, logger=None)  # the old one's hooks and buckets go with it
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    if model.static_graph:
+        logger: Any = model.logger
+        model._static_graph_delay_allreduce_enqueued = False
+        model.reducer._set_static_graph()
+        logger._set_static_graph()
+    hooks, model._comm_hooks = model._comm_hooks, []
+    for hook, state in hooks:
+        model.register_comm_hook(state, hook)
+
+
+def connect_groups(device: torch.device) -> None:
+    """Let NCCL connect the ranks of every group, on all ranks: it does so in the first collective, and takes memory.
+
+    Trials, whose collectives are local, would not have that memory in use, and training will.
+    """
+    if device.type == "cuda" and dist.is_available() and dist.is_initialized():
+        # All ranks made their groups in one order, so none waits for a rank that waits for it.
+        for group in [group for group in c10d._world.pg_map if group.size() > 1]:
+            served = device.type in [each.type for each in group._device_types]
+            if served and group._get_backend(torch.device(device.type)).name() == "nccl":
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def leave_groups() -> None:
     """In a forked child, which cannot use its parent's connections: `torch.distributed` is not initialized here."""
     if dist.is_available() and dist.is_initialized():
         c10d.GroupMember.WORLD = None
-
-
-def extra_groups() -> int:
-    """How many process groups of several ranks this process is in besides the default one."""
-    return sum(group.size() > 1 for group in c10d._world.pg_map if group is not c10d._get_default_group())

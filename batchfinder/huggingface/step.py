@@ -17,7 +17,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.tune import process_settings
 from batchfinder.measure.device_memory import Memory
-from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
+from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.results import Shape
@@ -119,6 +119,7 @@ def make_key(
         "state": [f"{type(item).__module__}.{type(item).__qualname__}" for item in config.state],
         "callbacks": [type(callback).__qualname__ for callback in trainer.callback_handler.callbacks],
         "settings": process_settings(config.device),
+        **describe_sharding([model]),
     }
     return CacheKey(
         **measured_key_fields(memory, limits, config.device, shape, optimizers),

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from batchfinder.cache import Store
@@ -18,6 +20,7 @@ from batchfinder.huggingface.step import MakeBatch, TrainerBatches, TrainerStep,
 from batchfinder.loop.options import LoopConfig, device_of, store_of
 from batchfinder.loop.result import TunedBatchSize
 from batchfinder.loop.tune import tune_loop
+from batchfinder.measure.trial import clear
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Trial
 from batchfinder.snapshot.training_state import TrainingState
@@ -46,26 +49,24 @@ def check_trainer(trainer: Trainer) -> None:
         raise InvalidValue("train_dataset", None, "the data that trainer.train() will read, to make batches of")
     args = trainer.args
     alone = "find the size on one device, and set per_device_train_batch_size and gradient_accumulation_steps by hand"
-    if args.world_size > 1:
-        raise InvalidValue(
-            "processes that train together",
-            args.world_size,
-            f"one, since the others would hang when it runs out of memory; {alone}",
-        )
     if args.n_gpu > 1:
         raise InvalidValue(
             "GPUs of one process",
             args.n_gpu,
             "one, such as CUDA_VISIBLE_DEVICES=0 leaves; DataParallel is not supported",
         )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    fsdp1 = trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2
     sharded = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "FSDP": trainer.is_fsdp_enabled or getattr(trainer, "is_fsdp_xla_enabled", False),
+        "FSDP of version 1": fsdp1,  # it flattens the parameters in place, which could not be undone before training
+        "FSDP of XLA": getattr(trainer, "is_fsdp_xla_enabled", False),
         "a model on several devices": trainer.is_model_parallel,
     }
     for name, enabled in sharded.items():
         if enabled:
-            raise InvalidValue("the trainer's parallelism", name, f"a model that is whole on one device; {alone}")
+            served = "DDP, FSDP of version 2 (fsdp_config={'version': 2}), or a model that is whole on one device"
+            raise InvalidValue("the trainer's parallelism", name, f"{served}; {alone}")
     if args.auto_find_batch_size:
         raise InvalidValue(
             "auto_find_batch_size", True, "False, since it would change the size again, and the effective batch with it"
@@ -104,12 +105,14 @@ def tune_trainer(
     back, down to the random numbers, and `per_device_train_batch_size` and `gradient_accumulation_steps` are set.
     Training is bit for bit what it would have been with these two given to TrainingArguments by hand. The effective
     batch stays what the arguments say, unless a `target_batch_size` is given. A later start of the same program takes
-    the answer from the cache and tries it once.
+    the answer from the cache and tries it once. In several processes (DDP, FSDP of version 2) all ranks call this, and
+    get the size that fits on each.
 
     Args:
         trainer: a `transformers.Trainer` or one of a derived class, not in training.
-        target_batch_size: samples per optimizer step; None for `per_device_train_batch_size` times
-            `gradient_accumulation_steps`, which is met exactly.
+        target_batch_size: samples per optimizer step, of all processes together; None for
+            `per_device_train_batch_size` times `gradient_accumulation_steps` times the world size, which is met
+            exactly.
         exact: meet a `target_batch_size` exactly, however small the micro-batch that divides it; see
             `plan_accumulation`.
         seq_len: sequence length to try with; None for the longest in the data.
@@ -138,12 +141,14 @@ def tune_trainer(
         MissingExtra: accelerate is not installed.
         OutOfMemory: not even the smallest size fits; the text says what to do.
         Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
+        RankFailed: it was raised on another rank.
+        RankLost: another rank has ended, or does not answer within `ddp_timeout`.
     """
     check_trainer(trainer)
     args = trainer.args
     if seq_len is not None and seq_len < 1:
         raise InvalidValue("seq_len", seq_len, "a length of at least 1, or None for the longest in the data")
-    target = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    target = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     limits = SearchLimits(
         max_batch_size=max_batch_size,
         tolerance=tolerance,
@@ -151,6 +156,7 @@ def tune_trainer(
         min_batch_size=min_batch_size,
         multiple_of=multiple_of,
         target_batch_size=target if target_batch_size is None else target_batch_size,
+        num_devices=args.world_size,
         exact=exact or target_batch_size is None,
         certify=certify,
     )
@@ -160,7 +166,7 @@ def tune_trainer(
 
     def search(loader: Any) -> TunedBatchSize:
         batches = TrainerBatches(loader, make_batch)
-        step = TrainerStep(trainer, batches, limits.target_batch_size or 1)
+        step = TrainerStep(trainer, batches, -(-(limits.target_batch_size or 1) // args.world_size))
         # Accelerate wraps the optimizer; hooks see the one inside.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         named = (trainer.model_wrapped, optimizer, trainer, *state)
@@ -172,6 +178,7 @@ def tune_trainer(
         return tune_loop(config, limits, budget_bytes, [seq_len], store, on_trial, key).smallest
 
     found = where_training_begins(trainer, own_loader, probe_callbacks, search)
+    clear(device)  # of what was prepared, such as DDP's buckets
     set_size(trainer, found.batch_size)
     args.gradient_accumulation_steps = found.accumulation
     return found
@@ -206,8 +213,11 @@ def where_training_begins(
 
     # Tensors are left alone: the preparations write to none that training would not write to, and a copy takes memory.
     before = TrainingState.capture(trainer, left_alone=[torch.Tensor, *bulk_data(trainer)])
+    sharded_before = set(_module_state_mapping)
     try:
         with ExitStack() as entered:
+            if trainer.is_fsdp_enabled and trainer.model is not None:
+                _keep_whole_weights(trainer.model)
             refusing = register_optimizer_step_pre_hook(_refuse)
             entered.callback(refusing.remove)
             log = logging.getLogger("transformers.trainer")  # announces a training that does not take place
@@ -245,6 +255,24 @@ def where_training_begins(
         _refuse(trainer, does="ends")
     finally:
         before.restore()
+        # `fully_shard` refuses a module that it finds here (torch/distributed/_composable_state.py, PyTorch 2.13).
+        for module in set(_module_state_mapping) - sharded_before:
+            del _module_state_mapping[module]
+
+
+def _keep_whole_weights(model: nn.Module) -> None:
+    """Put parameters that share the weights in place of a model's own, for FSDP to move to the device and let go of.
+
+    The model's own stay where they are, on the host, until they are put back.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if type(parameter) is nn.Parameter:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                    vars(made[id(parameter)]).update(vars(parameter))
+                part._parameters[name] = made[id(parameter)]
 
 
 def bulk_data(trainer: Trainer) -> list[Any]:

@@ -43,7 +43,7 @@ from batchfinder.lightning.compat import (
     running_stage,
 )
 from batchfinder.lightning.dataloaders import ProbeBatches
-from batchfinder.lightning.ddp import ranks_of
+from batchfinder.lightning.ddp import data_parallel_size, ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
@@ -87,8 +87,8 @@ class BatchFinder(Accumulating):
 
     Sizes are tried with real steps of the trainer's own loops: this module, its hooks, optimizers, precision and
     strategy. Then everything is put back, down to the random numbers: training is bit for bit what it would be had it
-    been started with the sizes found. A second start looks the answer up and certifies it with one try. Under DDP all
-    ranks search together, and get the size that fits on each of them.
+    been started with the sizes found. A second start looks the answer up and certifies it with one try. Under DDP,
+    FSDP and ModelParallelStrategy all ranks search together, and get the size that fits on each of them.
 
     While sizes are tried, loggers are dummies, nothing is validated or saved, and only those callbacks take part that
     hold tensors or modules (an average of the weights, say), that freeze layers, or that `probe_callbacks` names. Hooks
@@ -334,7 +334,7 @@ class BatchFinder(Accumulating):
         options = self.options
         check_trainer(trainer, options)
         if options.split_batches:
-            self._micro_batching = MicroBatchingFit(options, trainer.world_size)
+            self._micro_batching = MicroBatchingFit(options, data_parallel_size(trainer))
         self._ranks = ranks_of(trainer)
         training, validation = self._probe_batches(trainer, "fit", trainer.fit_loop), None
         if "validate" in options.also and trainer.enable_validation:
@@ -443,7 +443,7 @@ class BatchFinder(Accumulating):
                 stage,
                 options.target_batch_size,
                 accumulation,
-                num_devices=trainer.world_size,
+                num_devices=data_parallel_size(trainer),
                 attribute=options.batch_size_attribute,
             )
         else:

@@ -285,29 +285,6 @@ def has_other_processes(trainer: Trainer) -> bool:
     return is_a(trainer.strategy.launcher, "_MultiProcessingLauncher")
 
 
-def forget_used_parameters(trainer: Trainer) -> None:
-    """Wrap the module in DDP again where DDP records which parameters a backward reaches: the tries are in its record.
-
-    With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
-    with `static_graph` it would wait for as many gradients as all tries had. The weights are not broadcast again.
-    """
-    strategy: Any = trainer.strategy
-    wrapped = strategy.model
-    if not isinstance(wrapped, DistributedDataParallel):
-        return
-    if not (wrapped.find_unused_parameters or wrapped.static_graph):
-        return
-    strategy.model = None
-    del wrapped  # its hooks on the parameters go with it
-    options = strategy._ddp_kwargs
-    strategy.model = trainer.lightning_module
-    strategy._ddp_kwargs = {**options, "init_sync": False}
-    try:
-        strategy.configure_ddp()
-    finally:
-        strategy._ddp_kwargs = options
-
-
 def synchronize_before_forward(model: DistributedDataParallel) -> None:
     """Do what a forward of DDP does together with the other ranks: rebuild its buckets, broadcast buffers."""
     if model.reducer._rebuild_buckets():

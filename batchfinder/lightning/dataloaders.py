@@ -36,6 +36,7 @@ from batchfinder.lightning.compat import (
     record_call,
     recorded_calls,
 )
+from batchfinder.lightning.ddp import data_parallel_size
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import LoaderSource
@@ -121,8 +122,7 @@ def samples_per_epoch(trainer: Trainer, loader: Any) -> int | None:
     if needs_distributed_sampler(trainer)(loader):
         whole = loader.dataset if sampler is None or isinstance(sampler, RandomSampler | SequentialSampler) else sampler
         samples = sized_len(whole)
-        replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
-        return None if samples is None else -(-samples // int(replicas))
+        return None if samples is None else -(-samples // data_parallel_size(trainer))
     return sized_len(loader.dataset if sampler is None else sampler)
 
 

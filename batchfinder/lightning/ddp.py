@@ -9,42 +9,41 @@ from typing import Any
 
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfinder.distributed.agreement import Ranks, extra_groups, local_collectives
+from batchfinder.distributed.agreement import Ranks, connect_groups, local_collectives
 from batchfinder.lightning.compat import collective_timeout, synchronize_before_forward
 
 
 def ranks_of(trainer: Trainer) -> Ranks:
-    """Open a group of the trainer's ranks, with the strategy's timeout. All ranks call this.
-
-    Warns where the user's code has made process groups, whose collectives are not left out while sizes are tried.
-    """
+    """Open a group of the trainer's ranks, with the strategy's timeout. All ranks call this."""
     if trainer.world_size == 1:
         return Ranks()
-    others = extra_groups()
-    if others:
-        rank_zero_warn(
-            f"This run has {others} process group{'s' * (others > 1)} besides the default one. Collectives over such a "
-            "group are not left out while BatchFinder tries sizes: where a rank runs out of memory, the others wait in "
-            "them for as long as the group allows. If a step uses one, find the size with Trainer(devices=1)."
-        )
+    connect_groups(trainer.strategy.root_device)
     return Ranks.open(collective_timeout(trainer.strategy))
+
+
+def data_parallel_size(trainer: Trainer) -> int:
+    """How many devices train on samples of their own: all of them, but where layers are spread over several."""
+    return int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size))
 
 
 @contextmanager
 def local_only(trainer: Trainer) -> Iterator[None]:
-    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory."""
+    """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory.
+
+    FSDP gathers and frees as in training, from this rank alone.
+    """
     if trainer.world_size == 1:
         yield
         return
     strategy = trainer.strategy
     wrapped = strategy.model
-    strategy.model = trainer.lightning_module
+    if isinstance(wrapped, DistributedDataParallel):
+        strategy.model = trainer.lightning_module
     vars(strategy)["broadcast"] = lambda obj, src=0: obj  # the fake backend receives no object
     try:
         with local_collectives():

@@ -99,7 +99,7 @@ class FinderOptions:
         )
 
 
-_SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+_SHARDING = ("FSDPStrategy", "ModelParallelStrategy")
 _OTHER_FINDERS = ("BatchSizeFinder",)
 _FINDER = "batchfinder.lightning.callback.BatchFinder"
 
@@ -111,17 +111,18 @@ def check_trainer(trainer: Trainer, options: FinderOptions) -> None:
         MisconfigurationException: says what is in the way and what to do instead.
     """
     strategy, callbacks = trainer.strategy, callbacks_of(trainer)
-    if is_a(strategy, *_SHARDING):
+    several = trainer.world_size > 1 and not is_a(strategy, "DDPStrategy", *_SHARDING)
+    if several or is_a(strategy, "DeepSpeedStrategy"):
         raise MisconfigurationException(
-            f"BatchFinder cannot try sizes under {type(strategy).__name__}: it shards the model's state over "
-            "processes, which could not be put back after a try. Find the size on one device of the same kind with "
-            "Trainer(devices=1), then set it by hand and remove the callback."
+            "BatchFinder serves several devices under DDP, FSDP and ModelParallelStrategy, and this trainer has "
+            f"{trainer.world_size} under {type(strategy).__name__}, whose state could not be put back after a try. "
+            "Pass Trainer(strategy='ddp') or 'fsdp', or run it once with Trainer(devices=1), then set the size that it "
+            "reports by hand and remove the callback."
         )
-    if trainer.world_size > 1 and not is_a(strategy, "DDPStrategy"):
+    if options.split_batches and is_a(strategy, *_SHARDING):
         raise MisconfigurationException(
-            f"BatchFinder serves several devices under DDP alone, and this trainer has {trainer.world_size} under "
-            f"{type(strategy).__name__}. Pass Trainer(strategy='ddp'), or run it once with Trainer(devices=1), then "
-            "set the size that it reports by hand and remove the callback."
+            "BatchFinder(split_batches=True) makes as many micro-batches as a rank's lengths ask for, and under "
+            f"{type(strategy).__name__} all ranks gather their shards in each. Leave split_batches out."
         )
     if trainer.strategy.root_device.type not in ("cpu", "cuda"):
         raise MisconfigurationException(

@@ -8,23 +8,23 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
+from torch.nn.parallel import DistributedDataParallel
 
 from batchfinder.cache import CacheKey, Store
 from batchfinder.cache.key import Json
 from batchfinder.cache.record import Record
 from batchfinder.cache.store import ResultEntry
-from batchfinder.distributed.agreement import AgreedEntry, AgreedMemory, AgreedProbe, Ranks
+from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks, agree_on_key, forget_used_parameters
 from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.lightning.compat import (
     compiler_context,
     detects_anomaly,
-    forget_used_parameters,
     is_a,
     package_of,
     progress_bar_console,
@@ -34,7 +34,7 @@ from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, a
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.measure.device_memory import Memory, memory_of
-from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
+from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
@@ -107,8 +107,7 @@ class StageTuner:
         self._ranks = ranks
         self.records: list[Record] = []
         self._device = trainer.strategy.root_device
-        memory = memory_of(self._device, options.budget)
-        self._memory = memory if ranks.size == 1 else cast(Memory, AgreedMemory(memory, ranks))
+        self._memory = memory_of(self._device, options.budget)
         before = capture_data(trainer, finder)
         try:
             size, length = ranks.barrier_call(
@@ -132,7 +131,7 @@ class StageTuner:
         self._callbacks = active_callbacks(trainer, finder, options.probe_callbacks, extra_callbacks)
         self._limits = options.limits(
             max_batch_size=cap, target_batch_size=config.target_batch_size, num_devices=config.num_devices
-        ).with_memory(self._memory.free_bytes())
+        ).with_memory(self._free_bytes())
         self._session = TrialSession(
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
         )
@@ -170,7 +169,7 @@ class StageTuner:
         whole = self._config.split_batch_size
         with shown_trials(self._trainer) as on_trial, self._session:
             tuner = Tuner(
-                self._memory.free_bytes,
+                self._free_bytes,
                 self._limits,
                 self._open_probe,
                 hint=self._predict,
@@ -205,7 +204,8 @@ class StageTuner:
             finally:
                 if self._probe is not None:
                     self._probe = None
-                    forget_used_parameters(self._trainer)
+                    if isinstance(model := self._trainer.strategy.model, DistributedDataParallel):
+                        forget_used_parameters(model)
         overhead = (time.perf_counter() - self._started - sum(found.seconds for found in results)) / len(results)
         results = [replace(found, seconds=found.seconds + overhead) for found in results]
         for index, (found, record) in enumerate(zip(results, self.records, strict=True)):
@@ -222,7 +222,7 @@ class StageTuner:
         before = capture_data(self._trainer, self._finder)
         try:
             for shape in shapes:
-                gathered = self._ranks.all_gather_call(
+                key = agree_on_key(
                     lambda shape=shape: make_key(  # type: ignore[misc]
                         self._trainer,
                         self._config,
@@ -231,17 +231,17 @@ class StageTuner:
                         self._memory,
                         self._limits,
                         self._callbacks.active,
-                    ).as_dict(),
-                    "looked at the model and its data",
+                    ),
+                    self._ranks,
                 )
-                first, *others = [CacheKey(**key) for key in gathered]
-                if others:  # the other ranks' keys count where they differ
-                    differing: list[Json] = [*sorted({other.digest for other in others} - {first.digest})]
-                    first = replace(first, extra={**first.extra, "ranks": [1 + len(others), *differing]})
-                keys.append(first)
+                keys.append(key)
         finally:
             before.restore()
         return keys
+
+    def _free_bytes(self) -> int:
+        """What training could take on the rank that has the least."""
+        return self._ranks.all_reduce_min(self._memory.free_bytes())[0]
 
     def _open_probe(self) -> tuple[Probe, int]:
         """The probe, made when it is first needed: it copies the training state."""
@@ -251,7 +251,7 @@ class StageTuner:
             smallest = self._limits.bounds.after(1)  # one sample may raise where two run
             probe = LightningProbe(dry_run, self._config, self._batches, self._session, smallest)
             self._probe = probe if self._ranks.size == 1 else AgreedProbe(probe, self._ranks)
-        return self._probe, self._session.max_peak_bytes()
+        return self._probe, self._ranks.all_reduce_min(self._session.max_peak_bytes())[0]
 
     def _predict(self, shape: Shape, max_peak_bytes: int) -> int | None:
         """What is predicted, or the simulated step's answer; None where that would cost more than it saves."""
@@ -351,6 +351,7 @@ def make_key(
         "callbacks": sorted(type(callback).__qualname__ for callback in callbacks),
         "threads": torch.get_num_threads() if trainer.strategy.root_device.type == "cpu" else None,
         "compiled": compiler_context(module) is not None,
+        **describe_sharding([module]),
     }
     return CacheKey(
         **measured_key_fields(memory, limits, trainer.strategy.root_device, shape, optimizers),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from batchfinder.cache import Store
@@ -48,11 +49,23 @@ class LoopConfig:
         """Those that the user has named."""
         return [item for item in self.state if isinstance(item, Optimizer)]
 
+    @property
+    def replicas(self) -> list[DistributedDataParallel]:
+        """The models that DDP keeps alike, among those that the user has named."""
+        modules = (part for item in self.state if isinstance(item, nn.Module) for part in item.modules())
+        return [part for part in modules if isinstance(part, DistributedDataParallel)]
+
     def capture(self, left_alone: Sequence[Any] = ()) -> TrainingState:
         """Copy all that a step changes, but for objects and classes in `left_alone` and the loop's own."""
         functions = (self.train_step, self.make_batch)
         owners = [owner for owner in (getattr(one, "__self__", None) for one in functions) if owner is not None]
         return TrainingState.capture(*self.state, *owners, *functions, left_alone=[*left_alone, *self.left_alone])
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if started else 1
 
 
 def check_single_process() -> None:
@@ -61,13 +74,10 @@ def check_single_process() -> None:
     Raises:
         InvalidValue: there are others.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    processes = torch.distributed.get_world_size()
-    if processes > 1:
+    if world_size() > 1:
         raise InvalidValue(
             "processes that train together",
-            processes,
+            world_size(),
             "one, since the others would hang when it runs out of memory; find the size on one device, and give it to "
             "plan_accumulation(target_batch_size, size, num_devices)",
         )

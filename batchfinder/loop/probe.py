@@ -6,19 +6,20 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from batchfinder.distributed.agreement import local_collectives
 from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
 from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
 from batchfinder.measure.tuner import SearchLimits
-from batchfinder.probe import Probe
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 
@@ -56,6 +57,7 @@ class StepCounter:
         """
         self._calls, self._steps, self._in_this_call, self.stopped_stepping = 0, {}, set(), False
         state, named = self._session.open(), [type(item).__name__ for item in self._config.state]
+        replicas = self._config.replicas
 
         def unnamed(item: object, does: str) -> InvalidValue:
             expected = f"the {type(item).__name__} that train_step {does} among them, so that it can be put back"
@@ -65,7 +67,12 @@ class StepCounter:
             if not state.reaches(optimizer):
                 raise unnamed(optimizer, "steps")
 
+        def no_reduction(replica: nn.Module, args: Any) -> None:
+            cast(DistributedDataParallel, replica).require_backward_grad_sync = False
+
         def before_forward(module: nn.Module, args: Any) -> None:
+            if isinstance(module, DistributedDataParallel) and module not in replicas:
+                raise unnamed(module, "runs")
             if state.reaches(module):
                 return
             # A loss made inside the step holds nothing, and a frozen teacher is not changed.
@@ -74,11 +81,15 @@ class StepCounter:
                 raise unnamed(module, "runs")
 
         with ExitStack() as hooks:
+            # Gradients are not reduced: DDP's reducer would order its buckets by the trial's, and cannot be put back.
+            for replica in replicas:
+                hooks.callback(replica.register_forward_pre_hook(no_reduction).remove)
             hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
             after = register_optimizer_step_post_hook(lambda optimizer, *_: self._in_this_call.add(id(optimizer)))
             hooks.callback(after.remove)
             if not self._checked_modules:
                 hooks.callback(register_module_forward_pre_hook(before_forward).remove)
+            hooks.enter_context(local_collectives())
             yield
         self._checked_modules = True
 
@@ -115,10 +126,6 @@ class LoopProbe:
         self._session = session
         self._counter = StepCounter(session, config)
         self._warned = False
-
-    def open(self) -> tuple[Probe, int]:
-        """This probe, and what a peak may come to now, in bytes; the first call copies the training state."""
-        return self, self._session.max_peak_bytes()
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,24 @@ from torch.optim import Optimizer
 
 from batchfinder.cache import CacheKey, Store
 from batchfinder.cache.key import Json
+from batchfinder.distributed.agreement import (
+    AgreedEntry,
+    AgreedProbe,
+    Ranks,
+    agree_on_key,
+    connect_groups,
+    forget_used_parameters,
+)
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.options import LoopConfig, check_single_process, device_of, store_of, warn_not_cached
+from batchfinder.loop.options import LoopConfig, device_of, store_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
 from batchfinder.measure.device_memory import Memory, memory_of
-from batchfinder.measure.key_fields import describe_batch, measured_key_fields, versions
+from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
+from batchfinder.probe import Probe
 from batchfinder.results import Shape, Trial
 from batchfinder.units import parse_budget, parse_headroom
 
@@ -39,6 +49,7 @@ def make_key(config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limi
         "training": [[name for name, part in module.named_modules() if part.training] for module in modules],
         "compiled": [any(part._compiled_call_impl is not None for part in module.modules()) for module in modules],
         "settings": process_settings(device),
+        **describe_sharding(modules),
     }
     return CacheKey(
         **measured_key_fields(memory, limits, device, shape, optimizers),
@@ -90,46 +101,67 @@ def tune_loop(
 ) -> TunedBatchSizes:
     """Find the size for each length, with one copy of the training state for all of them.
 
-    Lengths are tried in the order given. `make_key` is given a batch of the smallest size as well.
+    Lengths are tried in the order given. `make_key` is given a batch of the smallest size as well. All ranks of
+    `torch.distributed` call this, and get the size that fits on each of them.
 
     Raises:
         OutOfMemory: not even the smallest size fits.
         Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
+        RankFailed: it was raised on another rank.
+        RankLost: another rank has ended, or does not answer within the time limit.
     """
     started = time.perf_counter()
-    memory = memory_of(config.device, budget_bytes)
-    limits = limits.with_memory(memory.free_bytes())
     shapes = [Shape(seq_len) for seq_len in seq_lens]
     sizes: dict[int | None, TunedBatchSize] = {}
-    with TrialSession(memory, config.device, limits.reserve_bytes, config.capture) as session:
-        probe = LoopProbe(config, limits, session)
-        tuner = Tuner(
-            memory.free_bytes,
-            limits,
-            probe.open,
-            on_trial=on_trial,
-            warn=warn_not_cached,
-            held_bytes=memory.held_bytes(),
-        )
-        keys = [] if store is None else _keys(config, limits, memory, shapes, make_key)
+    with ExitStack() as opened:
+        connect_groups(config.device)
+        ranks = opened.enter_context(closing(Ranks.open()))
+        memory = ranks.barrier_call(lambda: memory_of(config.device, budget_bytes), "looked at its memory")
+
+        def free_bytes() -> int:
+            return ranks.all_reduce_min(memory.free_bytes())[0]
+
+        limits = limits.with_memory(free_bytes())
+        session = opened.enter_context(TrialSession(memory, config.device, limits.reserve_bytes, config.capture))
+        probe: Probe = LoopProbe(config, limits, session)
+        probe = probe if ranks.size == 1 else AgreedProbe(probe, ranks)
+
+        def open_probe() -> tuple[Probe, int]:
+            ranks.barrier_call(session.open, "got ready to try sizes")
+            return probe, ranks.all_reduce_min(session.max_peak_bytes())[0]
+
+        for replica in config.replicas:
+            opened.callback(forget_used_parameters, replica)
+        held = memory.held_bytes()
+        tuner = Tuner(free_bytes, limits, open_probe, on_trial=on_trial, warn=warn_not_cached, held_bytes=held)
+        keys = [] if store is None else _keys(config, limits, memory, shapes, make_key, ranks)
         each = (time.perf_counter() - started) / len(shapes)
         for index, shape in enumerate(shapes):
-            found = tuner.find(shape, None if store is None else store.entry(keys[index], config.label))
+            entry = None if store is None else store.entry(keys[index], config.label)
+            # While ranks agree the first one alone reads and writes; on its own any of them may lower a record.
+            found = tuner.find(shape, entry if entry is None or ranks.size == 1 else AgreedEntry(entry, ranks))
             found.raise_if_nothing_fits()
-            found = replace(found, seconds=found.seconds + each)
+            found = replace(found, entry=entry, seconds=found.seconds + each)
             sizes[shape.seq_len] = TunedBatchSize(found, config.device.type, config.caller)
     return TunedBatchSizes(sizes)
 
 
 def _keys(
-    config: LoopConfig, limits: SearchLimits, memory: Memory, shapes: Sequence[Shape], make_key: MakeKey
+    config: LoopConfig, limits: SearchLimits, memory: Memory, shapes: Sequence[Shape], make_key: MakeKey, ranks: Ranks
 ) -> list[CacheKey]:
     """The keys of all shapes. A batch of each is made for it, and the random numbers are put back."""
     # No tensors: a step has not run, and a copy of them would take longer than the look-up.
     untouched = config.capture(left_alone=[torch.Tensor, Optimizer])
     try:
-        samples = (config.make_batch(limits.bounds.first, shape.seq_len) for shape in shapes)
-        return [make_key(config, shape, sample, memory, limits) for shape, sample in zip(shapes, samples, strict=True)]
+        return [
+            agree_on_key(
+                lambda shape=shape: make_key(  # type: ignore[misc]
+                    config, shape, config.make_batch(limits.bounds.first, shape.seq_len), memory, limits
+                ),
+                ranks,
+            )
+            for shape in shapes
+        ]
     finally:
         untouched.restore()
 
@@ -142,6 +174,7 @@ def tune_batch_size(
     device: torch.device | str | None = None,
     seq_lens: Sequence[int] | None = None,
     target_batch_size: int | None = None,
+    num_devices: int | None = None,
     exact: bool = False,
     headroom: float | int | str = 0.0,
     min_batch_size: int = 1,
@@ -159,6 +192,10 @@ def tune_batch_size(
     twice. After each trial everything is put back, down to the random numbers, however it ended: training is bit for
     bit what it would be without. A later start of the same program takes the answer from the cache and tries it once.
 
+    In several processes that train together (`torchrun`), with DDP, FSDP or any groups, all ranks call this at once and
+    get the size that fits on each. Meanwhile no collective of the step waits for another rank: a rank that runs out of
+    memory, wherever it does, leaves none waiting.
+
     Args:
         train_step: takes a whole optimizer step, as the loop does: forward, loss, backward, step, zero_grad. Without
             a target it is called as `train_step(batch)`. With one it is called as `train_step(micro_batches)`, with an
@@ -171,7 +208,10 @@ def tune_batch_size(
             from the objects that bound methods belong to, need not be named. Module-level names cannot be reached.
         device: `cpu`, `cuda` or `cuda:N`; None for where the model is.
         seq_lens: lengths to find sizes for, the longest first; None for data of one fixed shape.
-        target_batch_size: samples per optimizer step, made up of micro-batches that fit; None for no target.
+        target_batch_size: samples per optimizer step, on all devices together, made up of micro-batches that fit; None
+            for no target.
+        num_devices: devices that train on samples of their own, and make up the target together; None for the world
+            size, of which it is a part where ranks share samples, as in tensor parallelism.
         exact: meet the target exactly, however small the micro-batch that divides it; see `plan_accumulation`.
         headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
         min_batch_size: no smaller size is tried; 2 for a step that fails with a single sample, as BatchNorm may.
@@ -192,6 +232,8 @@ def tune_batch_size(
         InvalidValue: an argument has an invalid value, or `train_step` changes what could not be put back.
         OutOfMemory: not even the smallest size fits; the text says what to do.
         Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
+        RankFailed: it was raised on another rank.
+        RankLost: another rank has ended, or does not answer within the time limit of `init_process_group`.
     """
     if seq_lens is not None and (not seq_lens or min(seq_lens) < 1):
         raise InvalidValue("seq_lens", seq_lens, "lengths of at least 1, or None for data of one fixed shape")
@@ -202,11 +244,11 @@ def tune_batch_size(
         min_batch_size=min_batch_size,
         multiple_of=multiple_of,
         target_batch_size=target_batch_size,
+        num_devices=world_size() if num_devices is None else num_devices,
         exact=exact,
         certify=certify,
     )
     budget_bytes = None if budget is None else parse_budget(budget)
-    check_single_process()
     named = tuple(state) if isinstance(state, list | tuple) else (state,)
     config = LoopConfig(train_step, make_batch, named, device_of(device, named))
     lengths = sorted(set(seq_lens), reverse=True) if seq_lens else [None]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from batchfinder.cache.key import Json
@@ -48,6 +50,27 @@ def describe_batch(sample: Any) -> Json:
         [pytree.keystr(path), [*leaf.shape], str(leaf.dtype)] if isinstance(leaf, torch.Tensor) else pytree.keystr(path)
         for path, leaf in leaves
     ]
+
+
+def describe_sharding(modules: Iterable[nn.Module]) -> dict[str, Json]:
+    """What a process holds of parameters that are spread over several, and how FSDP gathers them; empty without any."""
+    found: list[Json] = []
+    tensors, fsdp = (sys.modules.get(f"torch.distributed.{name}") for name in ("tensor", "fsdp"))
+    for module in modules:
+        for name, parameter in module.named_parameters() if tensors is not None else ():
+            if isinstance(parameter, tensors.DTensor):  # type: ignore[union-attr]
+                shape, mesh = [*parameter.to_local().shape], [*parameter.device_mesh.shape]
+                found.append([name, shape, [str(placement) for placement in parameter.placements], mesh])
+        for name, part in module.named_modules() if fsdp is not None else ():
+            if isinstance(part, fsdp.FSDPModule):  # type: ignore[union-attr]
+                # No getters for what `fully_shard` was given (torch/distributed/fsdp/_fully_shard, PyTorch 2.13).
+                state = part._get_fsdp_state()
+                groups = getattr(state, "_fsdp_param_groups", None)  # before PyTorch 2.13 there is one at most
+                for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+                    again = group.post_forward_mesh_info
+                    size = None if again is None else again.shard_mesh_size
+                    found.append([name, repr(group.mp_policy), repr(group.offload_policy), size])
+    return {"sharding": found} if found else {}
 
 
 def versions(*packages: str) -> dict[str, Json]:

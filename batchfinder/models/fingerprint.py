@@ -132,7 +132,9 @@ def fingerprint_workload(workload: Workload, *built_by: str) -> str:
         folder = os.path.join(parents[min(depth, len(parents) - 1)], "")
         imported = {other for name in list(sys.modules) if (other := _file_of(name)).startswith(folder)}
         files |= {file, *(other for other in imported if not other.startswith(_OURS) and not _is_installed(other))}
-    model = fingerprint_module(workload.model, workload.make_batch, workload.loss, workload.optimizer)
+    code = [workload.make_batch, workload.loss, workload.optimizer]
+    code += [workload.parallelize] if workload.parallelize is not None else []
+    model = fingerprint_module(workload.model, *code)
     return hashlib.sha256("\n".join([model, *sorted(map(fingerprint_file, files))]).encode()).hexdigest()
 
 

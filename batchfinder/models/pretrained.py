@@ -263,9 +263,10 @@ def _media_workload(model: Any, media: Media, labels: tuple[Label, ...], argumen
     sizes["grid"] = sizes["cells"] * sizes["merge"]
     sizes["pooled"] = sizes["positions"] // 2
     sizes["flat"] = 2 + sizes["channels"] * sizes["patch"] ** 2  # a patch behind its row and column
+    sizes["streams"] = 1 + sizes["codebooks"]  # of text, and of speech
     sizes |= {name: product(value, sizes) for name, value in media.sizes.items() if isinstance(value, str)}
     keyword = "input_ids" if "input_ids" in arguments and media.text else ""
-    text = _text_batches(config, labels, keyword, bool(keyword))
+    text = _text_batches(config, tuple(each for each in labels if each.name in arguments), keyword, bool(keyword))
     kinds = families().token_kinds
     batches = MediaBatches(media.tensors, sizes, frozenset(arguments), text, token_kinds=kinds, length=media.length)
     makers = (getattr(each, media.features or " ", None) for each in (model.base_model, model))
@@ -300,8 +301,10 @@ def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
     given = one if "args" in takes else {name: one[name] for name in takes if name in one}
     with torch.no_grad():
         made = features(**given)
-    pooled = getattr(made, "pooler_output", None)
-    vectors = pytree.tree_leaves(getattr(made, "last_hidden_state", made) if pooled is None else pooled)
+    # Where layers of the text get vectors of their own, each of them gets as many.
+    deep = getattr(made, "deepstack_features", None)
+    outputs = (getattr(made, "pooler_output", None), getattr(made, "last_hidden_state", made), deep and deep[0])
+    vectors = pytree.tree_leaves(next((each for each in outputs if each is not None), made))
     return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +50,77 @@ compares the list with the dispatch entries of native_functions.yaml.
 """
 
 
-# What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types.
+class Stream:
+    """A stream of the fake GPU: nothing runs on it, but memory belongs to the one that was current as it was allocated.
+
+    Attributes:
+        number: 0 for the default stream; the others count from 1 in the order in which they are made.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.number = next(self._numbers)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that has passed."""
+        return event or Event()
+
+    def wait_stream(self, stream: object) -> None:
+        """Return at once, as does everything else that waits."""
+
+    wait_event = wait_stream
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+
+class Event:
+    """An event on a stream of the fake GPU, which has passed as soon as it is recorded."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        """Return at once, as does everything else."""
+
+    wait = record
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def query(self) -> bool:
+        """It has passed."""
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        """Nothing takes time."""
+        return 0.0
+
+
+_current_streams = [Stream()]  # the default one, then one for each `with stream(...)` that is entered
+
+
+def current_stream(device: object = None) -> Stream:
+    """The stream that memory is allocated on now."""
+    return _current_streams[-1]
+
+
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    _current_streams.append(stream or _current_streams[-1])
+    try:
+        yield
+    finally:
+        _current_streams.pop()
+
+
+# What `torch.<DEVICE_TYPE>` must answer. Autocast and activation checkpointing ask for the supported types,
+# `fully_shard` for all that has to do with streams.
 _DEVICE_MODULE = SimpleNamespace(
     is_initialized=lambda: True,
     is_available=lambda: True,
@@ -57,6 +129,14 @@ _DEVICE_MODULE = SimpleNamespace(
     _is_in_bad_fork=lambda: False,
     manual_seed_all=lambda seed: None,
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16, torch.float32],
+    Stream=Stream,
+    Event=Event,
+    stream=_on_stream,
+    current_stream=current_stream,
+    default_stream=lambda device=None: _current_streams[0],
+    set_device=lambda device: None,
+    synchronize=lambda device=None: None,
+    empty_cache=lambda: None,
 )
 
 
@@ -77,15 +157,16 @@ class FakeDeviceMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator for real where all that it reads and makes is small and on the CPU."""
         kwargs = kwargs or {}
-        leaves = pytree.arg_tree_leaves(*args, **kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        elsewhere = any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor in tensors) or any(
-            isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves
-        )
         # An operator that PyTorch composes of others for fake tensors, as a copy to the CPU, comes back here for each.
         if func is torch.ops.aten.index.Tensor and not self._composing:
             args = (args[0], _without_masks(args[1]), *args[2:])
-        if self._composing or elsewhere:
+        if self._composing or any(type(arg) is FakeTensor for arg in args):
+            return self._fake(func, types, args, kwargs)
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor in tensors) or any(
+            isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves
+        ):
             return self._fake(func, types, args, kwargs)
         if not tensors or not (func.is_view or func._schema.is_mutable):
             try:
@@ -98,12 +179,48 @@ class FakeDeviceMode(FakeTensorMode):
                     return fake
         return func(*args, **kwargs)
 
+    def _prep_args_for_hash(self, result: list[object], args: Any, *more: Any) -> None:
+        # Of FakeTensorMode in torch 2.13, which spells out 17 fields of every tensor: a quarter of a recording's time.
+        key = _cache_key(args, self)
+        if key is None:
+            super()._prep_args_for_hash(result, args, *more)
+        else:
+            result.append(key)
+
     def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         composing, self._composing = self._composing, True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._composing = composing
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+def _cache_key(args: Any, mode: FakeTensorMode) -> tuple[object, ...] | None:
+    """What an operator's fake outputs depend on, where its arguments are dense fake tensors and plain values."""
+    parts: list[object] = [type(args)]
+    if isinstance(args, dict):
+        parts.append(tuple(args))
+        args = args.values()
+    for arg in args:
+        kind = type(arg)
+        if kind is FakeTensor:
+            if arg.fake_mode is not mode or arg.constant is not None or arg.layout is not torch.strided:
+                return None
+            parts += arg.dtype, arg.shape, arg.stride(), arg.storage_offset(), arg.untyped_storage().nbytes()
+            parts += arg.fake_device, arg.requires_grad, arg.is_conj(), arg.is_neg(), arg.is_inference()
+        elif kind in _PLAIN:
+            parts += kind, arg  # 1 and 1.0 are equal, and make tensors of different types
+        elif kind in (list, tuple, torch.Size):
+            inner = _cache_key(arg, mode)
+            if inner is None:
+                return None
+            parts.append(inner)
+        else:
+            return None
+    return tuple(parts)
 
 
 def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -213,3 +330,4 @@ def move_module(
         on_moved(current)
 
     visit(module)
+    moved.clear()  # `visit` refers to itself: what was moved would stay until a garbage collection

@@ -111,6 +111,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_: torch.empty_like(log_probs),
+    aten._pin_memory.default: lambda tensor, *_: torch.empty_like(tensor),  # the host's memory
 }
 
 
@@ -153,9 +154,19 @@ def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = No
     return [size * scores.numel(), scores.numel(), scores.numel() // scores.size(dim)]
 
 
+def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> list[int]:
+    """The product of both, which the kernel reads in place of the gradient; log_softmax needs none.
+
+    Source: `softmax_backward_cuda_out` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/SoftMax.cu; as in PyTorch 1.0.
+    """
+    return [torch.promote_types(grad.dtype, output.dtype).itemsize * output.numel()] if output.numel() else []
+
+
 # `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's.
 SCRATCH: dict[Any, Scratch] = {
     aten._safe_softmax.default: _safe_softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
     # The betas, which are as large as the alphas.
     aten._ctc_loss_backward.Tensor: lambda *args: [args[6].nbytes],
 }

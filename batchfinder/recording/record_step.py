@@ -13,11 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchfinder.errors import BatchFinderError, RecordingFailed
+from batchfinder.estimate.sharding import buckets_of
 from batchfinder.models import quantization
 from batchfinder.models.build import allow_fake_weights
-from batchfinder.recording import autocast, fake_device, fake_values, rnn, sdpa, user_kernels
+from batchfinder.recording import autocast, distributed, fake_device, fake_values, rnn, sdpa, user_kernels
 from batchfinder.recording.recorder import AllocationRecorder
-from batchfinder.simulator.trace import Trace
+from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
@@ -97,9 +98,17 @@ def record_step(
 
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     one_thread = torch.autograd.set_multithreading_enabled(False)
-    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording:
+    sharded = distributed.shards(workload, config)
+    mesh = distributed.make_mesh(config) if sharded else None
+    if sharded:
+        with mode, allow_fake_weights():
+            fake_device.move_module(workload.model, move, step.weights_dtype)
+    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording, recording.watching_resizes():
         recording.mark(-1, "model")
-        fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
+        if sharded:
+            distributed.parallelize(workload, config, mesh, recording)
+        else:
+            fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
         try:
             step.run(batch_size, seq_len, on_stage)
         except Exception as error:  # Dynamo's, around what a compiler has raised
@@ -124,6 +133,7 @@ def record_step(
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
+    fft = ("cuFFT work areas",) if any(name.startswith("aten._fft_") for name in structure.operators) else ()
     graphs = graphs_compiled()
     if compiled and not graphs:
         raise RecordingFailed(
@@ -136,8 +146,10 @@ def record_step(
     unmodelled = (
         *workload.assumptions,
         *cudnn,
+        *fft,
         *assumed,
         *quantization.assumptions(workload.model),
+        *distributed.assumptions(config),
         "kernels' small scratch tensors",
         *assumptions,
         *recording.values.assumed,
@@ -145,7 +157,9 @@ def record_step(
         *user_kernels.unmodelled(),
     )
     flops = recording.flops // (config.steps * config.micro_batches)
-    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops)
+    trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops)
+    # DDP's reducer reads what tensors hold, and so does not run here: its buckets are added.
+    return add_blocks(trace, buckets_of(trace)) if config.strategy == "ddp" else trace
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,12 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.errors import BatchFinderError
 from batchfinder.recording import fake_values, kernel_memory, user_kernels
-from batchfinder.recording.fake_device import DEVICE_TYPE
+from batchfinder.recording.fake_device import DEVICE_TYPE, current_stream
 from batchfinder.recording.kernel_memory import aten
 from batchfinder.simulator.trace import StageMark, TraceStructure
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; any other tensor as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -33,6 +40,10 @@ class AllocationRecorder(TorchDispatchMode):
         capability: the simulated GPU's compute capability, for the kernels' own memory.
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
+
+    Attributes:
+        sharded: the class of tensors that are spread over several GPUs, once there are any.
+        paused: while not 0, what runs takes no memory on a GPU: PyTorch works out shapes.
     """
 
     # Else PyTorch would say of `flex_attention` that it knows no rule for this class.
@@ -48,8 +59,11 @@ class AllocationRecorder(TorchDispatchMode):
         self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
         self._module = module
         self._on_operator = on_operator
+        self.sharded: type | None = None
+        self.paused = 0
         self._names: dict[Any, str] = {}
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._emptied: dict[int, weakref.ref[Any]] = {}  # storages that have given back their memory and live on
         self._constants: dict[int, float] = {}
         self._workspaces: set[bool] = set()
         self.order: list[int] = []
@@ -58,6 +72,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.operators: list[str] = []
         self.modules: list[str] = []
         self.kinds: list[str] = []
+        self.streams: list[int] = []
         self._shapes: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
         self.unmodelled: dict[str, None] = {}
         self.flops = 0
@@ -70,7 +85,12 @@ class AllocationRecorder(TorchDispatchMode):
     def structure(self) -> TraceStructure:
         """All that was seen, but for the sizes."""
         return TraceStructure(
-            tuple(self.order), tuple(self.marks), tuple(self.operators), tuple(self.modules), tuple(self.kinds)
+            tuple(self.order),
+            tuple(self.marks),
+            tuple(self.operators),
+            tuple(self.modules),
+            tuple(self.kinds),
+            tuple(self.streams) if any(self.streams) else (),
         )
 
     def shapes(self) -> tuple[str, ...]:
@@ -88,10 +108,46 @@ class AllocationRecorder(TorchDispatchMode):
         """
         for tensor in tensors:
             if tensor is not None and tensor.device.type == DEVICE_TYPE:
-                block = self._block_of(tensor)
+                block = self._block_of(local_part(tensor))
                 if block >= 0:
                     self.kinds[block] = kind
                     self.modules[block] = module
+
+    def note(self, tensors: Iterable[torch.Tensor], name: str) -> None:
+        """Take these tensors as allocated now by `name`, where they have not been seen yet."""
+        for tensor in map(local_part, tensors):
+            if tensor.device.type == DEVICE_TYPE:
+                self._note_storage(tensor, aten.empty_strided.default, name, ())
+
+    @contextmanager
+    def watching_resizes(self) -> Iterator[None]:
+        """See storages give back their memory and take it again, which no operator does: FSDP's gathered parameters.
+
+        `resize_` of a CUDA storage takes the new memory on the current stream before it gives back the old,
+        https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/Resize.cpp (`resize_bytes_cuda`).
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            identity = storage._cdata
+            ours = identity in self._live or identity in self._emptied
+            resize(storage, size)
+            if ours:
+                seen = self._live.pop(identity, None)
+                if size:
+                    self._emptied.pop(identity, None)
+                    self._follow(storage, self._allocate(size, "UntypedStorage.resize_", "communication"))
+                else:
+                    self._emptied[identity] = weakref.ref(storage, lambda _: self._emptied.pop(identity, None))
+                if seen is not None:
+                    self.order.append(~seen[0])
+            return storage
+
+        torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def label_alive(self, first: int, kind: str) -> None:
         """Say what the blocks from number `first` on that are still alive are for."""
@@ -118,6 +174,14 @@ class AllocationRecorder(TorchDispatchMode):
             name = self._names[func] = str(func)
             if isinstance(func, HigherOrderOperator):
                 raise user_kernels.not_compiled(name)
+        if self.sharded is not None and self.sharded in types:
+            if not name.startswith("aten._foreach_") or "norm" in name:
+                return NotImplemented  # it comes back here with what this rank has of it
+            if kernel_memory.only_writes(func, args):
+                return None
+            return self._run_on_shards(func, args, kwargs)
+        if self.paused:
+            return func(*args, **kwargs)
         self._on_operator(name)
         if func is _ITEM:
             values = self.values.of(args[0]) if isinstance(args[0], FakeTensor) else None
@@ -184,6 +248,20 @@ class AllocationRecorder(TorchDispatchMode):
             self.order.extend(~block for block in reversed(blocks))
         return output
 
+    def _run_on_shards(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer's operator on lists of shards, element by element.
+
+        DTensor would do the same, after it has worked out for every tensor that there is nothing to send, which takes
+        longer than the rest of a recording.
+        """
+        with self:
+            made = func(*pytree.tree_map(local_part, args), **pytree.tree_map(local_part, kwargs))
+        kind: Any = self.sharded
+        return [
+            kind(local, whole._spec, requires_grad=False) if isinstance(whole, kind) else local
+            for local, whole in zip(made or (), args[0], strict=True)
+        ]
+
     def _run_custom(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A custom operator: its kernel where that is Python's and needs no values, else its fake kernel."""
         kernel = user_kernels.python_kernel(func)
@@ -199,7 +277,7 @@ class AllocationRecorder(TorchDispatchMode):
             if all(block < first for block, _ in self._live.values()):
                 # What it allocated until then is forgotten.
                 self.order[position:] = [event for event in self.order[position:] if event < 0 and ~event < first]
-                for column in (self.sizes, self.operators, self.modules, self.kinds, self._shapes):
+                for column in (self.sizes, self.operators, self.modules, self.kinds, self.streams, self._shapes):
                     del column[first:]
                 self._workspaces = workspaces
         self.unmodelled[f"{name}: what its kernel takes besides its outputs"] = None
@@ -214,6 +292,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.operators.append(name)
         self.modules.append(self._module())
         self.kinds.append(kind)
+        self.streams.append(current_stream().number)
         self._shapes.append(None)
         self.order.append(block)
         return block
@@ -225,11 +304,18 @@ class AllocationRecorder(TorchDispatchMode):
         identity = storage._cdata
         if identity in self._live:
             return
-        block = self._allocate(storage.nbytes(), name, "temporary")
+        # What is on a stream of its own is sent or received.
+        block = self._allocate(storage.nbytes(), name, "communication" if current_stream().number else "temporary")
         self._shapes[block] = (tensor.dtype, tuple(tensor.shape))
         constant = fake_values.constant_of(func, args, self._constant_of)
         if constant is not None:
             self._constants[block] = constant
+
+        self._follow(storage, block)
+
+    def _follow(self, storage: torch.UntypedStorage, block: int) -> None:
+        """Note the release of a block when its storage dies."""
+        identity = storage._cdata
 
         def released(_: Any, identity: int = identity, block: int = block) -> None:
             del self._live[identity]

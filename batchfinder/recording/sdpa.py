@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 
 from batchfinder.errors import InvalidValue
@@ -196,7 +197,9 @@ def run_math(call: AttentionCall) -> torch.Tensor:
     half_scale = math.sqrt(abs(scale))
     scaled = torch.ops.aten.mul.Scalar(query, math.copysign(half_scale, scale))
     if call.is_causal:
-        causal = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        # The values of fake ones would be computed on the CPU as well, in every layer, and nothing reads them.
+        ones = torch.empty if isinstance(query, FakeTensor) else torch.ones
+        causal = ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         mask = _additive(causal, query.dtype)
         del causal
     key_per_head, value_per_head = key, value

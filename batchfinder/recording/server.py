@@ -115,6 +115,10 @@ class RecordingServer:
                         waiting.append(request)
             while waiting and len(running) < self.workers:
                 request = waiting.pop(0)
+                if self.workload is not None and request["record"]["config"]["gpus"] > 1:
+                    from batchfinder.recording import distributed
+
+                    distributed.prepare()  # here once, and not in every fork
                 done, child_end = pipe()
                 process = os.fork()
                 if process == 0:
@@ -156,6 +160,7 @@ class RecordingServer:
                 "brings_optimizer": self.workload.optimizer is not None,
                 "versions": versions,
                 "warnings": self.warnings,
+                "parallelizes": self.workload.parallelize is not None,
             }
         except KeyboardInterrupt:
             raise

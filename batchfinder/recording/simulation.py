@@ -7,9 +7,9 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from batchfinder.devices import Device
@@ -19,7 +19,7 @@ from batchfinder.results import Measurement, SearchResult, Shape
 from batchfinder.search import Capped, Floored, Multiples, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.scaling import TraceSource, between_gpus
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training import child_process
@@ -198,6 +198,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         self._recorder = recorder or RecordingClient(spec)
         self.facts = self._recorder.facts  # of the workload that the process was opened with
         self._sources: dict[tuple[int, int], TraceSource] = {}
+        self._ends: tuple[Simulation, ...] = ()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -214,11 +215,31 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         """
         return Simulation(spec, how, self._recorder)
 
+    def on_several(self, counts: Collection[int]) -> dict[int, Simulation]:
+        """The same on other numbers of GPUs, in this simulation's recording process, by their number.
+
+        The fewest and the most are recorded. What lies between them is made of the two where everything goes with one
+        over their number, and is recorded itself where it does not.
+        """
+        found = {count: self.with_spec(self.spec, replace(self.how, gpus=count)) for count in sorted(counts)}
+        ends = tuple(found.values())
+        for simulation in ends[1:-1]:
+            simulation._ends = ends[0], ends[-1]
+        return found
+
     def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None]) -> TraceSource:
         """The step's traces on GPUs of one compute capability, at these lengths and any others."""
         if capability not in self._sources:
+            ends = [(end.how.gpus, end.source(capability, seq_lens)) for end in self._ends]
 
             def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+                if ends:
+                    traces = [(gpus, source.recorded(batch_size, seq_len)) for gpus, source in ends]
+                    between = between_gpus(traces[0], traces[1], self.how.gpus)
+                    if between is not None:
+                        made: Future[Trace] = Future()
+                        made.set_result(between)
+                        return made
                 workload = None if self.spec == self._recorder.spec else self.spec
                 return self._recorder.submit(RecordingJob(self.how, capability, batch_size, seq_len, workload))
 
@@ -259,7 +280,10 @@ def search_simulated(
         InvalidValue: there is no such size.
     """
     for _ in range(_CONFIRMATIONS):
-        search: Search[Any] = Secant(tolerance=0.0, predicted=predict_max_batch_size(probe, shape), margin=0.0)
+        predicted = predict_max_batch_size(probe, shape)
+        if multiple_of == 1 and not probe.traces.is_scaled(shape.seq_len):
+            predicted = _recorded_prediction(probe, shape, min(predicted, max_batch_size or predicted))
+        search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
         search = Floored(Multiples(search, multiple_of), min_batch_size)
         if max_batch_size is not None:
             search = Capped(search, max_batch_size)
@@ -270,6 +294,19 @@ def search_simulated(
         if not confirm or not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
     return result
+
+
+def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int) -> int:
+    """The prediction, or a size not far below it that runs, where each size is recorded itself.
+
+    A line through peaks tends to be a little too high: it does not know what the allocator cannot use.
+    """
+    for size in (predicted, predicted - 1)[: 2 if predicted > 1 else 1]:
+        probe.traces.ask(size, shape.seq_len)
+    step = 1
+    while predicted > 1 and not probe.steady_state(predicted, shape).fits:
+        predicted, step = max(1, predicted - step), 2 * step
+    return predicted
 
 
 @dataclass(frozen=True)

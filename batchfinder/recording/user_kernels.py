@@ -57,7 +57,9 @@ _ASK_FOR_CUDA = frozenset(
 
 _launched: dict[str, None] = {}
 _asked: dict[str, None] = {}
-_BUILT_IN = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor", "quantized"})
+_BUILT_IN = frozenset(
+    {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor", "quantized"}
+)
 
 
 class _TritonFinder:

@@ -107,7 +107,7 @@ _LEAST_SHARE = 0.001
 _STATES = ("parameters", "gradients", "optimizer")
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _SHARDING_ASSUMPTIONS = (
-    "how shards are padded, and when a layer's full parameters are in memory: the largest layer's always are",
+    "how ZeRO-1 and ZeRO-2 deal out parameters, and when a layer's full gradients are in memory",
     "NCCL's own memory",
 )
 

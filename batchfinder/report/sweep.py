@@ -188,6 +188,8 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         each = f"usable: {', '.join(f'{size} of {gpu}' for gpu, size in usable.items())}"
     optimizers = " or ".join(dict.fromkeys(row.cell.options.optimizer for row in rows))
     step = ", ".join([*replace(first.options, optimizer=optimizers).words(), *conditions])
+    counts = list(dict.fromkeys(str(row.cell.options.gpus) for row in rows))
+    step = step.replace(f" on {counts[0]} GPUs", f" on {', '.join(counts)} GPUs")
     cells = [row.cell for row in rows]
     columns: Columns = {"model": [cell.model for cell in cells]}
     if len(usable) > 1:

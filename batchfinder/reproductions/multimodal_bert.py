@@ -7,7 +7,7 @@ from typing import Any
 
 from batchfinder.devices import device_for, find_instance
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.estimate.sharding import STAGES, sharded_step
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_multimodal_bert, row
@@ -51,7 +51,7 @@ def one_gpu(context: Context) -> SimulatedProbe:
         source,
         DeviceMemory(device.total_bytes, device.usable_bytes),
         # The reducer's buckets are the same for any number of GPUs.
-        edit=lambda trace: sharded_step(trace, STRATEGIES["DDP"], instance.num_gpus),
+        edit=lambda trace: sharded_step(trace, STAGES["DDP"], instance.num_gpus, rebuilds=False),
     )
 
 

@@ -41,9 +41,9 @@ class Allocator2018(CachingAllocator):
             self.taken, lambda size: _SMALL_SEGMENT_BYTES if size <= SMALL_BLOCK_BYTES else size
         )
 
-    def allocate(self, nbytes: int) -> Block | None:
+    def allocate(self, nbytes: int, stream: int = 0) -> Block | None:
         """Hand out a block, as `CachingAllocator.allocate` does."""
-        return super().allocate(nbytes if nbytes < SMALL_BLOCK_BYTES else round_up(nbytes, _LARGE_STEP_BYTES))
+        return super().allocate(nbytes if nbytes < SMALL_BLOCK_BYTES else round_up(nbytes, _LARGE_STEP_BYTES), stream)
 
 
 NAME = "seq2seq"

@@ -3,11 +3,15 @@
 Every rule is stated where it is applied, after the function of
 https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cpp that has it. The functions
 were read in snapshots of that file from 2025; of 2.13.0 itself the headers were read and its settings parser was run.
-There is one stream.
 
-What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`), blocks held back by events of other streams,
-memory callbacks, the garbage collector, and the addresses cudaMalloc really gives. Here each new segment lies above all
-earlier ones; addresses only decide between free blocks of the same size.
+Each stream has blocks and segments of its own: a block is cut from a segment of the stream that was current as it was
+asked for, and when it is released only that stream can have it again, at once (`get_free_block`, `free_block`). What is
+wholly free goes back to the card whichever stream it is of.
+
+What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`); `Tensor.record_stream`, which keeps a released
+block from being used again until the other stream's work on it is done (`insert_events`, `process_events`), that is for
+a time which only a clock knows; memory callbacks, the garbage collector, and the addresses cudaMalloc really gives.
+Here each new segment lies above all earlier ones; addresses only decide between free blocks of the same size.
 """
 
 from __future__ import annotations
@@ -81,13 +85,8 @@ class CachingAllocator:
             if expandable
             else CudaMallocSegments(self.taken, partial(segment_size, settings=settings))
         )
-        # should_split: 512 B must be left over in the small pool and in expandable segments; otherwise more than 1 MiB,
-        # of blocks that max_split_size_mb allows to be split.
-        self._small = FreeList(small=True, least_remainder=MIN_BLOCK_BYTES)
-        if expandable:
-            self._large = FreeList(small=False, least_remainder=MIN_BLOCK_BYTES)
-        else:
-            self._large = FreeList(False, SMALL_BLOCK_BYTES + 1, settings.max_split_size_bytes or 1 << 63)
+        self._pools: dict[int, tuple[FreeList, FreeList]] = {}  # of small and large blocks, by stream
+        self._small, self._large = self._pools_of(0)
         self._rounds_to_divisions = any(divisions > 1 for divisions in settings.roundup_power2_divisions)
         self._plain = not expandable and settings.max_split_size_bytes is None
 
@@ -99,8 +98,24 @@ class CachingAllocator:
     def max_reserved(self) -> int:
         return self.taken.peak
 
-    def allocate(self, nbytes: int) -> Block | None:
+    def _pools_of(self, stream: int) -> tuple[FreeList, FreeList]:
+        if stream not in self._pools:
+            small = FreeList(small=True, least_remainder=MIN_BLOCK_BYTES, stream=stream)
+            # should_split: 512 B must be left over in the small pool and in expandable segments; otherwise more than
+            # 1 MiB, of blocks that max_split_size_mb allows to be split.
+            if self.settings.expandable_segments:
+                large = FreeList(small=False, least_remainder=MIN_BLOCK_BYTES, stream=stream)
+            else:
+                unsplit_from = self.settings.max_split_size_bytes or 1 << 63
+                large = FreeList(False, SMALL_BLOCK_BYTES + 1, unsplit_from, stream)
+            self._pools[stream] = small, large
+        return self._pools[stream]
+
+    def allocate(self, nbytes: int, stream: int = 0) -> Block | None:
         """Hand out a block.
+
+        Args:
+            stream: the one that is current; 0 for the default stream.
 
         Returns:
             The block, to be handed to `free`. None for no bytes, which take nothing
@@ -114,7 +129,8 @@ class CachingAllocator:
             return None
         # round_size
         size = block_size(nbytes, self.settings) if self._rounds_to_divisions else (nbytes + 511) & -512
-        pool = self._small if size <= SMALL_BLOCK_BYTES else self._large  # get_pool
+        small, large = self._pools_of(stream) if stream else (self._small, self._large)
+        pool = small if size <= SMALL_BLOCK_BYTES else large  # get_pool
         keys = pool.keys
         index = bisect_left(keys, size << ADDRESS_BITS)  # get_free_block: best fit, then lowest address
         if index < len(keys) and (self._plain or (index := self._choose(pool, index, size)) >= 0):
@@ -187,8 +203,9 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Release everything wholly free, `torch.cuda.empty_cache`: unsplit segments, or whole pages."""
-        self._segments.release(self._large)
-        self._segments.release(self._small)
+        for small, large in self._pools.values():
+            self._segments.release(large)
+            self._segments.release(small)
 
     def reset_peak(self) -> None:
         """Let the maxima start again from now, `torch.cuda.reset_peak_memory_stats`."""
@@ -213,6 +230,7 @@ class CachingAllocator:
                 small=blocks[0].pool.small,
                 expandable=self.settings.expandable_segments,
                 blocks=tuple(SegmentBlock(block.address, block.size, block.requested, block.free) for block in blocks),
+                stream=blocks[0].pool.stream,
             )
             for blocks in sorted(ranges, key=lambda blocks: blocks[0].address)
         )

@@ -89,17 +89,22 @@ class Block:
 
 @dataclass(slots=True, eq=False, repr=False)
 class FreeList:
-    """The free blocks of one pool, smallest first, the lower address first among equals (`BlockComparatorSize`).
+    """The free blocks of one pool and stream, smallest first, the lower address first among equals.
+
+    PyTorch has one set for all streams of a pool, in the order of their streams first (`BlockComparatorSize`), and ends
+    its search at the first block of another one (`get_free_block`).
 
     Attributes:
         small: whether this is the pool of blocks up to 1 MiB.
         least_remainder: a block is split when at least this many bytes are left over,
         unsplit_from: and when the size that is needed is under this.
+        stream: whose blocks these are.
     """
 
     small: bool
     least_remainder: int
     unsplit_from: int = 1 << 63
+    stream: int = 0
     keys: list[int] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
 

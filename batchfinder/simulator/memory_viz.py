@@ -40,9 +40,11 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
     segment_frames_at: dict[int, list[Entry]] = {}  # of the request that each segment was taken for, likewise
     requesting: list[Entry] = []  # the frames of the request that is being met
 
+    stream = 0  # of the event that is being entered
+
     def enter(action: str, size: int, frames: list[Entry], **where: int) -> None:
         time = len(entries)
-        entries.append({"action": action, **where, "size": size, "stream": 0, "time_us": time, "frames": frames})
+        entries.append({"action": action, **where, "size": size, "stream": stream, "time_us": time, "frames": frames})
 
     def enter_segment(action: str, address: int, nbytes: int) -> None:
         segment_frames_at[address] = requesting
@@ -50,9 +52,11 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
 
     allocator.watch_segments(enter_segment)
     frames_of = _frames(trace)
+    streams = trace.structure.streams
     live: dict[int, Block | None] = {}
     try:
         for event in trace.structure.order:
+            stream = streams[event if event >= 0 else ~event] if streams else 0
             if event < 0:
                 block = live.pop(~event)
                 if block is not None:  # no bytes, no event
@@ -62,7 +66,7 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
                     allocator.free(block)
                 continue
             requesting = frames_of[event]
-            block = live[event] = allocator.allocate(trace.sizes[event])
+            block = live[event] = allocator.allocate(trace.sizes[event], stream)
             if block is not None:
                 frames_at[block.address] = requesting
                 enter("alloc", trace.sizes[event], requesting, addr=_FIRST_ADDRESS + block.address)
@@ -88,9 +92,9 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
                 "address": _FIRST_ADDRESS + segment.address,
                 "total_size": segment.size_bytes,
                 "allocated_size": in_use,
-                "active_size": in_use,  # nothing waits for another stream
+                "active_size": in_use,  # nothing waits for an event of another stream
                 "requested_size": sum(block.requested_bytes for block in segment.blocks),
-                "stream": 0,
+                "stream": segment.stream,
                 "segment_type": "small" if segment.small else "large",
                 "segment_pool_id": (0, 0),
                 "is_expandable": segment.expandable,

@@ -29,6 +29,7 @@ def replay(
     """
     order, marks = structure.order, structure.marks
     live: list[Block | None] = [None] * len(sizes)
+    streams = structure.streams
     allocate, free = allocator.allocate, allocator.free
     most_allocated = most_reserved = 0
     allocated_peak = reserved_peak = -1
@@ -44,7 +45,7 @@ def replay(
                 if i < 0:
                     free(live[~i])
                     continue
-                live[i] = allocate(sizes[i])
+                live[i] = allocate(sizes[i], streams[i]) if streams else allocate(sizes[i])
                 if allocator.max_allocated > most_allocated:
                     most_allocated = allocator.max_allocated
                     allocated_peak = i

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 
 from batchfinder.simulator.trace import Trace, TraceStructure
@@ -157,6 +157,32 @@ def _polynomial(
     return found[0] if len(bytes_asked) == 1 else None
 
 
+def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) -> Trace | None:
+    """The step of one of `gpus` GPUs, from those of one of fewer and of one of more.
+
+    What is sharded is a part of a whole that was filled up to a multiple of the number of GPUs, and multiples of
+    `most` are multiples of `gpus` and these of `fewest`: where both ends have filled up the same, so has what is
+    between them.
+
+    Args:
+        fewest, most: the number of GPUs, and the step recorded on one of them at the same size.
+        gpus: a multiple of the fewest, of which the most are a multiple.
+
+    Returns:
+        None where the events differ, an allocation is neither the same on both nor goes with one over their number, or
+        the numbers are no multiples of each other.
+    """
+    (few, first), (many, last) = fewest, most
+    if gpus % few or many % gpus or first.structure != last.structure:
+        return None
+    sizes = []
+    for size, smaller in zip(first.sizes, last.sizes, strict=True):
+        if size != smaller and size * few != smaller * many:
+            return None
+        sizes.append(size if size == smaller else size * few // gpus)
+    return replace(first, sizes=tuple(sizes), shapes=())
+
+
 Submit = Callable[[int, int | None], "Future[Trace]"]
 
 # Two primes that are unlikely as a model's own dimensions, and one more for sums of two terms. A batch of one is never
@@ -207,7 +233,14 @@ class TraceSource:
         """Ask for the recordings that will be needed first, without waiting for them."""
         for seq_lens in self._groups.values():
             for point in _recording_points(seq_lens, self._compiled)[:2]:
-                self._record(*point)
+                self.ask(*point)
+
+    def ask(self, batch_size: int, seq_len: int | None) -> Future[Trace]:
+        """The recording at one size, which is on its way."""
+        size = (batch_size, seq_len)
+        if size not in self._recorded:
+            self._recorded[size] = self._submit(batch_size, seq_len)
+        return self._recorded[size]
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         """The step's trace at one size.
@@ -217,7 +250,26 @@ class TraceSource:
         """
         if self._compiled and (batch_size, seq_len) in self._recorded:
             return self.recorded(batch_size, seq_len)
-        if batch_size > 1 and seq_len not in self._scaled:
+        scaled = self._scaled_at(seq_len) if batch_size > 1 else None
+        if scaled is not None:
+            return scaled.at(batch_size, seq_len)
+        if (batch_size, seq_len) not in self.unscaled:
+            self.unscaled.append((batch_size, seq_len))
+        return self.recorded(batch_size, seq_len)
+
+    def two_sizes(self, seq_len: int | None) -> tuple[int, int]:
+        """Two batch sizes to draw a line through; of an unscaled step two that are recorded already."""
+        if self.is_scaled(seq_len):
+            return 2, 32
+        (small, _), (large, _), _ = _recording_points([seq_len], self._compiled)
+        return small, large
+
+    def is_scaled(self, seq_len: int | None) -> bool:
+        """Whether all batch sizes but one come from the same few recordings."""
+        return self._scaled_at(seq_len) is not None
+
+    def _scaled_at(self, seq_len: int | None) -> ScaledTrace | None:
+        if seq_len not in self._scaled:
             group = self._groups.setdefault((seq_len or 0) % _ALIGNMENT == 0, [])
             if seq_len not in group:
                 group.append(seq_len)
@@ -227,17 +279,12 @@ class TraceSource:
                 self._scaled.update(dict.fromkeys(lengths, scaled))
             else:
                 self._scaled[seq_len] = self._fit([seq_len]) if len(lengths) > 1 else None
-        scaled = self._scaled[seq_len] if batch_size > 1 else None
-        if scaled is not None:
-            return scaled.at(batch_size, seq_len)
-        if (batch_size, seq_len) not in self.unscaled:
-            self.unscaled.append((batch_size, seq_len))
-        return self.recorded(batch_size, seq_len)
+        return self._scaled[seq_len]
 
     def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
         """Record a compiled step at these very sizes, where it was scaled to them; whether there were any."""
         new = [size for size in batch_sizes if self._compiled and (size, seq_len) not in self._recorded]
-        traces = [future.result() for future in [self._record(size, seq_len) for size in new]]
+        traces = [future.result() for future in [self.ask(size, seq_len) for size in new]]
         self.unscaled += [(size, seq_len) for size in new]
         scaled = self._scaled.get(seq_len)
         if len(traces) > 1 and scaled is not None and scaled.structure != traces[0].structure:
@@ -246,22 +293,16 @@ class TraceSource:
 
     def recorded(self, batch_size: int, seq_len: int | None) -> Trace:
         """The step's trace at one size, recorded at that very size."""
-        return self._record(batch_size, seq_len).result()
+        return self.ask(batch_size, seq_len).result()
 
     def for_lengths(self, step: int, longest: int) -> LengthTraces:
         """The same step at one batch size and many lengths."""
         return LengthTraces(self._submit, step, longest)
 
-    def _record(self, batch_size: int, seq_len: int | None) -> Future[Trace]:
-        size = (batch_size, seq_len)
-        if size not in self._recorded:
-            self._recorded[size] = self._submit(batch_size, seq_len)
-        return self._recorded[size]
-
     def _fit(self, seq_lens: list[int | None]) -> ScaledTrace | None:
         points = _recording_points(seq_lens, self._compiled)
         for count in (2, 3):
-            futures = [self._record(*point) for point in points[:count]]
+            futures = [self.ask(*point) for point in points[:count]]
             traces = [future.result() for future in futures]
             scaled = fit(traces, seq_lens)
             if scaled is None and traces[0].compiled and not self._compiled:
@@ -270,6 +311,8 @@ class TraceSource:
             self._compiled = traces[0].compiled
             if scaled is not None:
                 return scaled
+            if any(trace.structure != traces[0].structure for trace in traces):
+                break  # no other recording mends that
         return None
 
 
@@ -308,7 +351,7 @@ class LengthTraces(TraceSource):
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         """The step's trace at one length."""
         if self._fitted is None and not self.exact:
-            futures = [self._record(batch_size, length) for length in self._lengths]
+            futures = [self.ask(batch_size, length) for length in self._lengths]
             traces = [future.result() for future in futures]
             self._fitted = None if traces[0].compiled else fit(traces, self._steps, (batch_size,))
             self.exact = self._fitted is None

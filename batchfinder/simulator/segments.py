@@ -226,6 +226,7 @@ class Segment:
 
     Attributes:
         small: whether it belongs to the pool of blocks up to 1 MiB.
+        stream: whose requests it serves.
         blocks: what it is made of, without gaps.
     """
 
@@ -234,3 +235,4 @@ class Segment:
     small: bool
     expandable: bool
     blocks: tuple[SegmentBlock, ...]
+    stream: int = 0

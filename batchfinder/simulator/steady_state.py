@@ -7,6 +7,7 @@ or it runs out of memory in one of those steps. Two steps cannot tell, so the la
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -138,7 +139,10 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
     longer = TraceStructure(
         tuple(order),
         tuple(marks),
-        *(tuple(names[i] for i in origins) for names in (structure.operators, structure.modules, structure.kinds)),
+        operators=tuple(structure.operators[i] for i in origins),
+        modules=tuple(structure.modules[i] for i in origins),
+        kinds=tuple(structure.kinds[i] for i in origins),
+        streams=tuple(structure.streams[i] for i in origins) if structure.streams else (),
     )
     return longer, tuple(origins)
 
@@ -265,18 +269,16 @@ class SimulatedProbe:
         return trace if self._edit is None else self._edit(trace)
 
 
-# A batch of one needs a recording of its own, so neither size is 1.
-_SMALL, _LARGE = 2, 32
-
-
 def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
     """A guess to start a search from: where a line through the peaks of two sizes crosses the card's capacity.
 
     Returns:
-        A size of at least 2.
+        A size of at least 2, as a batch of one needs a recording of its own; where each size does, of at least 1.
     """
-    low, high = (probe.timeline(size, shape, UNLIMITED).max_allocated_bytes for size in (_SMALL, _LARGE))
-    per_sample = (high - low) / (_LARGE - _SMALL)
+    small, large = probe.traces.two_sizes(shape.seq_len)
+    low, high = (probe.timeline(size, shape, UNLIMITED).max_allocated_bytes for size in (small, large))
+    per_sample = (high - low) / (large - small)
     if per_sample <= 0:
-        return _LARGE
-    return max(_SMALL, int(_SMALL + (probe.memory.capacity_bytes - low) / per_sample))
+        return large
+    crossing = math.floor(small + (probe.memory.capacity_bytes - low) / per_sample)
+    return max(2 if probe.traces.is_scaled(shape.seq_len) else 1, crossing)

@@ -38,6 +38,7 @@ class TraceStructure:
             model.
         kinds: for each block, `parameter`, `gradient`, `optimizer`, `buffer`, `input`, `activation`, `temporary` or
             `workspace`.
+        streams: for each block, the stream that it was allocated on, 0 being the default one; empty where all are that.
     """
 
     order: tuple[int, ...]
@@ -45,6 +46,7 @@ class TraceStructure:
     operators: tuple[str, ...]
     modules: tuple[str, ...]
     kinds: tuple[str, ...]
+    streams: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Trace:
             "unmodelled": list(self.unmodelled),
             "shapes": [index[shape] for shape in self.shapes],
             **({"compiled": True} if self.compiled else {}),
+            **({"streams": list(structure.streams)} if structure.streams else {}),
             "flops": self.flops,
         }
 
@@ -104,6 +107,7 @@ class Trace:
             operators=tuple(names[i] for i in data["operators"]),
             modules=tuple(names[i] for i in data["modules"]),
             kinds=tuple(names[i] for i in data["kinds"]),
+            streams=tuple(data.get("streams", ())),
         )
         return cls(
             batch_size=data["batch_size"],
@@ -173,6 +177,7 @@ def add_blocks(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
         return tuple([both[number] for number in before])
 
     sizes = (*trace.sizes, *(block.size for block in added))
+    streams = (*structure.streams, *(0 for _ in added))
     return replace(
         trace,
         structure=TraceStructure(
@@ -183,6 +188,7 @@ def add_blocks(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
             operators=merged(structure.operators, [block.operator for block in added]),
             modules=merged(structure.modules, [block.module for block in added]),
             kinds=merged(structure.kinds, [block.kind for block in added]),
+            streams=tuple([streams[number] for number in before]) if structure.streams else (),
         ),
         sizes=tuple([sizes[number] for number in before]),
         shapes=merged(trace.shapes, [""] * len(added)) if trace.shapes else (),

@@ -259,8 +259,10 @@ _EXTERNAL_STATE_MODULES = frozenset(
     ("_io", "io", "weakref", "_weakrefset", "tempfile", "mmap", "sqlite3", "logging", "asyncio", "concurrent", "queue")
 )
 
+# What FSDP keeps of a module (which parameters are gathered, what is under way) changes in a step, and stays as it was
+# where a step fails: all of torch.distributed is internal but for fsdp and the composable APIs.
 _TORCH_INTERNALS = re.compile(
-    r"torch\.(_|fx|jit|distributed|autograd|cuda|xpu|mps|multiprocessing|package|export|library|onnx|overrides|profiler"
+    r"torch\.(_|fx|jit|distributed(?!\.(fsdp|_composable))|autograd|cuda|xpu|mps|multiprocessing|package|export|library|onnx|overrides|profiler"
     r"|utils\.(_|hooks|weak|checkpoint|tensorboard)|utils\.data\.(_utils|dataloader))"
 )
 

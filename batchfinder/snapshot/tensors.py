@@ -46,11 +46,13 @@ class StorageRecord:
 
     def restore(self) -> None:
         """Write the bytes back; a CPU storage that has them already is not touched, as it may be read-only."""
-        if self._copy is None or self._size == 0:
+        if self._copy is None:
             return
         storage = self.hold()
-        if storage.nbytes() != self._size:
+        if storage.nbytes() != self._size:  # FSDP frees what it has gathered by a size of 0
             storage.resize_(self._size)
+        if self._size == 0:
+            return
         now = _view(storage)
         if self.device.type == "cpu":
             by_eight = self._size % 8 == 0 and now.data_ptr() % 8 == 0

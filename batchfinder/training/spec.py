@@ -30,6 +30,32 @@ CHECKPOINTING_NAMES = ("full", "every-2", "every-4", "selective")
 LOSS_NAMES = ("default", "chunked", "liger", "trl")
 """`models.pretrained.replace_loss` says what each is."""
 
+GPUS_PER_NODE = 8
+"""Over which `hsdp` shards parameters."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How several GPUs train one model together."""
+
+    words: str  # as it stands above a table
+    shards: bool = True  # whether each GPU holds a part of the parameters, and not all of them
+    reshards: bool = True  # whether what was gathered for a forward is given back until the backward
+
+
+STRATEGIES = {
+    "ddp": Strategy("DDP", shards=False, reshards=False),
+    "fsdp2": Strategy("FSDP2"),
+    "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
+    "hsdp": Strategy("HSDP"),
+}
+"""By the names of `--strategy`; `training.strategies` says what each does."""
+
+SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum")
+"""PyTorch's own that look at one element at a time, and so at a shard as at a whole parameter."""
+OWN_OPTIMIZER = "its own"
+"""What stands for an optimizer that a workload brings."""
+
 COMPILED_PARTS = ("model", "layers")
 """What `torch.compile` is given: all of the model, or each of its layers, as torchtitan and accelerate do."""
 
@@ -72,6 +98,8 @@ class StepConfig:
     flash: bool = False  # whether attention must run as the flash kernel
     steps: int = PEAK_STEPS  # optimizer steps
     optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
+    gpus: int = 1  # that train together, each with a micro-batch of its own
+    strategy: str | None = None  # of `STRATEGIES`; None for one GPU, or where the workload brings its own
 
 
 @dataclass(frozen=True)
@@ -102,6 +130,7 @@ class WorkloadFacts:
         max_seq_len: the longest sequence its positions allow; None where there is no limit.
         seq_len_unit: what a sequence length counts.
         brings_optimizer: whether it has an optimizer of its own.
+        parallelizes: whether it has calls of its own that spread the model over several GPUs.
         versions: of the libraries that took part.
         warnings: what the user is told of how it was built.
     """
@@ -112,6 +141,7 @@ class WorkloadFacts:
     brings_optimizer: bool
     versions: dict[str, str]
     warnings: tuple[str, ...] = ()
+    parallelizes: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +162,8 @@ class StepOptions:
         lora: the rank of peft's adapters, which then are all that trains; None without them.
         lora_targets: the layers that get one, separated by commas; None for peft's own choice.
         quantization: one of `QUANTIZATION_NAMES`, of the frozen weights; None to leave them.
+        gpus: how many train together, each with a batch of its own.
+        strategy: one of `STRATEGIES`: how they do; None for one GPU, and for workloads with a `parallelize` of theirs.
     """
 
     mode: str = "train"
@@ -146,6 +178,8 @@ class StepOptions:
     lora: int | None = None
     lora_targets: str | None = None
     quantization: str | None = None
+    gpus: int = 1
+    strategy: str | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -171,10 +205,43 @@ class StepOptions:
             expected = "a step of one micro-batch: gradients are gone when the next one would add to them"
             raise InvalidValue("optimizer_in_backward", True, expected)
         flash = self.attention == "flash" and not self.packed
-        in_backward = self.optimizer_in_backward
         return StepConfig(
-            self.mode, self.precision, self.optimizer, micro_batches, flash, optimizer_in_backward=in_backward
+            self.mode,
+            self.precision,
+            self.optimizer,
+            micro_batches,
+            flash,
+            optimizer_in_backward=self.optimizer_in_backward,
+            gpus=self.gpus,
+            strategy=self.strategy,
         )
+
+    def refused_together(self) -> InvalidValue | None:
+        """Why these options cannot be had on several GPUs; None where they can."""
+        if self.strategy is None:
+            return None
+        if self.gpus < 2:
+            return InvalidValue("gpus", self.gpus, f"at least 2 with {self.strategy}")
+        if self.strategy == "hsdp" and (self.gpus % GPUS_PER_NODE or self.gpus == GPUS_PER_NODE):
+            whole = f"nodes of {GPUS_PER_NODE} GPUs with hsdp, 2 or more: {2 * GPUS_PER_NODE}, {3 * GPUS_PER_NODE}, ..."
+            return InvalidValue("gpus", self.gpus, whole)
+        if self.mode != "train":
+            return InvalidValue("mode", self.mode, f"train with {self.strategy}")
+        if self.optimizer_in_backward:
+            return InvalidValue("optimizer_in_backward", True, f"a step after the backward with {self.strategy}")
+        if not STRATEGIES[self.strategy].shards:
+            return None
+        if self.precision == "16-mixed":
+            return InvalidValue("precision", self.precision, f"another than 16-mixed with {self.strategy}")
+        if self.optimizer not in SHARDED_OPTIMIZERS and self.optimizer != OWN_OPTIMIZER:
+            expected = f"one of {', '.join(SHARDED_OPTIMIZERS)} with {self.strategy}"
+            return InvalidValue("optimizer", self.optimizer, expected)
+        for name in ("compile", "quantization"):
+            if getattr(self, name) is not None:
+                return InvalidValue(
+                    name, getattr(self, name), f"none with {self.strategy}, with which it is not recorded"
+                )
+        return None
 
     def newer(self) -> dict[str, Any]:
         """What was asked for of the options that the first version did not have."""
@@ -201,4 +268,7 @@ class StepOptions:
             words.append(f"{how}gradient checkpointing")
         words += [] if self.loss == "default" else [f"{self.loss} loss"]
         words += ["packed"] if self.packed else []
+        if self.gpus > 1:
+            how = STRATEGIES[self.strategy].words if self.strategy is not None else "its own sharding"
+            words.append(f"{how} on {self.gpus} GPUs")
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

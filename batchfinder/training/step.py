@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from batchfinder.training.optimizers import OptimizerFactory, make_optimizer
 from batchfinder.training.spec import StepConfig
+from batchfinder.training.strategies import sum_gradients
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Workload:
         zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
             rather than before the forward: they are there, then, while the forward fills the memory.
         assumptions: what was taken to be so as it was built, in words, for `Trace.unmodelled`.
+        parallelize: `parallelize(model, mesh)` spreads the model over several GPUs in place, by `fully_shard` and other
+            calls of PyTorch; `mesh` is a one-dimensional `DeviceMesh` of them. It is run as it is, and the optimizer is
+            made of the parameters that there are after it. None to leave it to a strategy by name.
     """
 
     model: nn.Module
@@ -46,6 +50,7 @@ class Workload:
     zero_grad_after_loss: bool = False
     casts_weights: bool = True
     assumptions: tuple[str, ...] = ()
+    parallelize: Callable[[nn.Module, Any], Any] | None = None
 
 
 OnStage = Callable[[int, str, int], None]
@@ -160,6 +165,8 @@ class Step:
             for micro_batch in range(config.micro_batches):
                 on_stage(step, "batch", micro_batch)
                 batch = self.batch(batch_size, seq_len)
+                if config.strategy is not None and config.micro_batches > 1:
+                    sum_gradients(model, now=micro_batch == config.micro_batches - 1)
                 with self.precision.context(self.device):
                     on_stage(step, "forward", micro_batch)
                     output = call(model, batch)

@@ -15,9 +15,10 @@ from pathlib import Path
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.recording.simulation import RecordingClient
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.blocks import Block, DeviceMemory
 from batchfinder.simulator.replay import replay
-from batchfinder.simulator.trace import Trace
+from batchfinder.simulator.steady_state import repeat_last_step
+from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
 ALLOCATED = "peak allocated"
@@ -43,6 +44,8 @@ class Case:
         seq_len: tokens per sample; None for data of one fixed shape.
         outside_bytes: what the figure holds beside the allocator's memory, such as a CUDA context.
         without: kinds of blocks that the figure does not hold, such as `workspace`.
+        empties_cache: whether the run empties the allocator's cache between steps: other segments are taken then, and
+            the figure is the most reserved before and after that.
         note: what is to be known of the row, such as why it is off.
     """
 
@@ -57,6 +60,7 @@ class Case:
     seq_len: int | None
     outside_bytes: int = 0
     without: tuple[str, ...] = ()
+    empties_cache: bool = False
     note: str = ""
 
     def predicted_bytes(self, trace: Trace) -> int | None:
@@ -66,11 +70,39 @@ class Case:
         sizes = [
             0 if kind in self.without else size for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True)
         ]
+        if self.empties_cache:
+            return reserved_with_emptied_cache(trace.structure, sizes, CachingAllocator(memory)) + self.outside_bytes
         timeline = replay(trace.structure, sizes, CachingAllocator(memory))
         if timeline.oom is not None:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
         return peak + self.outside_bytes
+
+
+def reserved_with_emptied_cache(structure: TraceStructure, sizes: Sequence[int], allocator: CachingAllocator) -> int:
+    """The most reserved in the recorded steps and four more, where the cache is emptied before the first and the third.
+
+    The gradients are there when it is, as at the end of a loop's body.
+
+    Raises:
+        RuntimeError: the last step cannot be repeated, or memory runs out.
+    """
+    longer = repeat_last_step(structure, 4)
+    if longer is None:
+        raise RuntimeError("what its last step releases was not allocated in the step before")
+    recorded = structure.marks[-1].step + 1
+    structure, origins = longer
+    starts = {step: min(mark.position for mark in structure.marks if mark.step == step) for step in range(recorded + 3)}
+    emptied = {starts[recorded], starts[recorded + 2]}
+    live: dict[int, Block | None] = {}
+    for position, event in enumerate(structure.order):
+        if position in emptied:
+            allocator.empty_cache()
+        if event < 0:
+            allocator.free(live.pop(~event))
+        else:
+            live[event] = allocator.allocate(sizes[origins[event]])
+    return allocator.max_reserved
 
 
 def record(cases: Sequence[Case]) -> Iterable[tuple[Case, Trace | Exception]]:

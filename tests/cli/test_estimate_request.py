@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.estimate import as_typed, combined, read_request, single_changes
+from batchfinder.cli.estimate import as_typed, changes_nothing, combined, read_request, single_changes
 from batchfinder.cli.main import main
 from batchfinder.cli.parser import build_parser
 from batchfinder.devices import find_gpu
+from batchfinder.estimate.estimate import Kinds, estimate
 from batchfinder.report.estimate import Alternative, EstimateRequest
+from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import GIB
 
@@ -54,10 +58,10 @@ def test_a_budget_needs_no_card() -> None:
         ("--batch-size 0", f"--batch-size: invalid value '0'; {NUMBER}"),
         ("--accumulation x", f"--accumulation: invalid value 'x'; {NUMBER}"),
         ("--seq-len -1", f"--seq-len: invalid value '-1'; {NUMBER}"),
-        ("--num-gpus 0", f"--num-gpus: invalid value '0'; {NUMBER}"),
+        ("--num-gpus 0", f"--gpus: invalid value '0'; {NUMBER}"),
         (
             "--instance p3.8xlarge --num-gpus 5",
-            "--num-gpus: invalid value 5; expected at most 4, the GPUs of p3.8xlarge.",
+            "--gpus: invalid value 5; expected at most 4, the GPUs of p3.8xlarge.",
         ),
         (
             "--instance p3.8xlarge --gpu t4",
@@ -141,3 +145,25 @@ def test_all_at_once() -> None:
     assert combined([(half, done), (less, done), (light, done)]) == {**half, **less}
     assert combined([(half, done), (less, refused), (light, done)]) is None
     assert combined([({"precision": "bf16-true"}, done), (less, done)]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "operators", "optimizer", "nothing"),
+    [
+        ({"attention": "flash"}, ("aten.mm", "aten._scaled_dot_product_flash_attention.default"), 0, True),
+        ({"attention": "flash"}, ("aten._scaled_dot_product_efficient_attention.default",), 0, False),
+        ({"attention": "flash"}, ("aten.mm",), 0, False),
+        ({"optimizer": "sgd"}, (), 9, True),
+        ({"optimizer": "sgd"}, (), 10, False),
+        ({"gradient_checkpointing": True}, (), 0, False),
+    ],
+)
+def test_what_changes_nothing_is_not_tried(
+    changes: dict[str, object], operators: tuple[str, ...], optimizer: int, nothing: bool
+) -> None:
+    """Neither flash attention where it runs already, nor another optimizer for less than 1 % of the peak."""
+    names = ("",) * len(operators)
+    trace = Trace(1, 8, TraceStructure((), (), operators, names, names), ())
+    alone = estimate(trace, DeviceMemory(GIB, GIB))
+    alone = replace(alone, kinds=Kinds(optimizer=optimizer), peak_bytes=1000)
+    assert changes_nothing(changes, alone) is nothing

@@ -146,3 +146,28 @@ def test_no_room(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"--snapshot: invalid value '{link}'; expected a file that can be written (No space left on device)."
     )
+
+
+def test_several_gpus() -> None:
+    """`--gpus`, which was `--num-gpus`; with a strategy an instance has all its GPUs take part, without one a GPU."""
+    assert parsed("--gpus", "8", "--strategy", "fsdp2").step() == StepConfig(gpus=8, strategy="fsdp2")
+    assert parsed("--num-gpus", "8", "--strategy", "ddp").step() == StepConfig(gpus=8, strategy="ddp")
+    assert parsed("--instance", "p4d.24xlarge", "--strategy", "fsdp2").gpus == 8
+    assert parsed("--instance", "p4d.24xlarge", "--strategy", "fsdp2", "--gpus", "4").gpus == 4
+    assert parsed("--instance", "p4d.24xlarge") == StepOptions()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--strategy zero3 --gpus 8", "--strategy: invalid value 'zero3'; expected one of ddp, fsdp2,"),
+        ("--strategy fsdp2", "--gpus: invalid value 1; expected at least 2 with fsdp2."),
+        ("--strategy hsdp --gpus 12", "--gpus: invalid value 12; expected nodes of 8 GPUs with hsdp, 2 or more"),
+        ("--strategy fsdp2 --gpus 8 --optimizer lion", "--optimizer: invalid value 'lion'; expected one of adamw,"),
+    ],
+)
+def test_strategies_that_cannot_be(options: str, said: str) -> None:
+    """Each is one error, with the option as it is typed."""
+    with pytest.raises(InvalidValue) as error:
+        parsed(*options.split())
+    assert str(error.value).startswith(said)

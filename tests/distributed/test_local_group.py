@@ -10,13 +10,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from batchfinder.distributed.agreement import extra_groups, local_collectives
+from batchfinder.distributed.agreement import local_collectives
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the new names are not in all PyTorch that we serve
 
 RANK, SIZE = 1, 4
+MESHES: dict[str, DeviceMesh] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,6 +30,8 @@ def one_of_four() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", rank=RANK, world_size=SIZE, store=FakeStore(), pg_options=options)
+        mesh = torch.arange(SIZE, dtype=torch.int).view(2, 2)
+        MESHES["mesh"] = DeviceMesh("cpu", mesh, backend_override=(("fake", options), ("fake", options)))
         yield
         dist.destroy_process_group()
 
@@ -101,26 +106,27 @@ def test_gradients_go_through_what_is_gathered() -> None:
     assert leaf.grad.tolist() == [1, 1]
 
 
-def test_the_default_group_is_put_back() -> None:
-    """The rank and the size stay; afterwards the group is the one it was, after an error and a second time too."""
-    world = dist.distributed_c10d._world
+@pytest.mark.usefixtures("local")
+def test_groups_of_device_meshes() -> None:
+    """Theirs are local as well, whichever of their dimensions a collective is over; a mesh may be older than that."""
+    sharded = DTensor.from_local(numbers(), MESHES["mesh"], [Replicate(), Shard(0)])
+    assert sharded.full_tensor().tolist() == [1, 2, 1, 2]
+    assert sharded.sum().full_tensor().item() == 3
 
-    def state() -> object:
-        names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
-        tables = [list(getattr(world, name)) for name in names]
-        return dist.group.WORLD, dist.get_rank(), dist.get_world_size(), dist.get_backend(), extra_groups(), tables
+
+def test_backends_are_put_back() -> None:
+    """The groups stay; afterwards each has the backend it had, after an error and a second time too."""
+    groups = [dist.group.WORLD, *MESHES["mesh"].get_all_groups()]
 
     def fails() -> None:
         with local_collectives():
-            assert dist.group.WORLD is not before
-            assert (dist.get_rank(), dist.get_world_size()) == (RANK, SIZE)
+            dist.all_reduce(numbers())
+            assert (dist.get_rank(), dist.get_world_size(), dist.group.WORLD) == (RANK, SIZE, groups[0])
             raise ValueError("the labels are wrong")
 
-    before, first = dist.group.WORLD, state()
     for _ in range(2):
         with pytest.raises(ValueError, match="the labels"):
             fails()
-        assert state() == first
-    with local_collectives():
-        pass
-    assert state() == first
+        for group in groups:
+            with pytest.raises(RuntimeError):
+                dist.all_reduce(numbers(), group=group)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from batchfinder.cache import Store
 from batchfinder.lightning import stage_tuner
@@ -23,17 +23,22 @@ from batchfinder.measure.trial import clear
 from tests.lightning import nets
 from tests.lightning.ddp_failures import FAILURES
 from tests.lightning.ddp_fits import fit, ranks, runs_out, sizes, trainer
-from tests.lightning.ddp_nets import Branching, Evaluated, Grouped, Logged
+from tests.lightning.ddp_nets import Branching, Evaluated, Grouped, Logged, Sharded
 from tests.lightning.identical_runs import same, two_runs
 from tests.lightning.oom_net import Bounded
 
 
-def identical(rank: int, make: Any, accumulation: int = 1, target: int | None = None, **ddp: Any) -> list[Any]:
+def identical(
+    rank: int, make: Any, accumulation: int = 1, target: int | None = None, kind: Any = DDPStrategy, **strategy: Any
+) -> list[Any]:
     """Train with the finder, and from its sizes without it."""
 
     def options(name: str) -> dict[str, Any]:
-        strategy = {"strategy": DDPStrategy(**ddp), "accelerator": "auto"}
-        return {**strategy, "accumulate_grad_batches": accumulation} if name == "direct" else strategy
+        accelerator = "auto" if kind is DDPStrategy else "cpu"
+        options: dict[str, Any] = {"strategy": kind(**strategy), "accelerator": accelerator}
+        if strategy.get("tensor_parallel_size") == 1:  # else PyTorch does not clip gradients of several meshes together
+            options["gradient_clip_val"] = 0.5
+        return {**options, "accumulate_grad_batches": accumulation} if name == "direct" else options
 
     found, direct = two_runs(make, devices=ranks(), target=target, options=options)
     assert found.finder is not None
@@ -124,7 +129,7 @@ def own_group(rank: int) -> list[Any]:
     """The user's code has made a process group."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        finder, error = fit(Grouped(most=5))
+        finder, error = fit(Grouped(runs_out))
     return [finder.batch_size, error, *warned_of(caught)]
 
 
@@ -195,6 +200,12 @@ CASES: dict[str, Callable[[int], list[Any]]] = {
     "identical, unused": lambda rank: identical(rank, branching, find_unused_parameters=True),
     "identical, static": lambda rank: identical(rank, static, static_graph=True),
     "identical, views": lambda rank: identical(rank, small, gradient_as_bucket_view=True),
+    "identical, sharded": lambda rank: identical(
+        rank, Sharded, kind=ModelParallelStrategy, data_parallel_size=ranks(), tensor_parallel_size=1
+    ),
+    "identical, sharded and accumulating": lambda rank: identical(
+        rank, Sharded, 2, 16 * 2, ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=ranks() // 2
+    ),
     "cached": cached,
     "uneven limits": lambda rank: limited(rank, 110 - 35 * (rank == ranks() - 1)),
     "resumed": resumed,

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from tests.lightning import nets
@@ -69,6 +71,22 @@ class Injected(Bounded):
         return optimizer
 
 
+class Sharded(nets.Transformer):
+    """Sharded over the ranks that have samples of their own, with feed-forward layers spread over the others."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(batch_size, rows=64)
+
+    def configure_model(self) -> None:
+        data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+        for layer in self.encoder.layers:
+            if tensor.size() > 1:
+                parallelize_module(layer, tensor, {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()})
+            fully_shard(layer, mesh=data)
+        for part in (self.embed, self.head):
+            fully_shard(part, mesh=data)
+
+
 class Missing(nets.Pictures):
     """One rank cannot read its data."""
 
@@ -78,11 +96,16 @@ class Missing(nets.Pictures):
         return super().__getitem__(index)
 
 
-class Grouped(Bounded):
-    """Makes a process group of its own."""
+class Grouped(Injected):
+    """Reduces over a process group of its own, where the other ranks would wait for one that has failed."""
 
     def setup(self, stage: str) -> None:
         self.group = dist.new_group(backend="gloo")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        dist.all_reduce(loss.detach().clone(), group=self.group)
+        return loss
 
 
 class Unread(Bounded):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch.distributed.tensor import DTensor
 
 from batchfinder.lightning.callback import BatchFinder
 from tests.lightning import nets
@@ -80,6 +81,10 @@ def assert_identical(found: Run, direct: Run) -> None:
 
 
 def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether two modules hold the same bits, buffers that are not saved included."""
-    tensors = [dict([*module.named_parameters(), *module.named_buffers()]) for module in (one, other)]
+    """Whether two modules hold the same bits, buffers that are not saved included; of shards this process's own."""
+    tensors = [
+        {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in named}
+        for module in (one, other)
+        for named in [[*module.named_parameters(), *module.named_buffers()]]
+    ]
     return tensors[0].keys() == tensors[1].keys() and all(torch.equal(tensors[0][n], tensors[1][n]) for n in tensors[0])

@@ -9,7 +9,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.strategies import DDPStrategy, FSDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.callback import BatchFinder
@@ -35,19 +35,19 @@ def trainer(**changes: Any) -> Any:
 
 
 CASES = {
-    "sharded": (
-        trainer(strategy=FSDPStrategy()),
+    "sharded by DeepSpeed": (
+        trainer(strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy), world_size=4),
         None,
-        "BatchFinder cannot try sizes under FSDPStrategy: it shards the model's state over processes, which could not "
-        "be put back after a try. Find the size on one device of the same kind with Trainer(devices=1), then set it by "
-        "hand and remove the callback.",
+        "BatchFinder serves several devices under DDP, FSDP and ModelParallelStrategy, and this trainer has 4 under "
+        "DeepSpeedStrategy, whose state could not be put back after a try. Pass Trainer(strategy='ddp') or 'fsdp', or "
+        "run it once with Trainer(devices=1), then set the size that it reports by hand and remove the callback.",
     ),
     "several devices": (
         trainer(world_size=4),
         None,
-        "BatchFinder serves several devices under DDP alone, and this trainer has 4 under SimpleNamespace. Pass "
-        "Trainer(strategy='ddp'), or run it once with Trainer(devices=1), then set the size that it reports by hand "
-        "and remove the callback.",
+        "BatchFinder serves several devices under DDP, FSDP and ModelParallelStrategy, and this trainer has 4 under "
+        "SimpleNamespace, whose state could not be put back after a try. Pass Trainer(strategy='ddp') or 'fsdp', or "
+        "run it once with Trainer(devices=1), then set the size that it reports by hand and remove the callback.",
     ),
     "another accelerator": (
         trainer(strategy=SimpleNamespace(root_device=torch.device("mps"))),
@@ -86,11 +86,18 @@ def test_what_is_refused(case: str) -> None:
     assert str(caught.value) == message
 
 
+def test_shards_with_split_batches() -> None:
+    """Ranks with other lengths would gather in other numbers of micro-batches."""
+    with pytest.raises(MisconfigurationException, match="FSDPStrategy all ranks gather their shards in each"):
+        check_trainer(trainer(strategy=FSDPStrategy()), BatchFinder(split_batches=True).options)
+
+
 def test_what_is_served() -> None:
-    """One device with anything else, several under DDP; a schedule or manual optimization without a target."""
+    """One device with anything else, several under DDP and FSDP; a schedule or manual optimization without a target."""
     target, none = BatchFinder(64).options, BatchFinder().options
     check_trainer(trainer(), target)
     check_trainer(trainer(world_size=4, strategy=DDPStrategy(parallel_devices=[torch.device("cpu")])), target)
+    check_trainer(trainer(world_size=4, strategy=FSDPStrategy(parallel_devices=[torch.device("cpu")])), target)
     check_trainer(trainer(callbacks=[pl.callbacks.GradientAccumulationScheduler({0: 2})]), none)
     check_trainer(trainer(lightning_module=SimpleNamespace(automatic_optimization=False)), none)
 

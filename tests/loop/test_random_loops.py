@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,9 +14,8 @@ from tests.loop.random_loops import STEPS, draw, searching, training
 SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "7")))
 """As many as take a minute; the variable asks for more."""
 
-NOISE_MIB = 10
-"""By how much two processes with the same room differ: 6 MiB which a search leaves of a ulimit for what training maps
-besides, and what it holds beside its trials (the copy of the state, a thread's stack, what leaking steps left)."""
+KEPT = {"RLIMIT_AS": 6, "budget": 0}
+"""MiB of the limit that a search keeps for what training maps and a trial does not (measure/device_memory.py)."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def test_the_answer_trains_and_nothing_clearly_larger(processes: Forks, seed: in
     assert answer % loop.group == 0, (loop, found)
     at = processes.run(**training(loop, answer))
     assert (at["trained"], at["steps"]) == (True, STEPS), (loop, found, at)
-    for share in (1 + loop.tolerance + NOISE_MIB / loop.limit_mib, 1.5):
+    room = replace(loop, limit_mib=loop.limit_mib - KEPT[loop.under])
+    for share in (1 + loop.tolerance, 1.5):
         larger = (int(share * answer) // loop.group + 1) * loop.group
-        beyond = processes.run(**training(loop, larger))
+        beyond = processes.run(**training(room, larger))
         assert not beyond["trained"], (loop, found, larger, beyond)

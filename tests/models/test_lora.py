@@ -213,3 +213,43 @@ def test_flash_attention_within_a_window(length: int, tmp_path: Path, record: Re
         lambda: build_workload(str(tmp_path), attention="flash"), 1, length, (8, 0), flash=True, precision="bf16-true"
     )
     assert any("flash_attention" in name for name in trace.structure.operators)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_prepared_by_trl_records_as_it_is(checkpointing: bool, tmp_path: Path, record: Record) -> None:
+    """SFTTrainer's model, adapters, loss and batches, in a factory: states as large as those of `--lora`."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    import peft
+    import tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "</s>": 1, **{str(number): number for number in range(2, 100)}}
+
+    def factory() -> Workload:
+        trainer = trl.SFTTrainer(
+            model=AutoModelForCausalLM.from_config(LlamaConfig(**{**FIGURES, "pad_token_id": 0, "eos_token_id": 1})),
+            args=trl.SFTConfig(
+                output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", max_steps=1,
+                gradient_checkpointing=checkpointing, dataset_kwargs={"skip_prepare_dataset": True},
+            ),
+            train_dataset=datasets.IterableDataset.from_generator(lambda: iter([{"input_ids": [5] * 32}])),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<pad>")),
+                pad_token="<pad>", eos_token="</s>",
+            ),
+            peft_config=peft.LoraConfig(r=4, task_type="CAUSAL_LM"),
+        )  # fmt: skip
+        if checkpointing:  # as Trainer.train does
+            trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+        def make_batch(batch_size: int, seq_len: int | None) -> Any:
+            return trainer.data_collator([{"input_ids": [5] * int(seq_len or 32)} for _ in range(batch_size)])
+
+        return Workload(trainer.model, make_batch)
+
+    theirs = record(factory, 2, 32)
+    ours = record(lambda: tiny(tmp_path, lora=4, gradient_checkpointing=checkpointing), 2, 32)
+    for kind in ("parameter", "gradient", "optimizer"):
+        assert kind_bytes(theirs, kind) == kind_bytes(ours, kind) > 0
+    assert any("lora_A" in module for module in theirs.structure.modules)

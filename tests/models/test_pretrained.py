@@ -300,6 +300,21 @@ MEDIA: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": [8] * 7, "num_conv_pos_embeddings": 16,
         "num_conv_pos_embedding_groups": 2,
     },
+    "dia": {
+        "architectures": ["DiaForConditionalGeneration"], "delay_pattern": [0, 8, 9],
+        "encoder_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8,
+                           "num_attention_heads": 2, "num_key_value_heads": 2},
+        "decoder_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8,
+                           "num_attention_heads": 2, "num_key_value_heads": 2, "cross_head_dim": 8,
+                           "cross_hidden_size": 16, "cross_num_attention_heads": 2, "cross_num_key_value_heads": 2,
+                           "num_channels": 3, "vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2,
+                           "pad_token_id": 0},
+    },
+    "kyutai_speech_to_text": {
+        "architectures": ["KyutaiSpeechToTextForConditionalGeneration"], "vocab_size": 99, "codebook_vocab_size": 9,
+        "num_codebooks": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 32,
+        "num_key_value_heads": 2, "head_dim": 8, "audio_pad_token_id": 8, "pad_token_id": 0, "bos_token_id": 1,
+    },
 }  # fmt: skip
 
 
@@ -310,6 +325,8 @@ MEDIA: dict[str, dict[str, Any]] = {
         ("qwen2_vl", 24, "tokens", "each sample has one image of 4 x 4 patches, for which 4 of its tokens stand"),
         ("whisper", 12, "tokens", "each sample has 30 seconds of speech in 80 frames"),
         ("wav2vec2", 20_000, "samples", "the labels of a recording are 40 tokens"),
+        ("dia", 24, "tokens", "each sample has 10 seconds of speech in 860 frames of 3 codebooks"),
+        ("kyutai_speech_to_text", 24, "tokens", "each of a sample's tokens has 4 of its speech beside it"),
     ],
 )
 def test_images_and_recordings_train_for_real(
@@ -323,7 +340,8 @@ def test_images_and_recordings_train_for_real(
     loss = workload.model.train()(**workload.make_batch(2, seq_len)).loss
     loss.backward()
     assert torch.isfinite(loss)
-    encoder = [p for name, p in workload.model.named_parameters() if "visual" in name or "encoder.layers" in name]
+    read = ("visual", "encoder.layers", "embed_tokens")
+    encoder = [p for name, p in workload.model.named_parameters() if any(part in name for part in read)]
     assert encoder
     assert all(parameter.grad is not None for parameter in encoder)
 

@@ -125,3 +125,32 @@ def test_a_shared_module_is_moved_once(record: Record) -> None:
     assert kinds.count("parameter") == 1
     held = [name for name in trace.structure.operators if name.startswith("aten.empty_strided")]
     assert len(held) == 1 + 2  # the weight, and a batch for each step
+
+
+def test_outputs_do_not_come_from_other_arguments() -> None:
+    """What is remembered of an operator's output belongs to these very arguments: types, strides, numbers, keywords."""
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda tensor: tensor.add(1),
+        lambda tensor: tensor.add(1.0),
+        lambda tensor: tensor.t().add(1),
+        lambda tensor: tensor.to(torch.int64).add(1),
+        lambda tensor: tensor.to(torch.int64).add(1.0),
+        lambda tensor: tensor.sum(0),
+        lambda tensor: tensor.sum([0, 1]),
+        lambda tensor: tensor.sum(0, keepdim=True),
+        lambda tensor: tensor.sum(0, dtype=torch.float64),
+        lambda tensor: tensor.new_zeros((3,), dtype=torch.float16),
+        lambda tensor: torch.cat([tensor, tensor], 1),
+        lambda tensor: torch.cat([tensor, tensor], 0),
+        lambda tensor: tensor[2:].add(1),
+    ]
+    mode = FakeDeviceMode(allow_non_fake_inputs=True)
+
+    def described(made: torch.Tensor) -> tuple[object, ...]:
+        return made.dtype, tuple(made.shape), made.stride(), made.untyped_storage().nbytes()
+
+    expected = [described(call(torch.zeros(4, 6, device="meta"))) for call in calls]
+    with mode:
+        fake = mode.from_tensor(torch.zeros(4, 6))
+        for _ in range(2):
+            assert [described(call(fake)) for call in calls] == expected

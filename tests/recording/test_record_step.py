@@ -286,6 +286,17 @@ def test_cudnn_is_told_where_it_would_run(record: Record) -> None:
     assert "cuDNN workspaces" not in record(small.mlp, 8).unmodelled
 
 
+def test_fourier_transforms_name_what_they_leave_out(record: Record) -> None:
+    """What cuFFT takes for itself is not known, and said so."""
+
+    class Transformed(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft(super().forward(inputs)).real
+
+    trace = record(lambda: Workload(Transformed(8, 8), lambda batch_size, seq_len: torch.zeros(batch_size, 8)), 2)
+    assert "cuFFT work areas" in trace.unmodelled
+
+
 @pytest.mark.slow
 def test_compiled_steps_need_triton(record: Record) -> None:
     """Without Triton a compiled model is refused, in words that say what to install; it is not recorded eagerly."""

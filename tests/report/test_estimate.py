@@ -8,7 +8,7 @@ import pytest
 
 from batchfinder.devices import Card, Device
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.estimate.sharding import STAGES, sharded_step
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
@@ -195,7 +195,7 @@ def test_no_card_was_named() -> None:
 
 def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """What each of several GPUs takes, by strategy, and what is approximated."""
-    each = {name: on(1900 * MIB, sharded_step(TRACE, stage, 8, 0.5)) for name, stage in STRATEGIES.items()}
+    each = {name: on(1900 * MIB, sharded_step(TRACE, stage, 8)) for name, stage in STAGES.items()}
     found = findings(on(20 * GIB))
     request = replace(found.request, card=replace(found.request.card, count=8))
     found = replace(found, request=request, strategies=each)
@@ -204,12 +204,11 @@ def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         == """\
 On 8 GPUs, each with a batch of 4 of its own
 
-strategy      each takes  model states  communication  smallest GPU  fits
-─────────────────────────────────────────────────────────────────────────
-DDP             2.09 GiB    380.00 MiB     180.00 MiB      2.09 GiB  yes
-ZeRO-1          1.90 GiB    380.00 MiB     180.00 MiB      1.90 GiB  yes
-ZeRO-2          1.82 GiB    380.00 MiB     100.00 MiB      1.82 GiB  yes
-ZeRO-3, FSDP    1.74 GiB    222.50 MiB     190.00 MiB      1.74 GiB  yes
+strategy  each takes  model states  communication  smallest GPU  fits
+─────────────────────────────────────────────────────────────────────
+DDP         2.09 GiB    380.00 MiB     180.00 MiB      2.09 GiB  yes
+ZeRO-1      1.90 GiB    380.00 MiB     180.00 MiB      1.90 GiB  yes
+ZeRO-2      1.92 GiB    380.00 MiB     200.00 MiB      1.92 GiB  yes
 
 model states: parameters, gradients and optimizer state at the peak
 communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them

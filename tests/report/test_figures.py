@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from batchfinder.cli.main import main
 from batchfinder.devices import Card, Device
 from batchfinder.estimate.estimate import bytes_over_time, estimate
-from batchfinder.estimate.sharding import STRATEGIES, sharded_step
+from batchfinder.estimate.sharding import STAGES, sharded_step
 from batchfinder.report.estimate import EstimateFindings, EstimateRequest
 from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep
 from batchfinder.report.sweep import SweepRow
@@ -112,13 +112,13 @@ def test_an_estimate(figures: list[Any], tmp_path: Path) -> None:
     """It has a bar for each strategy, with all kinds in it, as long as the peak."""
     memory = DeviceMemory(20 * GIB, 20 * GIB)
     alone = estimate(_trace(), memory, GIB)
-    strategies = {name: estimate(sharded_step(_trace(), n, 4), memory, GIB) for name, n in STRATEGIES.items()}
+    strategies = {name: estimate(sharded_step(_trace(), n, 4), memory, GIB) for name, n in STAGES.items()}
     card = Card(Device("V100 16GB", 21 * GIB, 20 * GIB, (7, 0)), "p3.8xlarge: 4 x V100 16GB", 4)
     request = EstimateRequest("bert", 8, 128, card, StepOptions(), 1, AllocatorSettings())
     found = EstimateFindings(request, alone, strategies)
     draw_estimate(found, str(tmp_path / "estimate.svg"))
     words = _assert_legible(figures[0])
-    assert {"one GPU", "DDP", "ZeRO-3, FSDP", "20.00 GiB", "p3.8xlarge: 4 x V100 16GB, 21.00 GiB each"} <= words
+    assert {"one GPU", "DDP", "ZeRO-2", "20.00 GiB", "p3.8xlarge: 4 x V100 16GB, 21.00 GiB each"} <= words
     (axes,) = figures[0].axes
     longest = max(patch.get_x() + patch.get_width() for patch in axes.patches)
     assert longest == pytest.approx(max(one.peak_bytes for one in (alone, *strategies.values())) / GIB)

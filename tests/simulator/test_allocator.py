@@ -344,3 +344,28 @@ def test_a_free_block_has_nothing_requested_of_it() -> None:
     allocator = CachingAllocator()
     allocator.free(take(allocator, 11 * MIB))
     assert [(block.requested_bytes, block.free) for block in allocator.segments()[0].blocks] == [(0, True)]
+
+
+@pytest.mark.parametrize("settings", [AllocatorSettings(), AllocatorSettings(expandable_segments=True)])
+def test_each_stream_has_blocks_of_its_own(settings: AllocatorSettings) -> None:
+    """What one stream has released serves that stream alone, in segments and in expandable ranges."""
+    allocator = CachingAllocator(128 * MIB, settings)
+    allocator.free(allocator.allocate(40 * MIB, 1))
+    allocator.allocate(40 * MIB, 2)
+    assert allocator.reserved == 80 * MIB
+    allocator.allocate(40 * MIB, 1)
+    assert (allocator.reserved, allocator.num_alloc_retries) == (80 * MIB, 0)
+    assert [(segment.stream, segment.size_bytes) for segment in allocator.segments()] == [(1, 40 * MIB), (2, 40 * MIB)]
+    small = allocator.allocate(1, 3)
+    assert allocator.allocated == 80 * MIB + 512
+    allocator.free(small)
+    allocator.empty_cache()
+    assert allocator.reserved == 80 * MIB
+
+
+def test_other_streams_caches_are_released_for_a_request() -> None:
+    """A card that is full of another stream's free blocks has room after one try."""
+    allocator = CachingAllocator(64 * MIB)
+    allocator.free(allocator.allocate(40 * MIB, 1))
+    allocator.allocate(40 * MIB)
+    assert (allocator.reserved, allocator.num_alloc_retries) == (40 * MIB, 1)

@@ -7,6 +7,7 @@ import json
 import pickle
 import pickletools
 import re
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.cuda import _memory_viz as viz
 
-from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
@@ -319,3 +320,12 @@ def test_the_most_is_the_replays() -> None:
     signs = {"alloc": 1, "free_completed": -1}
     changes = [signs.get(entry["action"], 0) * entry["size"] for entry in snapshot["device_traces"][0]]
     assert max(accumulate(changes)) == timeline.max_allocated_bytes == 56 * MIB
+
+
+def test_streams_are_told_apart() -> None:
+    """Each event and each segment bears its block's stream."""
+    step = step_of([0, 1, ~1], [12 * MIB, 12 * MIB])
+    streams = replace(step, structure=replace(step.structure, streams=(0, 3)))
+    snapshot, _ = both(streams, None, DEFAULT_SETTINGS)
+    assert [entry["stream"] for entry in snapshot["device_traces"][0]] == [0, 0, 3, 3, 3, 3]
+    assert [segment["stream"] for segment in snapshot["segments"]] == [0, 3]

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from batchfinder.find import find_max_batch_size
+from batchfinder.recording.simulation import search_simulated
 from batchfinder.results import Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -134,3 +135,39 @@ def test_prediction_is_at_least_two() -> None:
 def test_no_slope_no_line() -> None:
     """A step that takes the same memory at any size has no line to follow; the larger of the two sizes is the guess."""
     assert predict_max_batch_size(probe_of(DeviceMemory(12 * GIB, 11 * GIB), per_sample=0), SHAPE) == 32
+
+
+class Unscaled:
+    """Recordings whose events differ with the size: 24 MiB a sample, and `more` for it in one piece."""
+
+    def __init__(self, more: int = 0) -> None:
+        self.more = more
+        self.asked: list[int] = []
+
+    def __call__(self, batch_size: int, seq_len: int | None) -> Future[Trace]:
+        self.asked.append(batch_size)
+        names = ("",) * (batch_size + 2)
+        structure = TraceStructure(tuple(range(batch_size + 2)), (), names, names, names)
+        sizes = (GIB, *(batch_size * [24 * MIB]), self.more * batch_size)
+        future: Future[Trace] = Future()
+        future.set_result(Trace(batch_size, seq_len, structure, sizes))
+        return future
+
+
+def test_the_prediction_of_an_unscaled_step_takes_no_recording() -> None:
+    """Where each size is recorded itself, the line goes through the two that have shown it."""
+    recordings = Unscaled()
+    asked = SimulatedProbe(TraceSource(recordings, [128]), DeviceMemory(3 * GIB, 2 * GIB))
+    assert predict_max_batch_size(asked, SHAPE) == GIB // (24 * MIB)
+    assert sorted(recordings.asked) == [7, 13]
+
+
+@pytest.mark.parametrize("usable", [GIB + 10 * MIB, 2 * GIB, 5 * GIB])
+def test_an_unscaled_search_records_little(usable: int) -> None:
+    """Two sizes, the predicted one and the one under it, and the one above where both run; the answer is exact."""
+    recordings = Unscaled(more=MIB // 2)
+    asked = SimulatedProbe(TraceSource(recordings, [128]), DeviceMemory(usable + GIB, usable))
+    answer = search_simulated(asked, SHAPE).max_batch_size
+    assert asked(answer, SHAPE).fits if answer else not asked(1, SHAPE).fits
+    assert not asked(answer + 1, SHAPE).fits
+    assert len(recordings.asked) == len(set(recordings.asked)) <= 6

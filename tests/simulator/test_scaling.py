@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from batchfinder.errors import RecordingFailed
-from batchfinder.simulator.scaling import ScaledTrace, TraceSource, fit
+from batchfinder.simulator.scaling import ScaledTrace, TraceSource, between_gpus, fit
 from batchfinder.simulator.trace import Trace, TraceStructure
 
 PADDINGS = (1, 8, 32, 64, 128)
@@ -279,6 +279,15 @@ def test_unaligned_lengths_apart() -> None:
     assert source.unscaled == []
 
 
+def test_no_third_recording_where_events_differ() -> None:
+    """What does differ between two recordings differs with a third one as well."""
+    recordings = Recordings(clean, name=lambda b, s: str(b))
+    source = TraceSource(recordings, [64])
+    assert source.two_sizes(64) == (7, 13)
+    assert not source.is_scaled(64)
+    assert recordings.asked == [(7, 64), (13, 64)]
+
+
 def test_third_recording_for_sums() -> None:
     """A class token needs a third recording, between the other two."""
 
@@ -370,3 +379,17 @@ def test_failures_pass_through() -> None:
     for batch_size in (1, 2):
         with pytest.raises(RecordingFailed, match="no"):
             source.at(batch_size, 64)
+
+
+def test_between_two_numbers_of_gpus() -> None:
+    """Shards go with one over the number of GPUs, all else stays; what does neither is not guessed."""
+    few, many = trace((640, 64, 0), 2, 8), trace((10, 64, 0), 2, 8)
+    between = between_gpus((8, few), (512, many), 64)
+    assert between is not None
+    assert between.sizes == (80, 64, 0)
+    assert between_gpus((8, few), (512, many), 8) == few
+    assert between_gpus((8, few), (512, many), 512) == many
+    assert between_gpus((8, few), (512, many), 96) is None
+    assert between_gpus((8, few), (512, many), 4) is None
+    assert between_gpus((8, few), (512, trace((11, 64, 0), 2, 8)), 64) is None
+    assert between_gpus((8, few), (512, trace((10, 64, 0), 2, 8, (0, 2, 1))), 64) is None

@@ -129,3 +129,13 @@ def test_still_a_trace(spans: list[tuple[int, int | None]]) -> None:
     kept = sum(block.end is None for block in added)
     assert [structure.kinds[block] for block in alive].count("communication") == kept
     assert replay(structure, trace.sizes, CachingAllocator()).stages[-1].allocated_bytes == 512 * (2 + kept)
+
+
+def test_streams_are_kept() -> None:
+    """In JSON and where blocks are added, which are on the default stream; without streams JSON has none."""
+    names = ("", "")
+    structure = TraceStructure((0, 1, ~0), (StageMark(0, 0, "forward"),), names, names, names, (0, 3))
+    trace = Trace(1, None, structure, (1, 2))
+    assert Trace.from_json(trace.to_json()) == trace
+    assert add_blocks(trace, [AddedBlock(5, 1, None, "", "")]).structure.streams == (0, 0, 3)
+    assert "streams" not in replace(trace, structure=replace(structure, streams=())).to_json()

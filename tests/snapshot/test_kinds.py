@@ -368,3 +368,14 @@ with restore_on_exit():
 assert torch.equal(torch.rand(3, device="cuda"), second) and not torch.equal(first, second)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_storage_that_was_freed_is_freed_again() -> None:
+    """As FSDP frees gathered weights, which a step that fails leaves gathered."""
+    bag = Bag(weights=torch.ones(4))
+    bag.weights.untyped_storage().resize_(0)
+    state = TrainingState.capture(bag)
+    bag.weights.untyped_storage().resize_(16)
+    bag.weights.fill_(2)
+    state.restore()
+    assert (bag.weights.untyped_storage().nbytes(), bag.weights.shape) == (0, (4,))

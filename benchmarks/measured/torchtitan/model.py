@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,8 +160,32 @@ def _llama_8b(compiled: bool) -> Workload:
     return Workload(Llama(blocks, width, angles, tied=False), batch_of_tokens, _loss, _sgd_at_once)
 
 
+def _apply_fsdp(model: nn.Module, mesh: Any) -> None:
+    """As `apply_fsdp` of parallelisms/parallelize_llama.py: bf16 parameters, fp32 sums, the last block not resharded.
+
+    The root was never resharded after the forward then, whatever it was asked for (PyTorch of 2024,
+    `FSDPState._lazy_init`).
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers: Any = model.layers
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+
+
 def eager() -> Workload:
-    """FSDP with selective activation checkpointing."""
+    """FSDP with selective activation checkpointing, one GPU of several."""
+    return replace(_llama_8b(compiled=False), optimizer=_adamw, parallelize=_apply_fsdp)
+
+
+def alone() -> Workload:
+    """What a rank of 8 holds but for the gathered weights, on one GPU; stands beside `compiled`."""
     return _llama_8b(compiled=False)
 
 

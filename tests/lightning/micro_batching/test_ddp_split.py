@@ -86,7 +86,7 @@ def test_a_bug_on_one_rank_ends_all(run: Run) -> None:
 def test_a_rank_that_dies_is_missed(run: Run) -> None:
     """The other ends with an error instead of waiting."""
     (left,), dead = run(2, "dies")
-    assert left.startswith("RankLost: rank 0 of 2 waited for another rank, which has ended or did not answer within ")
+    assert left.startswith("RankLost: rank 0 of 2 waited for another rank, which ended or did not answer within ")
     assert dead == "ended\n"
 
 

@@ -1,0 +1,99 @@
+"""Tests of batchfinder/training/strategies.py: which modules are units, over which mesh, in which types."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from batchfinder.training.spec import STRATEGIES, StepOptions
+from batchfinder.training.strategies import blocks_of, mesh_shape, mixed_precision
+
+
+class Block(nn.Module):
+    """A block with a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+class Model(nn.Module):
+    """Blocks in a list, and a head of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+class Named(Model):
+    """One that says, as transformers' do, which modules are not to be split."""
+
+    _no_split_modules: ClassVar[list[str]] = ["Linear"]
+
+
+def test_the_outermost_lists_hold_the_blocks() -> None:
+    """What stands in a list within a block is part of it, and so is what has no parameters; the last come first."""
+    model = Model()
+    first, second, third = model.layers
+    assert blocks_of(model) == [model.head[2], model.head[0], third, second, first]
+    assert blocks_of(nn.Linear(2, 2)) == []
+
+
+def test_transformers_names_its_blocks() -> None:
+    """Then lists do not count, and inner modules come before those that they are in."""
+    model = Named()
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert blocks_of(model) == linear[::-1]
+
+
+def test_meshes() -> None:
+    """One dimension of all GPUs; with `hsdp` nodes of eight."""
+    assert {name: mesh_shape(name, 32) for name in ("fsdp2", "hsdp")} == {
+        "fsdp2": {"shard": 32},
+        "hsdp": {"replicate": 4, "shard": 8},
+    }
+
+
+@pytest.mark.slow
+def test_types() -> None:
+    """Mixed precision gathers and sums in bf16; else nothing is cast."""
+    policy = mixed_precision("bf16-mixed")
+    assert {policy.param_dtype, policy.reduce_dtype, policy.output_dtype} == {torch.bfloat16}
+    assert mixed_precision("fp32").param_dtype is mixed_precision("bf16-true").reduce_dtype is None
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"strategy": "ddp"}, "gpus"),
+        ({"strategy": "hsdp", "gpus": 8}, "gpus"),
+        ({"strategy": "hsdp", "gpus": 12}, "gpus"),
+        ({"strategy": "ddp", "gpus": 2, "mode": "inference"}, "mode"),
+        ({"strategy": "ddp", "gpus": 2, "optimizer_in_backward": True}, "optimizer_in_backward"),
+        ({"strategy": "fsdp2", "gpus": 2, "precision": "16-mixed"}, "precision"),
+        ({"strategy": "fsdp2", "gpus": 2, "optimizer": "muon"}, "optimizer"),
+        ({"strategy": "fsdp2", "gpus": 2, "compile": "layers"}, "compile"),
+        ({"strategy": "fsdp2", "gpus": 2, "lora": 8, "quantization": "nf4"}, "quantization"),
+    ],
+)
+def test_what_cannot_be_had_together(options: dict[str, object], option: str) -> None:
+    """Each wrong combination is one error, which names the option to change."""
+    refused = StepOptions(**options).refused_together()  # type: ignore[arg-type]
+    assert refused is not None
+    assert refused.option == option
+
+
+def test_what_can() -> None:
+    """The strategies with the usual options, and DDP with whatever one GPU can do; words and JSON say so."""
+    for name in STRATEGIES:
+        assert StepOptions(strategy=name, gpus=16, precision="bf16-mixed").refused_together() is None
+    assert StepOptions(strategy="ddp", gpus=2, precision="16-mixed", compile="layers").refused_together() is None
+    options = StepOptions(strategy="fsdp2", gpus=8)
+    assert options.words() == ["fp32", "adamw", "FSDP2 on 8 GPUs"]
+    assert options.newer() == {"strategy": "fsdp2", "gpus": 8}
+    assert StepOptions(gpus=8).words()[-1] == "its own sharding on 8 GPUs"
+    assert StepOptions().newer() == {}
