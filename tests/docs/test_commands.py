@@ -53,7 +53,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_are_commands() -> None:
     """The pages are found, and each command stands on one of them."""
     verbs = {command.split()[1] for command in _commands()}
-    assert verbs == {"sweep", "profile", "estimate", "plan", "reproduce", "cache"}
+    assert verbs == {"sweep", "profile", "estimate", "plan", "reproduce", "cache", "page"}
 
 
 @pytest.mark.parametrize("command", [command for command in _commands() if command not in TESTED_WHOLE])

@@ -190,7 +190,11 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
     torch._dynamo.config.disable = True  # what a script compiles is recorded as it runs eagerly, as README.md says
     folder = checkout(commit)
     sys.path[:0] = [str(folder / "src"), str(folder / "benchmark" / "scripts"), str(folder)]
-    sys.modules.pop("test", None)  # Python's own
+    # Python's own `test`, and what a row of another commit, or before it in this process, has imported.
+    for name in [
+        name for name in sys.modules if name.split(".")[0].startswith(("test", "liger_kernel", "utils", "benchmark_"))
+    ]:
+        del sys.modules[name]
     stand_in_for_names(folder / "src")
     with contextlib.suppress(ImportError):
         # The scripts make their tensors where this says; it looks for a real GPU.
@@ -207,6 +211,9 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
     script = importlib.import_module(f"benchmark_{SCRIPTS.get(kernel, kernel)}")
     if hasattr(script, "LlamaRotaryEmbedding"):
         script.LlamaRotaryEmbedding = rotary_embedding
+    if hasattr(script, "Llama4TextRotaryEmbedding"):  # it was given a device as well
+        rotary = script.Llama4TextRotaryEmbedding
+        script.Llama4TextRotaryEmbedding = lambda config, device=None: rotary(config).to(device)
     if hasattr(script, "apply_rotary_pos_emb"):  # it was given the positions as well
         rotate = script.apply_rotary_pos_emb
         script.apply_rotary_pos_emb = lambda q, k, cos, sin, *_: rotate(q, k, cos, sin)
