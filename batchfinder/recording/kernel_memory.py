@@ -126,7 +126,7 @@ def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _writes_lists(func: Any) -> bool:
-    return func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
+    return func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and not func._schema.returns
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:

@@ -175,7 +175,7 @@ class AllocationRecorder(TorchDispatchMode):
             if isinstance(func, HigherOrderOperator):
                 raise user_kernels.not_compiled(name)
         if self.sharded is not None and self.sharded in types:
-            if not name.startswith("aten._foreach_") or "norm" in name:
+            if not name.startswith(("aten._foreach_", "aten._fused_")) or "norm" in name:
                 return NotImplemented  # it comes back here with what this rank has of it
             if kernel_memory.only_writes(func, args):
                 return None
