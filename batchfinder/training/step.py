@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from batchfinder.training.optimizers import OptimizerFactory, make_optimizer
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.strategies import sum_gradients
+from batchfinder.training.strategies import spread_optimizer, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,10 @@ class Step:
         self.workload = workload
         self.config = config
         self.device = device
-        self.precision = PRECISIONS[config.precision]
-        self.weights_dtype = self.precision.weights if workload.casts_weights else None
+        # DeepSpeed's engine casts the whole model to bf16, without autocast; its optimizer keeps what is in fp32.
+        cast = config.strategy == "zero2" and config.precision == "bf16-mixed"
+        self.precision = PRECISIONS["bf16-true" if cast else config.precision]
+        self.weights_dtype = self.precision.weights if workload.casts_weights or cast else None
         self.optimizer: torch.optim.Optimizer | None = None
         self._move = move or (lambda tensor, dtype: tensor.to(device, dtype))
 
@@ -153,7 +155,8 @@ class Step:
             return
 
         model.train()
-        optimizer = make_optimizer(self.workload.optimizer or config.optimizer, model, config.optimizer_in_backward)
+        chosen = self.workload.optimizer or config.optimizer
+        optimizer = make_optimizer(chosen, model, config.optimizer_in_backward, spread_optimizer(config))
         self.optimizer = optimizer
         scaler = self.precision.scaler(self.device)
         late = self.workload.zero_grad_after_loss
