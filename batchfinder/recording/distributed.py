@@ -80,6 +80,8 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
         left_out.append("gradients are not clipped")
     if config.strategy in ("ddp", "zero1"):
         left_out.append("DDP's broadcast of the weights as it is set up, in pieces of 250 MiB")
+    elif config.strategy == "tp":
+        left_out.append("sums over the GPUs are in place; norms and residuals are whole on each GPU")
     elif config.strategy == "zero2":
         left_out.append("DeepSpeed's settings are its defaults: buckets of 500 million elements, no overlap")
     elif config.strategy is not None:

@@ -48,6 +48,7 @@ STRATEGIES = {
     "fsdp2": Strategy("FSDP2"),
     "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
     "hsdp": Strategy("HSDP"),
+    "tp": Strategy("tensor parallelism", reshards=False),
     "zero1": Strategy("ZeRO-1 by DDP", shards=False, reshards=False),
     "zero2": Strategy("DeepSpeed's ZeRO-2", shards=False, reshards=False),
 }

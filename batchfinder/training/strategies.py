@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import GPUS_PER_NODE, STRATEGIES, StepConfig
 
 if TYPE_CHECKING:
@@ -80,12 +81,43 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     """
     from torch.distributed.fsdp import fully_shard
 
+    if strategy == "tp":
+        split_layers(model, mesh)
+        return
     # With `fsdp2-shard-grad-op` (ZeRO-2) what is gathered for the forward stays until its backward is done.
     reshard = STRATEGIES[strategy].reshards
     policy = mixed_precision(precision)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a transformers model's layers over a mesh, in place, by the plan that it has for its own `tp_plan="auto"`.
+
+    A style that leaves a module whole is passed over.
+
+    Raises:
+        InvalidValue: the model has no plan, or one with a style that is not known here.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    styles: dict[str, ParallelStyle | None] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        "replicated_with_grad_allreduce": None,
+        "replicate": None,
+    }
+    unknown = sorted(set(plan.values()) - set(styles))
+    if not plan or unknown:
+        why = f"its plan has {', '.join(unknown)}" if unknown else "it has no plan (`_tp_plan`)"
+        raise InvalidValue("strategy", "tp", f"another for this model: {why}; or a workload with `parallelize`")
+    parallelize_module(model, mesh, {name: made for name, style in plan.items() if (made := styles[style]) is not None})
 
 
 def sum_gradients(model: nn.Module, now: bool) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
 from batchfinder.simulator.scaling import between_gpus
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
+from batchfinder.training.step import Workload
 from batchfinder.training.strategies import BUCKET_ELEMENTS
 from tests.builders import sharded
 from tests.builders.sharded import ALL, BLOCK, REST, WIDTH
@@ -182,6 +184,47 @@ def test_zero_2(record: Record) -> None:
         sharded.transformer, 1, sharded.LENGTH, gpus=8, strategy="zero2", precision="bf16-mixed", micro_batches=2
     )
     assert 0 < peaks(several)[1, "backward"][0] - found[1, "backward"][0] <= 2 * (ALL // 8 + 2 * BLOCK)
+
+
+def test_tensor_parallel(record: Record) -> None:
+    """`tp` takes the plan that a transformers model has of its own: layers, embedding and head are split, norms whole.
+
+    What a rank gets of the activations is less than all and more than its part.
+    """
+    alone, part = (
+        record(llama, 2, 64, gpus=gpus, strategy="tp" if gpus > 1 else None, precision="bf16-mixed") for gpus in (1, 4)
+    )
+    held = [
+        {kind: sum(s for s, k in zip(each.sizes, each.structure.kinds, strict=True) if k == kind) for kind in KINDS}
+        for each in (alone, part)
+    ]
+    norms = 4 * 5 * 256
+    assert held[1]["parameter"] - norms == (held[0]["parameter"] - norms) / 4
+    assert held[1]["optimizer"] == 2 * held[1]["parameter"]
+    assert held[0]["activation"] / 4 < held[1]["activation"] < held[0]["activation"]
+
+
+KINDS = ("parameter", "optimizer", "activation")
+
+
+def llama() -> Workload:
+    """A Llama of two layers, from its class of transformers."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+
+    def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
+        tokens = torch.zeros(batch_size, seq_len or 1, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return Workload(transformers.LlamaForCausalLM(config), make_batch)
 
 
 def test_nothing_says_how(record: Record) -> None:

@@ -123,14 +123,17 @@ class ExpertLayer(nn.Module):
 class Policy(nn.Module):
     """`Cosmos3FlowMatching`: the loss of (batch, chunk, action) actions after (batch, prefix) tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: torch.dtype | None = None) -> None:
         super().__init__()
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(frozen or default)
         self.words = nn.Embedding(151936, 5120)
         self.head = nn.Linear(5120, 151936, bias=False)  # there, and not used
         self.vision = nn.Parameter(torch.empty(_VISION))
         self.backbone = nn.ModuleList(FrozenLayer() for _ in range(LAYERS))
         for parameter in self.parameters():
             parameter.requires_grad_(False)
+        torch.set_default_dtype(default)
         self.expert = nn.ModuleList(ExpertLayer() for _ in range(LAYERS))
         self.norm = AdaptiveNorm(1024)
         self.action_in, self.action_out = nn.Linear(ACTION, 1024), nn.Linear(1024, ACTION)
@@ -188,8 +191,4 @@ def sharded() -> Workload:
             fully_shard(part, mesh=mesh, mp_policy=mixed)
         fully_shard(policy, mesh=mesh, mp_policy=mixed)
 
-    policy = Policy()
-    for parameter in policy.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return Workload(policy, _batch, parallelize=shard)
+    return Workload(Policy(frozen=torch.bfloat16), _batch, parallelize=shard)
