@@ -219,7 +219,7 @@ def test_a_table_is_read_by_indices(record: Record) -> None:
 
 
 def test_a_graph_without_a_backward_is_compiled(record: Record) -> None:
-    """Code that takes its gradients inside the compiled function, as Liger's chunked losses do, and asked for Triton."""
+    """Code that takes gradients inside the compiled function, as Liger's chunked losses do, and asked for Triton."""
 
     def gradients(output: torch.Tensor, _: Any) -> torch.Tensor:
         torch.utils._triton.has_triton()  # remembered by PyTorch, from before there is a card

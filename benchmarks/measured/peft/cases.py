@@ -218,7 +218,7 @@ def _unpacked(tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """Clips the gradients to a norm of 1 before each step, as the run does, and lets AdaLoRA weigh its ranks after it."""
+    """Clips the gradients to a norm of 1 before each step, as the run does, and lets AdaLoRA weigh its ranks after."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], model: Any, **settings: float) -> None:
         super().__init__(parameters, **settings)
