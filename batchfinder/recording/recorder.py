@@ -74,6 +74,7 @@ class AllocationRecorder(TorchDispatchMode):
         capability: the simulated GPU's compute capability, for the kernels' own memory.
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
+        sums_in_place: whether autograd sums gradients as `sums_gradients_in_place` says, or makes a new tensor of each.
 
     Attributes:
         sharded: the class of tensors that are spread over several GPUs, once there are any.
@@ -88,8 +89,10 @@ class AllocationRecorder(TorchDispatchMode):
         capability: tuple[int, int],
         module: Callable[[], str],
         on_operator: Callable[[str], None] = lambda name: None,
+        sums_in_place: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._sums_in_place = sums_in_place
         self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
         self._module = module
         self._on_operator = on_operator
@@ -243,7 +246,7 @@ class AllocationRecorder(TorchDispatchMode):
             return equal is not False
         if kernel_memory.only_writes(func, args):
             return None
-        if sums_gradients_in_place(func, args):
+        if self._sums_in_place and sums_gradients_in_place(func, args):
             return args[0]
         if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
             in_backward = torch._C._current_autograd_node() is not None
