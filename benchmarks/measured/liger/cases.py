@@ -54,15 +54,7 @@ NOTES = {
     "embedding": "12.0 or 13.5 GiB of earlier measurements in the same process, alike in all rows of a setting",
     "rms_norm liger": "the buffer of the sum over rows, which PyTorch makes in its reduction kernel",
     "fused_linear_cross_entropy liger": "measured with the fp32 copy of each chunk, which the row's commit removes",
-    **dict.fromkeys(
-        (
-            "fused_linear_orpo_loss", "fused_linear_cpo_loss", "fused_linear_simpo_loss", "kto_loss",
-            "distill_jsd_loss", "distill_cosine_loss", "fused_linear_grpo_loss_token",
-            "fused_linear_grpo_loss_sequence",
-        ),
-        "Liger compiles the loss of a chunk with torch.compile; recorded as it runs eagerly",
-    ),
-}  # fmt: skip
+}
 FOLDERS = ("src", "benchmark/scripts", "test")
 STEPS = 3
 """A benchmark function calls what it measures ten times and takes the median; the third is as every later one."""
@@ -116,6 +108,7 @@ def cases() -> Iterator[Case]:
                 },
             ),
             step=StepConfig(optimizer="sgd", steps=STEPS),
+            without=("parameter", "gradient", "input"),  # of the module around the function, which has its own
             batch_size=int(float(row["x_value"])),
             seq_len=None,
             note=NOTES.get(row["kernel_name"], NOTES.get(f"{row['kernel_name']} {row['kernel_provider']}", "")),
@@ -255,7 +248,7 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
                     ]().sum().backward()
                 asked = utils.SingleBenchmarkRunInput(batch.size(0), provider, mode, settings)
                 getattr(script, name)(asked)
-            return self.unused.sum()
+            return self.unused.view(())
 
     def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
         held[0]()
