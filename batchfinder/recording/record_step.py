@@ -70,7 +70,7 @@ def record_step(
     compiled = compiled_modules(workload.model)
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
-    recording = AllocationRecorder(capability, tracker.current, on_operator)
+    recording = AllocationRecorder(capability, tracker.current, on_operator, workload.sums_in_place)
 
     def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         copy = fake_device.fake_copy(tensor, device, dtype)
