@@ -99,8 +99,8 @@ _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the 
 _CONTEXT: Options = {
     "--context": {
         "metavar": "SIZE",
-        "help": "what the CUDA context takes of a GPU with a name, such as 1.3GiB (default: the catalogue's, of today's "
-        "CUDA, which loads kernels as they are used; it was 1 GiB and more before CUDA 11.7)",
+        "help": "what the CUDA context takes of a GPU with a name, such as 1.3GiB (default: the catalogue's, of "
+        "today's CUDA, which loads kernels as they are used; it was 1 GiB and more before CUDA 11.7)",
     }
 }
 _PLOT: Options = {
@@ -227,6 +227,10 @@ PROFILE = Command(
     {
         "what is profiled": {
             **_ONE_SIZE,
+            "--seq-len": {
+                "metavar": "N[,N]",
+                "help": "tokens, or pixels for images (default: 128 or 224); 96,128: of one step after the other",
+            },
             "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
             "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},

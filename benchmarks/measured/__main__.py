@@ -85,9 +85,7 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
             row["predicted_bytes"] = predicted
             row["seconds"] = round(time.perf_counter() - start, 2)
             if predicted is not None and case.published_bytes is not None and case.statistic == RESERVED:
-                # What the estimate is short of may all have been alive.
-                short = max(0, case.published_bytes - predicted)
-                row["unsafe"] = not case.runs_within(trace, predicted - case.outside_bytes - short)
+                row["unsafe"] = case.is_unsafe(trace, predicted)
             for context_bytes in case.other_contexts:
                 other = replace(case, context_bytes=context_bytes).predicted_bytes(trace)
                 row.setdefault("with_context", {})[format_bytes(context_bytes)] = other

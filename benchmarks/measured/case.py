@@ -50,6 +50,7 @@ class Case:
         ran: whether the run went well although there is no figure.
         context_bytes: what the CUDA context took of the card; None for what the catalog says of today's.
         other_contexts: more of them, with which the verdict is asked for as well.
+        limits_tried: limits on what the allocator may reserve that the run was repeated with, and whether it ran.
         bracket: of a pair of sizes of which one ran and the next did not, what they are a pair of.
     """
 
@@ -69,6 +70,7 @@ class Case:
     ran: bool = False
     context_bytes: int | None = None
     other_contexts: tuple[int, ...] = ()
+    limits_tried: tuple[tuple[int, bool], ...] = ()
     bracket: str = ""
 
     def predicted_bytes(self, trace: Trace) -> int | None:
@@ -91,13 +93,20 @@ class Case:
             0 if kind in self.without else size for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True)
         ]
 
-    def runs_within(self, trace: Trace, limit_bytes: int) -> bool:
-        """Whether a recorded step runs when the allocator may reserve no more than this.
+    def is_unsafe(self, trace: Trace, predicted_bytes: int) -> bool:
+        """Whether the run would be out of memory if the allocator could reserve no more than was predicted.
 
-        That is what `torch.cuda.set_per_process_memory_fraction` does.
+        That is what `torch.cuda.set_per_process_memory_fraction` does. Where the run was repeated with a limit, and no
+        limit in between is open, it is known. Elsewhere the recorded step is replayed with a limit that is lower by as
+        much as the prediction is below the figure: as if all that it is short of had been in use.
         """
-        memory = DeviceMemory(limit_bytes, limit_bytes)
-        return replay(trace.structure, self.sizes(trace), CachingAllocator(memory)).oom is None
+        if any(ran and limit <= predicted_bytes for limit, ran in self.limits_tried):
+            return False
+        if any(not ran and limit >= predicted_bytes for limit, ran in self.limits_tried):
+            return True
+        short = max(0, (self.published_bytes or 0) - predicted_bytes)
+        limit = max(1, predicted_bytes - self.outside_bytes - short)
+        return replay(trace.structure, self.sizes(trace), CachingAllocator(DeviceMemory(limit, limit))).oom is not None
 
 
 def reserved_with_emptied_cache(structure: TraceStructure, sizes: Sequence[int], allocator: CachingAllocator) -> int:

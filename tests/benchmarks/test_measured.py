@@ -27,7 +27,7 @@ SAMPLED = {
 """Of the sources whose rows are quick to record and need no other package: how the rows' names begin."""
 
 
-PARTLY = {"liger"}
+PARTLY = {"liger", "timm"}
 """Sources of which a part of the rows has been recorded."""
 
 
@@ -123,7 +123,7 @@ def test_failures_are_wrong_verdicts_and_estimates_that_are_no_limit() -> None:
 
 
 def test_brackets_are_hit_by_two_right_verdicts() -> None:
-    """Below is a size that ran and is said not to, above the next one that is said to run; half a pair does not count."""
+    """Below is a size that ran and is said not to, above a next one that is said to; half a pair does not count."""
 
     def pair(name: str, first: int | None, second: int | None) -> list[dict[str, object]]:
         ran = {"bracket": name, "ran": True, "published_bytes": None, "predicted_bytes": first}
