@@ -40,22 +40,22 @@ def test_the_answer_runs_and_a_tenth_more_does_not(net: str, fits: Forks, tmp_pa
     options, limit_mib = CASES[net]
     request: dict[str, Any] = {"net": net, "options": options, "limit_mib": limit_mib}
     first = fits.run(**request, finder={"cache": str(tmp_path)}, more=0.1)
-    assert (first["error"], first["steps"], first["sources"]) == (None, 50, ["measured"]), first
-    assert (first["beyond"]["verdict"], first["beyond"]["steps"]) == ("OUT_OF_MEMORY", 0), first
+    assert (first["error"], first["steps"], first["sources"]) == (None, 50, ["measured"]), f"{first}"
+    assert (first["beyond"]["verdict"], first["beyond"]["steps"]) == ("OUT_OF_MEMORY", 0), f"{first}"
     third = first["batch_size"] * 4 // 3 + 1
     assert third < options["rows"], "the data have batches of all these sizes"
     assert first["limit_unchanged"]
 
     second = fits.run(**request, finder={"cache": str(tmp_path)}, steps=5)
-    assert (second["error"], second["steps"]) == (None, 5), (first, second)
+    assert (second["error"], second["steps"]) == (None, 5), f"{first} {second}"
     ran_larger = any(fits and size > first["batch_size"] for size, fits, _ in first["trials"])
     tried = [(size, fits) for size, fits, _ in second["trials"]]
     if second["sources"] == ["cache"]:
-        assert not ran_larger, (first, second)
-        assert tried == [(first["batch_size"], True)], (first, second)
+        assert not ran_larger, f"{first} {second}"
+        assert tried == [(first["batch_size"], True)], f"{first} {second}"
     else:
-        assert ran_larger or tried[0] == (first["batch_size"], False), (first, second)
-        assert abs(second["batch_size"] - first["batch_size"]) <= 0.1 * first["batch_size"], (first, second)
+        assert ran_larger or tried[0] == (first["batch_size"], False), f"{first} {second}"
+        assert abs(second["batch_size"] - first["batch_size"]) <= 0.1 * first["batch_size"], f"{first} {second}"
 
     without = fits.run(**request, batch_size=third, steps=2)
-    assert (without["verdict"], without["steps"]) == ("OUT_OF_MEMORY", 0), (first, without)
+    assert (without["verdict"], without["steps"]) == ("OUT_OF_MEMORY", 0), f"{first} {without}"
