@@ -114,7 +114,7 @@ def worst(rows: Mapping[str, Sequence[Mapping[str, Any]]], most: int = 10, each:
     for _, source, row in sorted(found, key=lambda item: item[:2], reverse=True)[:most]:
         cases = importlib.import_module(f"benchmarks.measured.{source}.cases").cases()
         note = next((case.note for case in cases if case.name == row["name"]), "")
-        why = note or f"[not known, or in the source's README](../benchmarks/measured/{source}/README.md)"
+        why = note or f"not known, or in `benchmarks/measured/{source}/README.md`"
         figures = [format_bytes(row["published_bytes"]), format_bytes(row["predicted_bytes"])]
         name = row["name"].replace("|", "/")
         lines.append(f"| {source} | {name} | {' | '.join(figures)} | {100 * row['error']:+.1f} % | {why} |\n")
