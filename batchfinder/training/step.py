@@ -24,7 +24,8 @@ class Workload:
         model: the module, on the CPU (or made of fake tensors); it is moved to the device by the step.
         make_batch: `make_batch(batch_size, seq_len)` returns one micro-batch of CPU tensors: a mapping is passed to the
             model as keywords, a tuple or list as positional arguments, anything else as the one argument. `seq_len` is
-            None for data of one fixed shape.
+            None for data of one fixed shape. It is called for each micro-batch in turn, so that steps can be of
+            different lengths; `profile --seq-len 96,128` asks for them.
         loss: `loss(output, batch)` returns a scalar; by default the output's `.loss`, `["loss"]`, its first element, or
             the output itself where that is a scalar, else the mean of its floating-point elements.
         optimizer: `optimizer(parameters)` returns an optimizer; None leaves the choice to the caller's options.
@@ -165,6 +166,8 @@ class Step:
         late = self.workload.zero_grad_after_loss
         step = 0
         while step < config.steps or more():
+            if config.lengths:
+                seq_len = config.lengths[min(step, len(config.lengths) - 1)]
             if not late:
                 on_stage(step, "zero_grad", 0)
                 optimizer.zero_grad()

@@ -214,11 +214,11 @@ def test_all_tables_are_there(everything: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_page_on_accuracy_is_what_the_command_prints(everything: dict[str, Any], folder: Path) -> None:
-    """docs/accuracy.md has it whole, below its first lines; `python docs/make_accuracy.py` writes it."""
-    page = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text(encoding="utf-8")
+def test_the_page_of_published_tables_is_what_the_command_prints(everything: dict[str, Any], folder: Path) -> None:
+    """docs/reproductions.md has it whole, below its first lines; `python docs/make_reproductions.py` writes it."""
+    page = (Path(__file__).parents[2] / "docs" / "reproductions.md").read_text(encoding="utf-8")
     head, tables = page.split("are quoted as they stand.\n\n")
-    assert head.startswith("# Accuracy\n")
+    assert head.startswith("# Published tables\n")
     assert tables == (folder / "all.md").read_text(encoding="utf-8")
 
 

@@ -72,3 +72,8 @@ def test_the_gallery_shows_its_scripts_commands() -> None:
 def test_coverage_page_is_up_to_date() -> None:
     """docs/coverage.md is what `python docs/make_coverage.py` writes."""
     assert (DOCS / "coverage.md").read_text(encoding="utf-8") == _script("make_coverage").page()
+
+
+def test_the_page_on_accuracy_is_up_to_date() -> None:
+    """docs/accuracy.md is what `python docs/make_accuracy.py` makes of the committed results."""
+    assert (DOCS / "accuracy.md").read_text(encoding="utf-8") == _script("make_accuracy").page()
