@@ -129,10 +129,11 @@ class Rate:
     samples_per_second: float
     spread: float
 
-    def __str__(self) -> str:
+    @property
+    def figures(self) -> str:
+        """Samples per second and their spread."""
         rate = self.samples_per_second
-        shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-        return f"{shown} samples/s ± {100 * self.spread:.1f} %"
+        return f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} ± {100 * self.spread:.1f} %"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,8 @@ class Throughput:
         if not self.certain:
             return f"full speed: cannot tell, the timings scatter by {100 * self.scatter:.1f} %"
         chosen, best = self.rate(self.batch_size), self.rate(self.best_batch_size)
-        said = f"full speed from {chosen.batch_size} on: {chosen}"
-        return said if chosen is best else f"{said} (best: {best} at {best.batch_size})"
+        said = f"full speed from {chosen.batch_size} on, at {chosen.figures} samples/s"
+        return said if chosen is best else f"{said} (best: {best.figures} at {best.batch_size})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,9 +51,7 @@ class SteadyStateCheck:
         settled: False once `MORE_STEPS` were taken, each of which gave it back.
     """
 
-    def __init__(
-        self, retries: Callable[[], int], timed_steps: int = 0, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, retries: Callable[[], int], timed_steps: int = 0, device: torch.device | None = None) -> None:
         self._retries = retries
         self._before = self._last = retries()
         self._more = 0

@@ -95,7 +95,7 @@ def test_steady_timings_take_five_rounds_and_slow_sizes_three() -> None:
     assert sorted(first) == sorted(second) == sizes
     assert first != second
     assert [each.batch_size for each in found.rates] == sizes
-    assert str(found) == "full speed from 32 on: 3,200 samples/s ± 0.0 %"
+    assert str(found) == "full speed from 32 on, at 3,200 ± 0.0 % samples/s"
 
 
 def test_a_size_that_stops_running_leaves_play() -> None:
