@@ -229,7 +229,7 @@ def result_from_json(value: object) -> SearchResult:
     trials = []
     for trial in _of(body["trials"], "trials", list):
         row = _of(trial, "trial", list)
-        if len(row) < 2:
+        if len(row) not in (10, 12):
             raise DamagedRecord(f"its trial is {shown(trial)}")
         shape = Shape(_of(row[1], "seq_len", int, NoneType))
         trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement_from_json(row[2:])))

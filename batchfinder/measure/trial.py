@@ -58,7 +58,7 @@ class SteadyStateCheck:
         self.settled = True
         self._timed_steps = timed_steps
         self._device = device
-        self._since: float | None = None  # None before the first step that is timed, and while a batch is made
+        self._since: float | None = None  # when what is timed began; None before the first step that is
         self._parts: list[float] = []  # of the step that runs: what lies between its batches
         self._batches = 0
         self._steps: list[tuple[float, float | None]] = []  # seconds of a last micro-batch, and of one before it
@@ -90,16 +90,16 @@ class SteadyStateCheck:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A context around the making of each batch, which is not part of a step's time."""
-        if self._timed_steps:
+        if self._since is not None:
             self.micro_batch_ended()
             self._batches += 1
         yield
-        if self._timed_steps:
+        if self._since is not None:
             self._since = self._now()
 
     def micro_batch_ended(self) -> None:
         """Say that a micro-batch has ended, where its step has made the next one before."""
-        if self._timed_steps and self._since is not None:
+        if self._since is not None:
             now = self._now()
             self._parts.append(now - self._since)
             self._since = now
