@@ -67,10 +67,12 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         if asked not in ("auto", SIMULATED):
             raise InvalidValue("--device", asked, "simulated or auto with --gpu or --instance, which are simulated")
         count = None if arguments.strategy is not None else whole_number("--gpus", arguments.gpus)
-        cards = [card(gpu, arguments.budget, count or 1) for gpu in arguments.gpu or ()]
+        cards = [card(gpu, arguments.budget, count or 1, arguments.context) for gpu in arguments.gpu or ()]
         if arguments.instance is not None:
-            cards.append(instance_card(arguments.instance, arguments.budget, count))
+            cards.append(instance_card(arguments.instance, arguments.budget, count, arguments.context))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
+    if arguments.context is not None:
+        raise InvalidValue("--context", arguments.context, "a --gpu or an --instance with it, which are simulated")
     budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     if asked == CPU:
         return _host(budget_bytes)

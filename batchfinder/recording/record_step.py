@@ -16,12 +16,22 @@ from batchfinder.errors import BatchFinderError, RecordingFailed
 from batchfinder.estimate.sharding import buckets_of
 from batchfinder.models import quantization
 from batchfinder.models.build import allow_fake_weights
-from batchfinder.recording import autocast, distributed, fake_device, fake_values, rnn, sdpa, user_kernels
+from batchfinder.recording import (
+    autocast,
+    distributed,
+    fake_device,
+    fake_values,
+    kernel_memory,
+    rnn,
+    sdpa,
+    user_kernels,
+)
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
+from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank
 
 _CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
 
@@ -67,9 +77,10 @@ def record_step(
     with mode:
         quantization.replace_bitsandbytes(workload.model)
     compiled = compiled_modules(workload.model)
+    layout = kernel_memory.lay_out_convolutions(compiled=bool(compiled))
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
-    recording = AllocationRecorder(capability, tracker.current, on_operator)
+    recording = AllocationRecorder(capability, tracker.current, on_operator, workload.sums_in_place)
 
     def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         copy = fake_device.fake_copy(tensor, device, dtype)
@@ -88,6 +99,7 @@ def record_step(
         elif stage == "optimizer":
             for name, parameter in workload.model.named_parameters():
                 recording.label([parameter.grad], "gradient", name.rpartition(".")[0])
+            recording.label([getattr(step.optimizer, "summed", None)], "gradient", "")
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
@@ -100,6 +112,8 @@ def record_step(
     one_thread = torch.autograd.set_multithreading_enabled(False)
     sharded = distributed.shards(workload, config)
     mesh = distributed.make_mesh(config) if sharded else None
+    if config.strategy == "zero1":
+        distributed.make_group(config, fullest_rank(workload.model, config.gpus))
     if sharded:
         with mode, allow_fake_weights():
             fake_device.move_module(workload.model, move, step.weights_dtype)
@@ -127,10 +141,17 @@ def record_step(
         for name, parameter in workload.model.named_parameters():
             holders[parameter] = name.rpartition(".")[0]
             recording.label([parameter], "parameter", holders[parameter])
+        if isinstance(step.optimizer, PartitionedOptimizer):
+            bucket = BUCKET_ELEMENTS * step.optimizer.flat.element_size()
+            for block, size in enumerate(recording.sizes):
+                if size == bucket and recording.kinds[block] in ("temporary", "activation"):
+                    recording.kinds[block] = "communication"
         for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
             recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
+    if layout and any(name.startswith("aten.convolution") for name in structure.operators):
+        cudnn = (*cudnn, layout)
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
     fft = ("cuFFT work areas",) if any(name.startswith("aten._fft_") for name in structure.operators) else ()
@@ -159,7 +180,7 @@ def record_step(
     flops = recording.flops // (config.steps * config.micro_batches)
     trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops)
     # DDP's reducer reads what tensors hold, and so does not run here: its buckets are added.
-    return add_blocks(trace, buckets_of(trace)) if config.strategy == "ddp" else trace
+    return add_blocks(trace, buckets_of(trace)) if config.strategy in ("ddp", "zero1") else trace
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -66,6 +66,7 @@ class Comparison:
         errors: their standard errors.
         batch_size: the smallest size at full speed.
         smaller: the sizes in play below it.
+        is_largest: whether none in play is above it.
         level: log of the best rate.
     """
 
@@ -73,19 +74,26 @@ class Comparison:
     errors: Mapping[int, float]
     batch_size: int
     smaller: Sequence[int]
+    is_largest: bool
     level: float
 
     @property
     def decided(self) -> bool:
-        """Whether the answer and all smaller sizes are well on their sides of the border."""
+        """Whether the answer and all smaller sizes are well on their sides of the border.
+
+        The largest size is the answer where all others are below it, however well its own speed is known.
+        """
         border = math.log(NEAR_BEST)
-        above = self.ratios[self.batch_size] - border >= _ERRORS * self.errors[self.batch_size]
+        if self.is_largest and not self.smaller:
+            return self.error <= _MOST_ERROR
+        above = self.is_largest or self.ratios[self.batch_size] - border >= _ERRORS * self.errors[self.batch_size]
         return above and all(border - self.ratios[size] >= _ERRORS * self.errors[size] for size in self.smaller)
 
     @property
     def error(self) -> float:
         """The standard error of what decides: of the answer, and of the next smaller size in play."""
-        return max(self.errors[size] for size in [self.batch_size, *self.smaller[-1:]])
+        own = () if self.is_largest and self.smaller else (self.batch_size,)
+        return max(self.errors[size] for size in (*own, *self.smaller[-1:]))
 
 
 def compare(rates: Sequence[Mapping[int, float]], in_play: Sequence[int]) -> Comparison:
@@ -129,7 +137,8 @@ def compare(rates: Sequence[Mapping[int, float]], in_play: Sequence[int]) -> Com
     ratios, errors, _ = against([best])
     ratios, errors, level = against([size for size in in_play if ratios[size] >= -errors[size]])
     answer = min((size for size in in_play if ratios[size] >= math.log(NEAR_BEST)), default=best)
-    return Comparison(ratios, errors, answer, [size for size in in_play if size < answer], level)
+    smaller = [size for size in in_play if size < answer]
+    return Comparison(ratios, errors, answer, smaller, answer == in_play[-1], level)
 
 
 def find_full_speed(

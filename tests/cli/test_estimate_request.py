@@ -163,7 +163,7 @@ def test_all_at_once() -> None:
 def test_what_changes_nothing_is_not_tried(
     changes: dict[str, object], operators: tuple[str, ...], optimizer: int, nothing: bool
 ) -> None:
-    """Neither flash attention where a fused kernel runs already, nor another optimizer for less than 1 % of the peak."""
+    """Neither flash attention where a fused kernel runs, nor another optimizer for less than 1 % of the peak."""
     names = ("",) * len(operators)
     trace = Trace(1, 8, TraceStructure((), (), operators, names, names), ())
     alone = estimate(trace, DeviceMemory(GIB, GIB))
