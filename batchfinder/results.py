@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import statistics
+import math
 from dataclasses import dataclass
 
 from batchfinder.errors import OutOfMemory
@@ -162,8 +162,11 @@ class Throughput:
 
     @property
     def scatter(self) -> float:
-        """How far timings lie from their medians, as a share: the median of all sizes' spreads."""
-        return statistics.median(rate.spread for rate in self.rates)
+        """How far timings lie from each other where it is decided, as a share: what gives `error` over all rounds.
+
+        The standard error of a median of n normal values is sqrt(pi / 2 / n) times their standard deviation.
+        """
+        return self.error * math.sqrt(max(1, self.rounds - 1) / (math.pi / 2))
 
     def __str__(self) -> str:
         if not self.certain:

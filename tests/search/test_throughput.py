@@ -75,7 +75,7 @@ def test_on_very_noisy_functions_it_says_that_it_cannot_tell() -> None:
     assert all(each.batch_size == curve(seed)[0][-1] for seed, each in unsure)
     assert sum(each.rounds for each in found) < 8 * len(found)
     assert str(found[0]) == f"full speed: cannot tell, the timings scatter by {100 * found[0].scatter:.1f} %"
-    assert 0.1 < found[0].scatter < 0.6
+    assert 0.2 < found[0].scatter < 0.9
 
 
 def test_steady_timings_take_five_rounds_and_slow_sizes_three() -> None:
