@@ -169,6 +169,10 @@ SWEEP = Command(
                 "metavar": "N",
                 "help": "try multiples of this only (default: 1; of lengths: 128)",
             },
+            "--throughput": {
+                "action": "store_true",
+                "help": "also time sizes up to the largest, and print the smallest at full speed; measured only",
+            },
             "--tolerance": {
                 "metavar": "SHARE",
                 "default": "0.01",

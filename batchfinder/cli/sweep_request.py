@@ -156,6 +156,7 @@ class SweepRequest:
         tolerance: how far below the largest a measured result may be, as a share.
         cache: where results are kept; None for nowhere.
         certify: whether a cached measured result is tried once before it is used.
+        throughput: whether sizes are timed as well, for the smallest at full speed.
     """
 
     models: tuple[str, ...]
@@ -173,6 +174,7 @@ class SweepRequest:
     certify: bool = True
     min_batch_size: int = 1
     multiple_of: int = 1
+    throughput: bool = False
 
     @property
     def step(self) -> StepConfig:
@@ -210,6 +212,8 @@ class SweepRequest:
             words.append(f"multiples of {self.multiple_of}")
         if self.target_batch_size is not None:
             words.append(f"for an effective batch of {self.target_batch_size}, so with two micro-batches to a step")
+        if self.throughput:
+            words.append("speed of forward, backward and step on one device, without loader and communication")
         if self.place.device == CPU:
             return tuple(words)
         usual = asdict(AllocatorSettings())
@@ -247,7 +251,13 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         certify=not arguments.no_certify,
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
+        throughput=arguments.throughput,
     )
+    if request.throughput and request.place.device == SIMULATED:
+        expected = "--device cuda or cpu with it: a simulated step takes no time, so its speed is not known"
+        raise InvalidValue("--throughput", True, expected)
+    if request.throughput and request.options.mode != "train":
+        raise InvalidValue("--throughput", True, f"--mode train with it, not {request.options.mode}")
     if request.options.gpus > 1:
         if request.place.device != SIMULATED:
             expected = "a --gpu or --instance, or --device simulated with it: several GPUs are simulated"

@@ -58,6 +58,7 @@ class Workload:
 
 
 OnStage = Callable[[int, str, int], None]
+Loading = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,10 @@ class Step:
         self.optimizer: torch.optim.Optimizer | None = None
         self._move = move or (lambda tensor, dtype: tensor.to(device, dtype))
 
-    def batch(self, batch_size: int, seq_len: int | None) -> Any:
-        """One micro-batch on the device."""
-        batch = self.workload.make_batch(batch_size, seq_len)
+    def batch(self, batch_size: int, seq_len: int | None, loading: Loading = nullcontext) -> Any:
+        """One micro-batch on the device, made within the context `loading()`."""
+        with loading():
+            batch = self.workload.make_batch(batch_size, seq_len)
 
         def move(leaf: Any) -> Any:
             return self._move(leaf, self.precision.input_type(leaf)) if isinstance(leaf, torch.Tensor) else leaf
@@ -136,6 +138,7 @@ class Step:
         seq_len: int | None,
         on_stage: OnStage = lambda step, stage, micro_batch: None,
         more: Callable[[], bool] = lambda: False,
+        loading: Loading = nullcontext,
     ) -> None:
         """Take the steps.
 
@@ -144,6 +147,7 @@ class Step:
             seq_len: tokens per sample, or None.
             on_stage: called with (step, stage, micro-batch) as each stage begins.
             more: asked after the config's optimizer steps, and after each further one, for another.
+            loading: returns a context for the making of each batch.
         """
         model, config = self.workload.model, self.config
         if config.mode != "train":
@@ -173,7 +177,7 @@ class Step:
                 optimizer.zero_grad()
             for micro_batch in range(config.micro_batches):
                 on_stage(step, "batch", micro_batch)
-                batch = self.batch(batch_size, seq_len)
+                batch = self.batch(batch_size, seq_len, loading)
                 if config.strategy is not None and config.micro_batches > 1:
                     sum_gradients(model, now=micro_batch == config.micro_batches - 1)
                 with self.precision.context(self.device):
