@@ -16,8 +16,8 @@ from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 
-SCHEMA = 4
-"""Raised, too, when what counts as fitting or the meaning of a key changes: 4 has the shorter fingerprint."""
+SCHEMA = 5
+"""Raised, too, when what counts as fitting or the meaning of a key changes: 5 has gradients summed in place."""
 
 
 MAX_BATCH_SIZE = 1 << 40
