@@ -28,7 +28,7 @@ SAMPLED = {
 """Of the sources whose rows are quick to record and need no other package: how the rows' names begin."""
 
 
-PARTLY = {"liger", "llm_foundry", "opentau", "timm"}
+PARTLY = {"liger", "opentau", "timm"}
 """Sources of which a part of the rows has been recorded."""
 
 
