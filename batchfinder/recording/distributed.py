@@ -68,14 +68,10 @@ def shards(workload: Workload, config: StepConfig) -> bool:
 
 
 def assumptions(config: StepConfig) -> tuple[str, ...]:
-    """What a recording on one of several GPUs leaves out, in words.
-
-    NCCL's buffers: 4 MiB for each channel and peer by default,
-    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_BUFFSIZE, NCCL_MAX_NCHANNELS).
-    """
+    """What a recording on one of several GPUs leaves out or assumes, in words."""
     if config.gpus == 1:
         return ()
-    left_out = ["NCCL's own memory, which is outside the allocator: 4 MiB for each channel and peer, and more"]
+    left_out = ["NCCL's own memory is what one communicator was measured to take, and is taken off what is usable"]
     if config.strategy is not None:
         left_out.append("gradients are not clipped")
     if config.strategy in ("ddp", "zero1"):

@@ -41,13 +41,14 @@ class Strategy:
     words: str  # as it stands above a table
     shards: bool = True  # whether each GPU holds a part of the parameters, and not all of them
     reshards: bool = True  # whether what was gathered for a forward is given back until the backward
+    communicators: int = 1  # of NCCL, in which a GPU takes part
 
 
 STRATEGIES = {
     "ddp": Strategy("DDP", shards=False, reshards=False),
     "fsdp2": Strategy("FSDP2"),
     "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
-    "hsdp": Strategy("HSDP"),
+    "hsdp": Strategy("HSDP", communicators=2),
     "tp": Strategy("tensor parallelism", reshards=False),
     "zero1": Strategy("ZeRO-1 by DDP", shards=False, reshards=False),
     "zero2": Strategy("DeepSpeed's ZeRO-2", shards=False, reshards=False),
@@ -246,6 +247,13 @@ class StepOptions:
                     name, getattr(self, name), f"none with {self.strategy}, with which it is not recorded"
                 )
         return None
+
+    @property
+    def communicators(self) -> int:
+        """How many communicators of NCCL a GPU takes part in; 0 on one GPU."""
+        if self.gpus == 1:
+            return 0
+        return STRATEGIES[self.strategy].communicators if self.strategy is not None else 1
 
     def newer(self) -> dict[str, Any]:
         """What was asked for of the options that the first version did not have."""
