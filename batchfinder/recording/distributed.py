@@ -43,7 +43,7 @@ def make_mesh(config: StepConfig) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     make_group(config)
-    shape = mesh_shape(config.strategy, config.gpus)
+    shape = mesh_shape(config.strategy, config.gpus, config.tensor_parallel)
     return init_device_mesh(DEVICE_TYPE, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
@@ -76,7 +76,7 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
         left_out.append("gradients are not clipped")
     if config.strategy in ("ddp", "zero1"):
         left_out.append("DDP's broadcast of the weights as it is set up, in pieces of 250 MiB")
-    elif config.strategy == "tp":
+    elif config.strategy in ("tp", "fsdp2-tp"):
         left_out.append("sums over the GPUs are in place; norms and residuals are whole on each GPU")
     elif config.strategy == "zero2":
         left_out.append("DeepSpeed's settings are its defaults: buckets of 500 million elements, no overlap")

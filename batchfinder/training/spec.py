@@ -31,7 +31,7 @@ LOSS_NAMES = ("default", "chunked", "liger", "trl")
 """`models.pretrained.replace_loss` says what each is."""
 
 GPUS_PER_NODE = 8
-"""Over which `hsdp` shards parameters."""
+"""Over which `hsdp` shards parameters, and over which `fsdp2-tp` splits layers where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ STRATEGIES = {
     "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
     "hsdp": Strategy("HSDP", communicators=2),
     "tp": Strategy("tensor parallelism", reshards=False),
+    "fsdp2-tp": Strategy("FSDP2 and tensor parallelism", communicators=2),
     "zero1": Strategy("ZeRO-1 by DDP", shards=False, reshards=False),
     "zero2": Strategy("DeepSpeed's ZeRO-2", shards=False, reshards=False),
 }
@@ -104,6 +105,7 @@ class StepConfig:
     optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
     gpus: int = 1  # that train together, each with a micro-batch of its own
     strategy: str | None = None  # of `STRATEGIES`; None for one GPU, or where the workload brings its own
+    tensor_parallel: int = GPUS_PER_NODE  # over how many of them `fsdp2-tp` splits layers
     lengths: tuple[int, ...] = ()  # of one step after the other, the last of all further ones; empty for one length
 
 
@@ -169,6 +171,7 @@ class StepOptions:
         quantization: one of `QUANTIZATION_NAMES`, of the frozen weights; None to leave them.
         gpus: how many train together, each with a batch of its own.
         strategy: one of `STRATEGIES`: how they do; None for one GPU, and for workloads with a `parallelize` of theirs.
+        tensor_parallel: over how many of them `fsdp2-tp` splits layers; None for those of a node.
     """
 
     mode: str = "train"
@@ -185,6 +188,7 @@ class StepOptions:
     quantization: str | None = None
     gpus: int = 1
     strategy: str | None = None
+    tensor_parallel: int | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -219,10 +223,14 @@ class StepOptions:
             optimizer_in_backward=self.optimizer_in_backward,
             gpus=self.gpus,
             strategy=self.strategy,
+            tensor_parallel=self.tensor_parallel or GPUS_PER_NODE,
         )
 
     def refused_together(self) -> InvalidValue | None:
         """Why these options cannot be had on several GPUs; None where they can."""
+        split = self.tensor_parallel
+        if split is not None and self.strategy != "fsdp2-tp":
+            return InvalidValue("tensor_parallel", split, "fsdp2-tp with it; with tp it is the number of GPUs")
         if self.strategy is None:
             return None
         if self.gpus < 2:
@@ -230,6 +238,10 @@ class StepOptions:
         if self.strategy == "hsdp" and (self.gpus % GPUS_PER_NODE or self.gpus == GPUS_PER_NODE):
             whole = f"nodes of {GPUS_PER_NODE} GPUs with hsdp, 2 or more: {2 * GPUS_PER_NODE}, {3 * GPUS_PER_NODE}, ..."
             return InvalidValue("gpus", self.gpus, whole)
+        split = split or GPUS_PER_NODE
+        if self.strategy == "fsdp2-tp" and (split < 2 or self.gpus % split or self.gpus == split):
+            expected = f"2 or more with fsdp2-tp, of which the {self.gpus} GPUs are 2 times as many, 3 times, ..."
+            return InvalidValue("tensor_parallel", split, expected)
         if self.mode != "train":
             return InvalidValue("mode", self.mode, f"train with {self.strategy}")
         if self.optimizer_in_backward:
@@ -282,5 +294,6 @@ class StepOptions:
         words += ["packed"] if self.packed else []
         if self.gpus > 1:
             how = STRATEGIES[self.strategy].words if self.strategy is not None else "its own sharding"
+            how += f" of {self.tensor_parallel or GPUS_PER_NODE}" if self.strategy == "fsdp2-tp" else ""
             words.append(f"{how} on {self.gpus} GPUs")
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,11 +29,14 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def mesh_shape(strategy: str | None, gpus: int) -> dict[str, int]:
+def mesh_shape(strategy: str | None, gpus: int, tensor_parallel: int = GPUS_PER_NODE) -> dict[str, int]:
     """The sizes of the mesh's dimensions by their names, the outermost first.
 
-    With `hsdp` parameters are sharded over the GPUs of a node and gradients are summed over the nodes besides.
+    With `hsdp` parameters are sharded over the GPUs of a node and gradients are summed over the nodes besides. With
+    `fsdp2-tp` layers are split over `tensor_parallel` GPUs, and what each has of them is sharded over the others.
     """
+    if strategy == "fsdp2-tp":
+        return {"shard": gpus // tensor_parallel, "tensor": tensor_parallel}
     if strategy == "hsdp":
         return {"replicate": gpus // GPUS_PER_NODE, "shard": GPUS_PER_NODE}
     return {"shard": gpus}
@@ -82,8 +85,11 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     from torch.distributed.fsdp import fully_shard
 
     if strategy == "tp":
-        split_layers(model, mesh)
+        split_layers(model, mesh, "gpus")
         return
+    if strategy == "fsdp2-tp":
+        split_layers(model, mesh["tensor"], "tensor_parallel")
+        mesh = mesh["shard"]
     # With `fsdp2-shard-grad-op` (ZeRO-2) what is gathered for the forward stays until its backward is done.
     reshard = STRATEGIES[strategy].reshards
     policy = mixed_precision(precision)
@@ -92,13 +98,14 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+def split_layers(model: nn.Module, mesh: DeviceMesh, option: str) -> None:
     """Split a transformers model's layers over a mesh, in place, by the plan that it has for its own `tp_plan="auto"`.
 
-    A style that leaves a module whole is passed over.
+    A style that leaves a module whole is passed over. The option is what the mesh's size was asked for with.
 
     Raises:
-        InvalidValue: the model has no plan, or one with a style that is not known here.
+        InvalidValue: the model has no plan, or one with a style that is not known here; or its heads cannot be dealt
+            out to so many GPUs.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -116,7 +123,17 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     unknown = sorted(set(plan.values()) - set(styles))
     if not plan or unknown:
         why = f"its plan has {', '.join(unknown)}" if unknown else "it has no plan (`_tp_plan`)"
-        raise InvalidValue("strategy", "tp", f"another for this model: {why}; or a workload with `parallelize`")
+        named = "tp" if option == "gpus" else "fsdp2-tp"
+        raise InvalidValue("strategy", named, f"another for this model: {why}; or a workload with `parallelize`")
+    config: Any = model.config
+    config, gpus = config.get_text_config(), mesh.size()
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if heads % gpus or groups % gpus:
+        what = f"{heads} attention heads" + (f" and {groups} heads of keys and values" if groups != heads else "")
+        fitting = [str(count) for count in range(2, groups + 1) if heads % count == groups % count == 0]
+        expected = f"{', '.join(fitting) or 'no other'}: a number that divides the {what}"
+        raise InvalidValue(option, gpus, expected)
     parallelize_module(model, mesh, {name: made for name, style in plan.items() if (made := styles[style]) is not None})
 
 
