@@ -46,6 +46,7 @@ class Strategy:
 
 STRATEGIES = {
     "ddp": Strategy("DDP", shards=False, reshards=False),
+    "ddp-bucket-view": Strategy("DDP with gradients as views of its buckets", shards=False, reshards=False),
     "fsdp2": Strategy("FSDP2"),
     "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
     "hsdp": Strategy("HSDP", communicators=2),
