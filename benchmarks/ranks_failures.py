@@ -30,13 +30,14 @@ from tests.loop.rank_loops import STAGES
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, MORE = 50, 0.1
-LIMITS_MIB = {"limit_mib": 112, "lower_mib": 16}
+LIMITS_MIB = {"limit_mib": 192, "lower_mib": 32}
+SECONDS = 1200  # for what the ranks of one request do, which share the machine's cores
 
 
 def under_a_limit(ranks: Forks, size: int) -> dict[str, Any]:
     """What the ranks of one search under a real limit came to."""
     start = time.perf_counter()
-    ended = ranks.run(size=size, case="limited", kind="fsdp", steps=STEPS, more=MORE, **LIMITS_MIB)
+    ended = ranks.run(size=size, case="limited", kind="fsdp", steps=STEPS, more=MORE, seconds=SECONDS, **LIMITS_MIB)
     seconds = round(time.perf_counter() - start, 1)
     if any(isinstance(each, str) for each in ended):  # a rank that hung or raised
         return {"ranks": size, "seconds": seconds, "failed": ended}
@@ -59,7 +60,7 @@ def with_failures(ranks: Forks, size: int, repetitions: int) -> dict[str, Any]:
     start, searches, wrong, longest = time.perf_counter(), 0, [], 0.0
     for done in range(0, repetitions, 2):
         times = min(2, repetitions - done)
-        for rank, answer in enumerate(ranks.run(size=size, case="injected", kind="fsdp", times=times)):
+        for rank, answer in enumerate(ranks.run(size=size, case="injected", kind="fsdp", times=times, seconds=SECONDS)):
             if isinstance(answer, str):
                 wrong.append([rank, answer])
                 continue

@@ -130,6 +130,7 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         gpus=gpus or 1,
         strategy=arguments.strategy,
         tensor_parallel=whole_number("--tensor-parallel", arguments.tensor_parallel),
+        context_parallel=whole_number("--context-parallel", arguments.context_parallel),
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)

@@ -98,6 +98,10 @@ _STEP: Options = {
         "metavar": "N",
         "help": f"over how many GPUs fsdp2-tp splits layers (default: {GPUS_PER_NODE}, those of a node)",
     },
+    "--context-parallel": {
+        "metavar": "N",
+        "help": f"over how many GPUs fsdp2-cp splits sequences (default: {GPUS_PER_NODE})",
+    },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}

@@ -49,7 +49,11 @@ def make_mesh(config: StepConfig) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     make_group(config)
-    shape = mesh_shape(config.strategy, config.gpus, config.tensor_parallel)
+    shape = mesh_shape(
+        config.strategy,
+        config.gpus,
+        config.context_parallel if config.strategy == "fsdp2-cp" else config.tensor_parallel,
+    )
     return init_device_mesh(DEVICE_TYPE, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
@@ -84,6 +88,11 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
         left_out.append("DDP's broadcast of the weights as it is set up, in pieces of 250 MiB")
     elif config.strategy in ("tp", "fsdp2-tp"):
         left_out.append("sums over the GPUs are in place; norms and residuals are whole on each GPU")
+    elif config.strategy == "fsdp2-cp":
+        left_out.append(
+            "attention is causal, its work is evened out over the GPUs and keys and values are gathered, as PyTorch "
+            f"does; a sequence is padded to a multiple of {2 * config.context_parallel} tokens"
+        )
     elif config.strategy == "zero2":
         left_out.append("DeepSpeed's settings are its defaults: buckets of 500 million elements, no overlap")
     elif config.strategy is not None:

@@ -157,6 +157,8 @@ def record_step(
         for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
             recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
+    if config.strategy == "fsdp2-cp" and not any("_scaled_dot_product_" in name for name in structure.operators):
+        raise RecordingFailed(sdpa.NOT_FUSED)
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if layout and any(name.startswith("aten.convolution") for name in structure.operators):
         cudnn = (*cudnn, layout)

@@ -31,7 +31,7 @@ LOSS_NAMES = ("default", "chunked", "liger", "trl")
 """`models.pretrained.replace_loss` says what each is."""
 
 GPUS_PER_NODE = 8
-"""Over which `hsdp` shards parameters, and over which `fsdp2-tp` splits layers where nothing else is asked for."""
+"""Over which `hsdp` shards parameters, and `fsdp2-tp` splits layers and `fsdp2-cp` sequences if not told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ STRATEGIES = {
     "hsdp": Strategy("HSDP", communicators=2),
     "tp": Strategy("tensor parallelism", reshards=False),
     "fsdp2-tp": Strategy("FSDP2 and tensor parallelism", communicators=2),
+    "fsdp2-cp": Strategy("FSDP2 and context parallelism", communicators=2),
     "zero1": Strategy("ZeRO-1 by DDP", shards=False, reshards=False),
     "zero2": Strategy("DeepSpeed's ZeRO-2", shards=False, reshards=False),
 }
@@ -107,6 +108,7 @@ class StepConfig:
     gpus: int = 1  # that train together, each with a micro-batch of its own
     strategy: str | None = None  # of `STRATEGIES`; None for one GPU, or where the workload brings its own
     tensor_parallel: int = GPUS_PER_NODE  # over how many of them `fsdp2-tp` splits layers
+    context_parallel: int = GPUS_PER_NODE  # over how many of them `fsdp2-cp` splits sequences
     lengths: tuple[int, ...] = ()  # of one step after the other, the last of all further ones; empty for one length
 
 
@@ -173,6 +175,7 @@ class StepOptions:
         gpus: how many train together, each with a batch of its own.
         strategy: one of `STRATEGIES`: how they do; None for one GPU, and for workloads with a `parallelize` of theirs.
         tensor_parallel: over how many of them `fsdp2-tp` splits layers; None for those of a node.
+        context_parallel: over how many of them `fsdp2-cp` splits sequences; None likewise.
     """
 
     mode: str = "train"
@@ -190,6 +193,7 @@ class StepOptions:
     gpus: int = 1
     strategy: str | None = None
     tensor_parallel: int | None = None
+    context_parallel: int | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -225,13 +229,15 @@ class StepOptions:
             gpus=self.gpus,
             strategy=self.strategy,
             tensor_parallel=self.tensor_parallel or GPUS_PER_NODE,
+            context_parallel=self.context_parallel or GPUS_PER_NODE,
         )
 
     def refused_together(self) -> InvalidValue | None:
         """Why these options cannot be had on several GPUs; None where they can."""
-        split = self.tensor_parallel
-        if split is not None and self.strategy != "fsdp2-tp":
-            return InvalidValue("tensor_parallel", split, "fsdp2-tp with it; with tp it is the number of GPUs")
+        for name, strategy in (("tensor_parallel", "fsdp2-tp"), ("context_parallel", "fsdp2-cp")):
+            split = getattr(self, name)
+            if split is not None and self.strategy != strategy:
+                return InvalidValue(name, split, f"--strategy {strategy} with it")
         if self.strategy is None:
             return None
         if self.gpus < 2:
@@ -239,10 +245,18 @@ class StepOptions:
         if self.strategy == "hsdp" and (self.gpus % GPUS_PER_NODE or self.gpus == GPUS_PER_NODE):
             whole = f"nodes of {GPUS_PER_NODE} GPUs with hsdp, 2 or more: {2 * GPUS_PER_NODE}, {3 * GPUS_PER_NODE}, ..."
             return InvalidValue("gpus", self.gpus, whole)
-        split = split or GPUS_PER_NODE
+        split = self.tensor_parallel or GPUS_PER_NODE
         if self.strategy == "fsdp2-tp" and (split < 2 or self.gpus % split or self.gpus == split):
             expected = f"2 or more with fsdp2-tp, of which the {self.gpus} GPUs are 2 times as many, 3 times, ..."
             return InvalidValue("tensor_parallel", split, expected)
+        if self.strategy == "fsdp2-cp":
+            split = self.context_parallel or GPUS_PER_NODE
+            if split < 2 or self.gpus % split:
+                return InvalidValue("context_parallel", split, f"2 or more, which divides the {self.gpus} GPUs")
+            if self.attention == "eager" or self.packed:
+                return InvalidValue(
+                    "strategy", self.strategy, "sdpa attention with it, and samples that are not packed"
+                )
         if self.mode != "train":
             return InvalidValue("mode", self.mode, f"train with {self.strategy}")
         if self.optimizer_in_backward:
@@ -295,6 +309,8 @@ class StepOptions:
         words += ["packed"] if self.packed else []
         if self.gpus > 1:
             how = STRATEGIES[self.strategy].words if self.strategy is not None else "its own sharding"
-            how += f" of {self.tensor_parallel or GPUS_PER_NODE}" if self.strategy == "fsdp2-tp" else ""
+            if self.strategy in ("fsdp2-tp", "fsdp2-cp"):
+                split = self.tensor_parallel if self.strategy == "fsdp2-tp" else self.context_parallel
+                how += f" of {split or GPUS_PER_NODE}"
             words.append(f"{how} on {self.gpus} GPUs")
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

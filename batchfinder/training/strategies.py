@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import GPUS_PER_NODE, STRATEGIES, StepConfig
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def mesh_shape(strategy: str | None, gpus: int, tensor_parallel: int = GPUS_PER_NODE) -> dict[str, int]:
+def mesh_shape(strategy: str | None, gpus: int, split: int = GPUS_PER_NODE) -> dict[str, int]:
     """The sizes of the mesh's dimensions by their names, the outermost first.
 
     With `hsdp` parameters are sharded over the GPUs of a node and gradients are summed over the nodes besides. With
-    `fsdp2-tp` layers are split over `tensor_parallel` GPUs, and what each has of them is sharded over the others.
+    `fsdp2-tp` layers are split over `split` GPUs, and what each has of them is sharded over the others. With `fsdp2-cp`
+    sequences are split over `split` GPUs, and parameters are sharded over all.
     """
-    if strategy == "fsdp2-tp":
-        return {"shard": gpus // tensor_parallel, "tensor": tensor_parallel}
+    if strategy in ("fsdp2-tp", "fsdp2-cp"):
+        return {"shard": gpus // split, "tensor" if strategy == "fsdp2-tp" else "context": split}
     if strategy == "hsdp":
         return {"replicate": gpus // GPUS_PER_NODE, "shard": GPUS_PER_NODE}
     return {"shard": gpus}
@@ -90,6 +92,9 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     if strategy == "fsdp2-tp":
         split_layers(model, mesh["tensor"], "tensor_parallel")
         mesh = mesh["shard"]
+    if strategy == "fsdp2-cp":
+        split_attention(mesh["context"])
+        mesh = mesh._flatten("all")
     # With `fsdp2-shard-grad-op` (ZeRO-2) what is gathered for the forward stays until its backward is done.
     reshard = STRATEGIES[strategy].reshards
     policy = mixed_precision(precision)
@@ -135,6 +140,37 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, option: str) -> None:
         expected = f"{', '.join(fitting) or 'no other'}: a number that divides the {what}"
         raise InvalidValue(option, gpus, expected)
     parallelize_module(model, mesh, {name: made for name, style in plan.items() if (made := styles[style]) is not None})
+
+
+def split_attention(mesh: DeviceMesh) -> None:
+    """Have `F.scaled_dot_product_attention` take its query, key and value as parts of a sequence, for good.
+
+    It is what PyTorch's context manager `context_parallel` does as it is entered (torch 2.13,
+    torch/distributed/tensor/experimental/_context_parallel/_attention.py), which cuts the batch besides: `own_tokens`.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+
+    context_parallel._dispatch_mode = context_parallel._DispatchMode.MONKEY_PATCH
+    context_parallel._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
+
+
+def own_tokens(batch: Any, seq_len: int | None, parts: int) -> Any:
+    """What each of so many GPUs has of a batch of sequences: two runs of tokens, one early and one late.
+
+    Tensors whose second dimension is the sequence are cut, and a mask of padding goes, as with accelerate
+    (`_attach_context_parallel_hooks` of
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/big_modeling.py). A sequence is padded to a
+    multiple of twice the GPUs.
+    """
+    length = 2 * -(-(seq_len or 1) // (2 * parts))
+
+    def cut(leaf: Any) -> Any:
+        whole = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.size(1) == seq_len
+        return leaf[:, :length].clone() if whole else leaf
+
+    if isinstance(batch, dict):
+        batch = {name: each for name, each in batch.items() if name != "attention_mask"}
+    return pytree.tree_map(cut, batch)
 
 
 def sum_gradients(model: nn.Module, now: bool) -> None:

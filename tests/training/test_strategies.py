@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from batchfinder.training.spec import STRATEGIES, StepOptions
-from batchfinder.training.strategies import blocks_of, mesh_shape, mixed_precision
+from batchfinder.training.strategies import blocks_of, mesh_shape, mixed_precision, own_tokens
 
 
 class Block(nn.Module):
@@ -58,6 +58,22 @@ def test_meshes() -> None:
         "fsdp2-tp": {"shard": 4, "tensor": 8},
     }
     assert mesh_shape("fsdp2-tp", 32, 2) == {"shard": 16, "tensor": 2}
+    assert mesh_shape("fsdp2-cp", 32, 4) == {"shard": 8, "context": 4}
+
+
+def test_each_gpu_has_its_tokens() -> None:
+    """Of 10 tokens each of 3 GPUs has 4, as 12 are shared out in pairs; a mask goes, and what has no tokens stays."""
+    batch = {
+        "ids": torch.zeros(2, 10),
+        "attention_mask": torch.ones(2, 10),
+        "label": torch.zeros(2),
+        "image": torch.zeros(2, 3),
+    }
+    assert {name: tuple(each.shape) for name, each in own_tokens(batch, 10, 3).items()} == {
+        "ids": (2, 4),
+        "label": (2,),
+        "image": (2, 3),
+    }
 
 
 @pytest.mark.slow
@@ -78,6 +94,9 @@ def test_types() -> None:
         ({"strategy": "fsdp2-tp", "gpus": 12, "tensor_parallel": 1}, "tensor_parallel"),
         ({"strategy": "fsdp2", "gpus": 16, "tensor_parallel": 8}, "tensor_parallel"),
         ({"tensor_parallel": 8}, "tensor_parallel"),
+        ({"strategy": "fsdp2-cp", "gpus": 12}, "context_parallel"),
+        ({"strategy": "fsdp2-tp", "gpus": 16, "context_parallel": 8}, "context_parallel"),
+        ({"strategy": "fsdp2-cp", "gpus": 16, "attention": "eager"}, "strategy"),
         ({"strategy": "ddp", "gpus": 2, "mode": "inference"}, "mode"),
         ({"strategy": "ddp", "gpus": 2, "optimizer_in_backward": True}, "optimizer_in_backward"),
         ({"strategy": "fsdp2", "gpus": 2, "precision": "16-mixed"}, "precision"),
