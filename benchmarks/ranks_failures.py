@@ -6,7 +6,7 @@ second collective of a backward: all ranks must find the same smaller size, hang
 optimizer state, losses and the random state back bit for bit. The cases are those of `tests.loop.rank_loops`, which the
 tests run once each.
 
-Run: `python benchmarks/ranks_failures.py [--ranks 2 4] [--repetitions 20]`.
+Run: `python benchmarks/ranks_failures.py [--ranks 2 4] [--repetitions 20] [--resume]`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def under_a_limit(ranks: Forks, size: int) -> dict[str, Any]:
     ended = ranks.run(size=size, case="limited", kind="fsdp", steps=STEPS, more=MORE, seconds=SECONDS, **LIMITS_MIB)
     seconds = round(time.perf_counter() - start, 1)
     if any(isinstance(each, str) for each in ended):  # a rank that hung or raised
-        return {"ranks": size, "seconds": seconds, "failed": ended}
+        return {"ranks": size, "seconds": seconds, "failed": ended, "as it should be": False}
     failed = [each["beyond"] != ["ran"] for each in ended]
     return {
         "ranks": size,
@@ -55,24 +55,19 @@ def under_a_limit(ranks: Forks, size: int) -> dict[str, Any]:
     }
 
 
-def with_failures(ranks: Forks, size: int, repetitions: int) -> dict[str, Any]:
-    """The searches of one number of ranks: each repetition has a failure in each stage of each rank."""
-    start, searches, wrong, longest = time.perf_counter(), 0, [], 0.0
-    for done in range(0, repetitions, 2):
-        times = min(2, repetitions - done)
-        for rank, answer in enumerate(ranks.run(size=size, case="injected", kind="fsdp", times=times, seconds=SECONDS)):
-            if isinstance(answer, str):
-                wrong.append([rank, answer])
-                continue
+def with_failures(ranks: Forks, size: int, times: int) -> dict[str, Any]:
+    """Searches of one number of ranks, so many times with a failure in each stage of each rank."""
+    start, wrong, longest = time.perf_counter(), [], 0.0
+    for rank, answer in enumerate(ranks.run(size=size, case="injected", kind="fsdp", times=times, seconds=SECONDS)):
+        if isinstance(answer, str):  # it hung or raised
+            wrong.append([rank, answer])
+        else:
             wrong += [[rank, *each] for each in answer[0]]
             longest = max(longest, answer[1])
-        searches += times * size * len(STAGES)
-        print(f"{size} ranks: {searches} searches, {len(wrong)} wrong", flush=True)
     return {
         "ranks": size,
-        "stages": list(STAGES),
-        "repetitions": repetitions,
-        "searches": searches,
+        "repetitions": times,
+        "searches": times * size * len(STAGES),
         "wrong": wrong,
         "longest search, seconds": round(longest, 2),
         "seconds": round(time.perf_counter() - start, 1),
@@ -80,32 +75,45 @@ def with_failures(ranks: Forks, size: int, repetitions: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all cases, print a line for each, and write the result."""
+    """Run all cases, and print a line for each; the result is complete after each of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N")
     parser.add_argument("--repetitions", type=int, default=20, metavar="N")
+    parser.add_argument("--resume", action="store_true", help="go on with the result that is there")
     parser.add_argument("--out", type=Path, default=RESULTS / f"ranks_failures-{os.cpu_count()}-cores.json")
     arguments = parser.parse_args()
-    with forks("tests.loop.rank_loops") as ranks:
-        limited = []
-        for size in arguments.ranks:
-            limited.append(under_a_limit(ranks, size))
-            print(f"under a limit: {limited[-1]}", flush=True)
-        injected = [with_failures(ranks, size, arguments.repetitions) for size in arguments.ranks]
-    result = {
+    result: dict[str, Any] = {"limited": [], "injected": []}
+    if arguments.resume and arguments.out.exists():
+        result = json.loads(arguments.out.read_text(encoding="utf-8"))
+    result |= {
         "benchmark": "ranks_failures",
         "command": "python benchmarks/ranks_failures.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
         "versions": {name: version(name) for name in ("batchfinder", "torch")},
         "python": platform.python_version(),
-        "limited": limited,
-        "injected": injected,
+        "stages": list(STAGES),
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    right = all(each.get("as it should be") for each in limited) and not any(each["wrong"] for each in injected)
-    print("all as it should be" if right else "NOT as it should be")
-    return 0 if right else 1
+
+    def add(part: str, found: dict[str, Any]) -> None:
+        result[part].append(found)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(part, found, flush=True)
+
+    with forks("tests.loop.rank_loops") as ranks:
+        for size in arguments.ranks:
+            if size not in [each["ranks"] for each in result["limited"]]:
+                add("limited", under_a_limit(ranks, size))
+        for size in arguments.ranks:
+            while (
+                left := arguments.repetitions
+                - sum(each["repetitions"] for each in result["injected"] if each["ranks"] == size)
+            ) > 0:
+                add("injected", with_failures(ranks, size, min(2, left)))
+    wrong = [each for each in result["limited"] if not each["as it should be"]]
+    wrong += [each for each in result["injected"] if each["wrong"]]
+    print(f"{len(wrong)} not as it should be" if wrong else "all as it should be")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
