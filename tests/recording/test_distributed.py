@@ -65,9 +65,9 @@ def test_pytorchs_own_memory_tests(record: Record, reshards: bool, offload: bool
     `test_fully_shard_training_memory` of test/distributed/_composable/fsdp/test_fully_shard_memory.py bounds each stage
     of the first step by a sum of shards and blocks and 16 MB. For the forward without resharding it counts one block
     less than PyTorch 2.13 holds: with real tensors too, `wait_for_unshard` keeps the block before in the local
-    variable `prev_all_gather_state` while it copies out this one. PyTorch's test compares with `base_mem_mb`, a peak that
-    is not reset first, and the subtest before left three shards of parameters and states (128 MB here) in that peak.
-    They are in reference cycles: the test cannot see the block where a garbage collection has freed them since, and
+    variable `prev_all_gather_state` while it copies out this one. PyTorch's test compares with `base_mem_mb`, a peak
+    that is not reset first, and the subtest before left three shards of parameters and states (128 MB here) in it.
+    Those are in reference cycles: the test cannot see the block where a garbage collection has freed them since, and
     would see it where none has, which only two GPUs can tell.
     """
     found = peaks(record(partial(sharded.sharded_by_hand, reshards, offload), 1, sharded.LENGTH, gpus=2))
