@@ -110,12 +110,12 @@ def choose_place(arguments: argparse.Namespace) -> Place:
 
 def _real_gpu(asked: str, budget_bytes: int | None) -> Place:
     device = "cuda:0" if asked == "cuda" else asked
-    if budget_bytes is None:
-        budget_bytes = mps_limit_bytes(int(device.removeprefix("cuda:")))
     try:
         facts = query_gpu(device)
     except InvalidValue as error:
         raise InvalidValue("--device", asked, error.expected) from error
+    if budget_bytes is None:
+        budget_bytes = mps_limit_bytes(int(device.removeprefix("cuda:")))
     try:
         name = find_gpu(facts.name).name  # published figures are found by the catalogue's name
     except UnknownName:
