@@ -17,6 +17,7 @@ from batchfinder.cli.options import (
     whole_number,
     write_file,
 )
+from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
 from batchfinder.models.catalog import check_model_name
@@ -27,6 +28,7 @@ from batchfinder.report.plots import check_picture, draw_estimate
 from batchfinder.report.progress import StatusLine
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 
@@ -93,7 +95,7 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
         model=arguments.model,
         batch_size=whole_number("--batch-size", arguments.batch_size),
         seq_len=whole_number("--seq-len", arguments.seq_len),
-        card=chosen,
+        card=replace(chosen, device=chosen.device.among_others(options.communicators)),
         options=options,
         accumulation=whole_number("--accumulation", arguments.accumulation),
         allocator=AllocatorSettings.from_environment(),
@@ -113,6 +115,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         facts, simulation = opened.facts(), opened
         if facts.parallelizes and card.count > 1:
             request = replace(request, options=replace(request.options, gpus=card.count))
+            card = replace(card, device=card.device.among_others(request.options.communicators))
             simulation = opened.with_spec(spec, request.options.step(request.accumulation))
         asked = () if request.seq_len is None else (request.seq_len,)
         (seq_len,) = seq_lens_of(request.model, asked, facts)
@@ -120,10 +123,11 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         probe = simulation.probe(card.device, [seq_len], request.allocator)
         trace = probe.trace(request.batch_size, Shape(seq_len), exact=True)
 
-        def estimated(one: Trace) -> Estimate:
-            return estimate(one, probe.memory, card.device.context_bytes, request.allocator)
+        def estimated(one: Trace, device: Device) -> Estimate:
+            memory = DeviceMemory(device.total_bytes, device.usable_bytes)
+            return estimate(one, memory, device.context_bytes, request.allocator)
 
-        alone = estimated(trace)
+        alone = estimated(trace, card.device)
         alternatives = None
         if advice or not alone.fits:
             alternatives = suggest(request, simulation, probe, alone, line)
@@ -137,7 +141,8 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
                     recorded = simulation.with_spec(spec, spread.step(request.accumulation))
                     source = recorded.source(card.device.compute_capability, [seq_len])
                     asked_of[name] = source.ask(request.batch_size, seq_len)
-            strategies = {name: estimated(recording.result()) for name, recording in asked_of.items()}
+            among = card.device.among_others(1)
+            strategies = {name: estimated(recording.result(), among) for name, recording in asked_of.items()}
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer="its own"))
     return EstimateFindings(request, alone, strategies, alternatives, probe.unmodelled)

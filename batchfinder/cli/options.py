@@ -129,6 +129,8 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         quantization=arguments.quantization,
         gpus=gpus or 1,
         strategy=arguments.strategy,
+        tensor_parallel=whole_number("--tensor-parallel", arguments.tensor_parallel),
+        context_parallel=whole_number("--context-parallel", arguments.context_parallel),
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)
@@ -153,9 +155,9 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         raise InvalidValue("--optimizer-in-backward", True, expected)
     if options.strategy is not None:
         one_of("--strategy", options.strategy, tuple(STRATEGIES))
-        refused = options.refused_together()
-        if refused is not None:
-            raise InvalidValue(f"--{refused.option.replace('_', '-')}", refused.value, refused.expected)
+    refused = options.refused_together()
+    if refused is not None:
+        raise InvalidValue(f"--{refused.option.replace('_', '-')}", refused.value, refused.expected)
     return options
 
 

@@ -15,6 +15,7 @@ from batchfinder.reproductions import REPRODUCTIONS
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
     COMPILED_PARTS,
+    GPUS_PER_NODE,
     LOSS_NAMES,
     MODES,
     OPTIMIZER_NAMES,
@@ -92,6 +93,14 @@ _STEP: Options = {
         "metavar": "N",
         "help": "how many train together, each with a batch of its own (default: the instance's, or 1); a sweep takes "
         "several numbers, as 8,64,512",
+    },
+    "--tensor-parallel": {
+        "metavar": "N",
+        "help": f"over how many GPUs fsdp2-tp splits layers (default: {GPUS_PER_NODE}, those of a node)",
+    },
+    "--context-parallel": {
+        "metavar": "N",
+        "help": f"over how many GPUs fsdp2-cp splits sequences (default: {GPUS_PER_NODE})",
     },
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}

@@ -120,6 +120,7 @@ def main(arguments: argparse.Namespace) -> int:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)
     one = asked_card(arguments, whole_number("--gpus", arguments.gpus))
+    one = replace(one, device=one.device.among_others(asked.communicators))
     seq_len = whole_number("--seq-len", arguments.seq_len)
     with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
         line.update(f"building {model}")

@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     batch_size = whole_number("--batch-size", arguments.batch_size)
     micro_batches = whole_number("--accumulation", arguments.accumulation)
     asked = tuple(whole_number("--seq-len", each) for each in (arguments.seq_len or "").split(",") if arguments.seq_len)
-    device = asked_card(arguments, whole_number("--gpus", arguments.gpus)).device
+    device = asked_card(arguments, whole_number("--gpus", arguments.gpus)).device.among_others(options.communicators)
     settings = AllocatorSettings.from_environment()
     check_model_name(model)
     if arguments.plot is not None:

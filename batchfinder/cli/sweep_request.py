@@ -266,7 +266,12 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
             expected = "a --gpu or --instance, or --device simulated with it: several GPUs are simulated"
             raise InvalidValue("--gpus", request.options.gpus, expected)
         cards = tuple(
-            replace(one, name=f"{each.gpus} x {one.name}" if len(options) > 1 else one.name, count=each.gpus)
+            replace(
+                one,
+                device=one.device.among_others(each.communicators),
+                name=f"{each.gpus} x {one.name}" if len(options) > 1 else one.name,
+                count=each.gpus,
+            )
             for one in request.place.cards
             for each in options
         )

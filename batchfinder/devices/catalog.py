@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from batchfinder.errors import InvalidValue, UnknownName
-from batchfinder.units import format_bytes
+from batchfinder.units import MIB, format_bytes
 
 
 def read_tables(file: str, kind: str) -> list[dict[str, Any]]:
@@ -206,6 +206,19 @@ def find_instance(name: str) -> Instance:
     return known[key]
 
 
+NVLINK_COMMUNICATOR_BYTES = 688 * MIB
+"""What one communicator of NCCL takes of each of more than two A100s with NVLink, outside the allocator.
+
+Measured: https://github.com/NVIDIA/nccl/issues/964 (544 MB in a group of two). RCCL takes 0.65 GiB of an MI250X,
+https://github.com/Lumi-supercomputer/LUMI-AI-Guide/issues/111. It is buffers of 4, 4.7 and 0.5 MiB, one for each
+protocol, of every connection of every channel (https://github.com/NVIDIA/nccl/blob/v2.27.5-1/src/init.cc,
+`DEFAULT_BUFFSIZE`, `DEFAULT_LL128_BUFFSIZE`, `DEFAULT_LL_BUFFSIZE`), and does not grow beyond two nodes
+(https://github.com/NVIDIA/nccl/issues/986).
+"""
+PCIE_COMMUNICATOR_BYTES = NVLINK_COMMUNICATOR_BYTES // 12
+"""The same without NVLink: 2 channels in place of 24, and the memory is linear in them (the same issue)."""
+_NVLINK = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (10, 3))  # P100, V100, A100, H100 and H200, B200, B300
+
 DEFAULT_COMPUTE_CAPABILITY = (8, 0)
 """An A100's: assumed for a budget without a GPU, and for AMD GPUs."""
 
@@ -220,6 +233,8 @@ class Device:
         compute_capability: decides which kernels the recorded step would run.
         assumed_capability: whether that is the default, as no NVIDIA GPU was named.
         context_bytes: what the CUDA context and libraries take beside what is usable; 0 where no card was named.
+        communicator_bytes: what a communicator of NCCL takes besides, on several GPUs; 0 likewise.
+        spare_bytes: what the card has beside a budget and the context.
     """
 
     name: str
@@ -228,6 +243,14 @@ class Device:
     compute_capability: tuple[int, int]
     assumed_capability: bool = False
     context_bytes: int = 0
+    communicator_bytes: int = 0
+    spare_bytes: int = 0
+
+    def among_others(self, communicators: int) -> Device:
+        """The same as one of several GPUs that train together, with so many communicators of NCCL."""
+        taken = communicators * self.communicator_bytes
+        usable = max(1, self.usable_bytes - max(0, taken - self.spare_bytes))
+        return replace(self, usable_bytes=usable, context_bytes=self.context_bytes + taken)
 
     def with_headroom(self, reserve_bytes: int) -> Device:
         """The same with less of it usable, at least one byte."""
@@ -265,6 +288,9 @@ def device_for(gpu: Gpu, context_bytes: int | None = None) -> Device:
         capability or DEFAULT_COMPUTE_CAPABILITY,
         assumed_capability=capability is None,
         context_bytes=gpu.context_bytes,
+        communicator_bytes=(
+            NVLINK_COMMUNICATOR_BYTES if capability is None or capability in _NVLINK else PCIE_COMMUNICATOR_BYTES
+        ),
     )
     if context_bytes is None:
         return device
@@ -300,6 +326,7 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None, context_bytes:
         name=f"{card.name}, {budget}",
         total_bytes=min(budget_bytes, card.total_bytes),
         usable_bytes=min(budget_bytes, card.usable_bytes),
+        spare_bytes=max(0, card.usable_bytes - budget_bytes),
     )
 
 

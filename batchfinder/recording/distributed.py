@@ -7,9 +7,15 @@ and `fully_shard` pads the others to their size.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
+import torch
+from torch import nn
+
 from batchfinder.errors import InvalidValue
+from batchfinder.estimate.sharding import bucket_sizes
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.training.spec import STRATEGIES, StepConfig
@@ -43,7 +49,11 @@ def make_mesh(config: StepConfig) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     make_group(config)
-    shape = mesh_shape(config.strategy, config.gpus)
+    shape = mesh_shape(
+        config.strategy,
+        config.gpus,
+        config.context_parallel if config.strategy == "fsdp2-cp" else config.tensor_parallel,
+    )
     return init_device_mesh(DEVICE_TYPE, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
@@ -68,25 +78,73 @@ def shards(workload: Workload, config: StepConfig) -> bool:
 
 
 def assumptions(config: StepConfig) -> tuple[str, ...]:
-    """What a recording on one of several GPUs leaves out, in words.
-
-    NCCL's buffers: 4 MiB for each channel and peer by default,
-    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html (NCCL_BUFFSIZE, NCCL_MAX_NCHANNELS).
-    """
+    """What a recording on one of several GPUs leaves out or assumes, in words."""
     if config.gpus == 1:
         return ()
-    left_out = ["NCCL's own memory, which is outside the allocator: 4 MiB for each channel and peer, and more"]
+    left_out = ["NCCL's own memory is what one communicator was measured to take, and is taken off what is usable"]
     if config.strategy is not None:
         left_out.append("gradients are not clipped")
-    if config.strategy in ("ddp", "zero1"):
+    if config.strategy in ("ddp", "ddp-bucket-view", "zero1"):
         left_out.append("DDP's broadcast of the weights as it is set up, in pieces of 250 MiB")
-    elif config.strategy == "tp":
+    elif config.strategy in ("tp", "fsdp2-tp"):
         left_out.append("sums over the GPUs are in place; norms and residuals are whole on each GPU")
+    elif config.strategy == "fsdp2-cp":
+        left_out.append(
+            "attention is causal, its work is evened out over the GPUs and keys and values are gathered, as PyTorch "
+            f"does; a sequence is padded to a multiple of {2 * config.context_parallel} tokens"
+        )
     elif config.strategy == "zero2":
         left_out.append("DeepSpeed's settings are its defaults: buckets of 500 million elements, no overlap")
     elif config.strategy is not None:
         left_out.append("embeddings and head are of the root's unit; accelerate 1.15 gives them units of their own")
     return tuple(left_out)
+
+
+class BucketViews:
+    """The buckets of DDP's reducer with `gradient_as_bucket_view=True`, of which all gradients are views.
+
+    A gradient is copied into its bucket as soon as it is ready and goes (`mark_variable_ready_dense` and
+    `finalize_bucket_dense` of https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/reducer.cpp).
+    In the first step there is one bucket; `estimate.sharding` says which there are later.
+
+    Attributes:
+        sums: whether this backward's gradients are summed over the GPUs; else they stay where they are (`no_sync`).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sums = True
+        self._ready: dict[nn.Parameter, None] = {}
+        self._views: dict[torch.Tensor, torch.Tensor] = {}
+        trained = [each for each in model.parameters() if each.requires_grad]
+        self._make([trained])
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._collect)
+
+    def _make(self, buckets: Iterable[Iterable[nn.Parameter]]) -> None:
+        for bucket in buckets:
+            for dtype, found in groupby(sorted(bucket, key=lambda each: str(each.dtype)), lambda each: each.dtype):
+                held = list(found)
+                flat = torch.empty(sum(each.numel() for each in held), dtype=dtype, device=held[0].device)
+                parts = flat.split([each.numel() for each in held])
+                self._views |= {each: part.view_as(each) for each, part in zip(held, parts, strict=True)}
+
+    def rebuild(self) -> None:
+        """Make the buckets in the order in which gradients were ready (`_rebuild_buckets`, at the second forward)."""
+        self._views.clear()
+        ready, filled = iter(self._ready), bucket_sizes([each.numel() * each.element_size() for each in self._ready])
+        for size in filled:
+            bucket: list[nn.Parameter] = []
+            while sum(each.numel() * each.element_size() for each in bucket) < size:
+                bucket.append(next(ready))
+            self._make([bucket])
+
+    @torch.no_grad()
+    def _collect(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        self._ready[parameter] = None
+        if self.sums and parameter.grad is not None and parameter.grad is not self._views[parameter]:
+            self._views[parameter].copy_(parameter.grad)
+            parameter.grad = self._views[parameter]
 
 
 class _Unseen:

@@ -253,6 +253,9 @@ def register() -> torch.device:
     for name in ONE_KERNEL_ON_CUDA:
         library.impl(name, never_called)
     _DEVICE_MODULE.kernels = library  # the registrations last as long as this does
+    # C++'s stream of the accelerator would take an `Event` for one of its own and read whatever is there. `fully_shard`
+    # asks for it where a unit was gathered for a backward that did not come, such as of frozen layers.
+    torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
     # Optimizers choose their foreach variants by the exact type of the parameters: let them take fake ones too.
     for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
         if FakeTensor not in types:

@@ -89,11 +89,14 @@ def record_step(
 
     step = Step(workload, config, device, move)
     first = 0
+    buckets: distributed.BucketViews | None = None
 
     def on_stage(number: int, stage: str, micro_batch: int) -> None:
         nonlocal first
         if stage == "forward":
             recording.label_alive(first, "input")
+            if buckets is not None:
+                buckets.sums = micro_batch == config.micro_batches - 1
         elif stage == "backward" or (stage == "end" and config.mode != "train"):
             recording.label_alive(first, "activation")
         elif stage == "optimizer":
@@ -103,6 +106,9 @@ def record_step(
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
+        if buckets is not None and (number, stage, micro_batch) == (1, "forward", 0):
+            buckets.rebuild()
+            first = len(recording.sizes)
 
     def on_moved(module: nn.Module) -> None:
         rnn.flatten_weights(module)
@@ -123,6 +129,8 @@ def record_step(
             distributed.parallelize(workload, config, mesh, recording)
         else:
             fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
+        if config.strategy == "ddp-bucket-view":
+            buckets = distributed.BucketViews(workload.model)
         try:
             step.run(batch_size, seq_len, on_stage)
         except Exception as error:  # Dynamo's, around what a compiler has raised
@@ -149,6 +157,8 @@ def record_step(
         for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
             recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
+    if config.strategy == "fsdp2-cp" and not any("_scaled_dot_product_" in name for name in structure.operators):
+        raise RecordingFailed(sdpa.NOT_FUSED)
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
     if layout and any(name.startswith("aten.convolution") for name in structure.operators):
         cudnn = (*cudnn, layout)

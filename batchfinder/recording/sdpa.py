@@ -21,10 +21,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.library import Library
 
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.recording import kernel_memory
 from batchfinder.recording.kernel_memory import attention_scratch
 
+NOT_FUSED = (
+    "fsdp2-cp: no attention of this model ran as a kernel that PyTorch's context parallelism takes (flash, "
+    "memory-efficient or cuDNN). Ask for --attention sdpa, another --precision or another GPU."
+)
 _ALIGNMENT = 8
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -246,6 +250,8 @@ def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library,
     ) -> torch.Tensor:
         call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         kernel = (require_flash if flash else choose_kernel)(capability, call)
+        if kernel == "math" and is_causal and hasattr(query, "_local_tensor"):  # a part of a sequence, as a DTensor
+            raise RecordingFailed(NOT_FUSED)
         return run_math(call) if kernel == "math" else run_fused(kernel, call)
 
     kernel_memory.SCRATCH.update(attention_scratch(capability))

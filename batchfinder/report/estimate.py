@@ -106,7 +106,7 @@ _LEAST_SHARE = 0.001
 """Of the bytes alive: a module with less has no line of its own."""
 _STATES = ("parameters", "gradients", "optimizer")
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_SHARDING_ASSUMPTIONS = ("NCCL's own memory",)
+_SHARDING_ASSUMPTIONS = ("NCCL's own memory is what one communicator was measured to take",)
 
 
 def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: bool = False) -> tuple[Table, ...]:

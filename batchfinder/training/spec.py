@@ -31,7 +31,7 @@ LOSS_NAMES = ("default", "chunked", "liger", "trl")
 """`models.pretrained.replace_loss` says what each is."""
 
 GPUS_PER_NODE = 8
-"""Over which `hsdp` shards parameters."""
+"""Over which `hsdp` shards parameters, and `fsdp2-tp` splits layers and `fsdp2-cp` sequences if not told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,18 @@ class Strategy:
     words: str  # as it stands above a table
     shards: bool = True  # whether each GPU holds a part of the parameters, and not all of them
     reshards: bool = True  # whether what was gathered for a forward is given back until the backward
+    communicators: int = 1  # of NCCL, in which a GPU takes part
 
 
 STRATEGIES = {
     "ddp": Strategy("DDP", shards=False, reshards=False),
+    "ddp-bucket-view": Strategy("DDP with gradients as views of its buckets", shards=False, reshards=False),
     "fsdp2": Strategy("FSDP2"),
     "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
-    "hsdp": Strategy("HSDP"),
+    "hsdp": Strategy("HSDP", communicators=2),
     "tp": Strategy("tensor parallelism", reshards=False),
+    "fsdp2-tp": Strategy("FSDP2 and tensor parallelism", communicators=2),
+    "fsdp2-cp": Strategy("FSDP2 and context parallelism", communicators=2),
     "zero1": Strategy("ZeRO-1 by DDP", shards=False, reshards=False),
     "zero2": Strategy("DeepSpeed's ZeRO-2", shards=False, reshards=False),
 }
@@ -106,6 +110,8 @@ class StepConfig:
     optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
     gpus: int = 1  # that train together, each with a micro-batch of its own
     strategy: str | None = None  # of `STRATEGIES`; None for one GPU, or where the workload brings its own
+    tensor_parallel: int = GPUS_PER_NODE  # over how many of them `fsdp2-tp` splits layers
+    context_parallel: int = GPUS_PER_NODE  # over how many of them `fsdp2-cp` splits sequences
     lengths: tuple[int, ...] = ()  # of one step after the other, the last of all further ones; empty for one length
 
 
@@ -171,6 +177,8 @@ class StepOptions:
         quantization: one of `QUANTIZATION_NAMES`, of the frozen weights; None to leave them.
         gpus: how many train together, each with a batch of its own.
         strategy: one of `STRATEGIES`: how they do; None for one GPU, and for workloads with a `parallelize` of theirs.
+        tensor_parallel: over how many of them `fsdp2-tp` splits layers; None for those of a node.
+        context_parallel: over how many of them `fsdp2-cp` splits sequences; None likewise.
     """
 
     mode: str = "train"
@@ -187,6 +195,8 @@ class StepOptions:
     quantization: str | None = None
     gpus: int = 1
     strategy: str | None = None
+    tensor_parallel: int | None = None
+    context_parallel: int | None = None
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -221,10 +231,16 @@ class StepOptions:
             optimizer_in_backward=self.optimizer_in_backward,
             gpus=self.gpus,
             strategy=self.strategy,
+            tensor_parallel=self.tensor_parallel or GPUS_PER_NODE,
+            context_parallel=self.context_parallel or GPUS_PER_NODE,
         )
 
     def refused_together(self) -> InvalidValue | None:
         """Why these options cannot be had on several GPUs; None where they can."""
+        for name, strategy in (("tensor_parallel", "fsdp2-tp"), ("context_parallel", "fsdp2-cp")):
+            split = getattr(self, name)
+            if split is not None and self.strategy != strategy:
+                return InvalidValue(name, split, f"--strategy {strategy} with it")
         if self.strategy is None:
             return None
         if self.gpus < 2:
@@ -232,6 +248,18 @@ class StepOptions:
         if self.strategy == "hsdp" and (self.gpus % GPUS_PER_NODE or self.gpus == GPUS_PER_NODE):
             whole = f"nodes of {GPUS_PER_NODE} GPUs with hsdp, 2 or more: {2 * GPUS_PER_NODE}, {3 * GPUS_PER_NODE}, ..."
             return InvalidValue("gpus", self.gpus, whole)
+        split = self.tensor_parallel or GPUS_PER_NODE
+        if self.strategy == "fsdp2-tp" and (split < 2 or self.gpus % split or self.gpus == split):
+            expected = f"2 or more with fsdp2-tp, of which the {self.gpus} GPUs are 2 times as many, 3 times, ..."
+            return InvalidValue("tensor_parallel", split, expected)
+        if self.strategy == "fsdp2-cp":
+            split = self.context_parallel or GPUS_PER_NODE
+            if split < 2 or self.gpus % split:
+                return InvalidValue("context_parallel", split, f"2 or more, which divides the {self.gpus} GPUs")
+            if self.attention == "eager" or self.packed:
+                return InvalidValue(
+                    "strategy", self.strategy, "sdpa attention with it, and samples that are not packed"
+                )
         if self.mode != "train":
             return InvalidValue("mode", self.mode, f"train with {self.strategy}")
         if self.optimizer_in_backward:
@@ -251,6 +279,13 @@ class StepOptions:
             expected = f"none with {self.strategy}, with which it is not recorded"
             return InvalidValue("quantization", self.quantization, expected)
         return None
+
+    @property
+    def communicators(self) -> int:
+        """How many communicators of NCCL a GPU takes part in; 0 on one GPU."""
+        if self.gpus == 1:
+            return 0
+        return STRATEGIES[self.strategy].communicators if self.strategy is not None else 1
 
     def newer(self) -> dict[str, Any]:
         """What was asked for of the options that the first version did not have."""
@@ -279,5 +314,8 @@ class StepOptions:
         words += ["packed"] if self.packed else []
         if self.gpus > 1:
             how = STRATEGIES[self.strategy].words if self.strategy is not None else "its own sharding"
+            if self.strategy in ("fsdp2-tp", "fsdp2-cp"):
+                split = self.tensor_parallel if self.strategy == "fsdp2-tp" else self.context_parallel
+                how += f" of {split or GPUS_PER_NODE}"
             words.append(f"{how} on {self.gpus} GPUs")
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

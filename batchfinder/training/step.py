@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from batchfinder.training.optimizers import OptimizerFactory, make_optimizer
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.strategies import spread_optimizer, sum_gradients
+from batchfinder.training.strategies import own_tokens, spread_optimizer, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ class Step:
         """One micro-batch on the device, made within the context `loading()`."""
         with loading():
             batch = self.workload.make_batch(batch_size, seq_len)
+        if self.config.strategy == "fsdp2-cp":
+            batch = own_tokens(batch, seq_len, self.config.context_parallel)
 
         def move(leaf: Any) -> Any:
             return self._move(leaf, self.precision.input_type(leaf)) if isinstance(leaf, torch.Tensor) else leaf

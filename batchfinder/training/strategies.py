@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import GPUS_PER_NODE, STRATEGIES, StepConfig
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-def mesh_shape(strategy: str | None, gpus: int) -> dict[str, int]:
+def mesh_shape(strategy: str | None, gpus: int, split: int = GPUS_PER_NODE) -> dict[str, int]:
     """The sizes of the mesh's dimensions by their names, the outermost first.
 
-    With `hsdp` parameters are sharded over the GPUs of a node and gradients are summed over the nodes besides.
+    With `hsdp` parameters are sharded over the GPUs of a node and gradients are summed over the nodes besides. With
+    `fsdp2-tp` layers are split over `split` GPUs, and what each has of them is sharded over the others. With `fsdp2-cp`
+    sequences are split over `split` GPUs, and parameters are sharded over all.
     """
+    if strategy in ("fsdp2-tp", "fsdp2-cp"):
+        return {"shard": gpus // split, "tensor" if strategy == "fsdp2-tp" else "context": split}
     if strategy == "hsdp":
         return {"replicate": gpus // GPUS_PER_NODE, "shard": GPUS_PER_NODE}
     return {"shard": gpus}
@@ -82,8 +87,14 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     from torch.distributed.fsdp import fully_shard
 
     if strategy == "tp":
-        split_layers(model, mesh)
+        split_layers(model, mesh, "gpus")
         return
+    if strategy == "fsdp2-tp":
+        split_layers(model, mesh["tensor"], "tensor_parallel")
+        mesh = mesh["shard"]
+    if strategy == "fsdp2-cp":
+        split_attention(mesh["context"])
+        mesh = mesh._flatten("all")
     # With `fsdp2-shard-grad-op` (ZeRO-2) what is gathered for the forward stays until its backward is done.
     reshard = STRATEGIES[strategy].reshards
     policy = mixed_precision(precision)
@@ -92,13 +103,14 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+def split_layers(model: nn.Module, mesh: DeviceMesh, option: str) -> None:
     """Split a transformers model's layers over a mesh, in place, by the plan that it has for its own `tp_plan="auto"`.
 
-    A style that leaves a module whole is passed over.
+    A style that leaves a module whole is passed over. The option is what the mesh's size was asked for with.
 
     Raises:
-        InvalidValue: the model has no plan, or one with a style that is not known here.
+        InvalidValue: the model has no plan, or one with a style that is not known here; or its heads cannot be dealt
+            out to so many GPUs.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -116,8 +128,49 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     unknown = sorted(set(plan.values()) - set(styles))
     if not plan or unknown:
         why = f"its plan has {', '.join(unknown)}" if unknown else "it has no plan (`_tp_plan`)"
-        raise InvalidValue("strategy", "tp", f"another for this model: {why}; or a workload with `parallelize`")
+        named = "tp" if option == "gpus" else "fsdp2-tp"
+        raise InvalidValue("strategy", named, f"another for this model: {why}; or a workload with `parallelize`")
+    config: Any = model.config
+    config, gpus = config.get_text_config(), mesh.size()
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if heads % gpus or groups % gpus:
+        what = f"{heads} attention heads" + (f" and {groups} heads of keys and values" if groups != heads else "")
+        fitting = [str(count) for count in range(2, groups + 1) if heads % count == groups % count == 0]
+        expected = f"{', '.join(fitting) or 'no other'}: a number that divides the {what}"
+        raise InvalidValue(option, gpus, expected)
     parallelize_module(model, mesh, {name: made for name, style in plan.items() if (made := styles[style]) is not None})
+
+
+def split_attention(mesh: DeviceMesh) -> None:
+    """Have `F.scaled_dot_product_attention` take its query, key and value as parts of a sequence, for good.
+
+    It is what PyTorch's context manager `context_parallel` does as it is entered (torch 2.13,
+    torch/distributed/tensor/experimental/_context_parallel/_attention.py), which cuts the batch besides: `own_tokens`.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+
+    context_parallel._dispatch_mode = context_parallel._DispatchMode.MONKEY_PATCH
+    context_parallel._enable_context_parallel_dispatcher_impl(seq_dim=2, mesh=mesh)
+
+
+def own_tokens(batch: Any, seq_len: int | None, parts: int) -> Any:
+    """What each of so many GPUs has of a batch of sequences: two runs of tokens, one early and one late.
+
+    Tensors whose second dimension is the sequence are cut, and a mask of padding goes, as with accelerate
+    (`_attach_context_parallel_hooks` of
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/big_modeling.py). A sequence is padded to a
+    multiple of twice the GPUs.
+    """
+    length = 2 * -(-(seq_len or 1) // (2 * parts))
+
+    def cut(leaf: Any) -> Any:
+        whole = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.size(1) == seq_len
+        return leaf[:, :length].clone() if whole else leaf
+
+    if isinstance(batch, dict):
+        batch = {name: each for name, each in batch.items() if name != "attention_mask"}
+    return pytree.tree_map(cut, batch)
 
 
 def sum_gradients(model: nn.Module, now: bool) -> None:

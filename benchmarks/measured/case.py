@@ -19,7 +19,7 @@ from batchfinder.simulator.blocks import Block, DeviceMemory
 from batchfinder.simulator.replay import replay
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
-from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
+from batchfinder.training.spec import STRATEGIES, RecordingJob, StepConfig, WorkloadSpec
 
 ALLOCATED = "peak allocated"
 """`torch.cuda.max_memory_allocated()`."""
@@ -75,9 +75,11 @@ class Case:
 
     def predicted_bytes(self, trace: Trace) -> int | None:
         """The same figure of a recorded step; None where it runs out of memory on that card."""
-        device = device_for(find_gpu(self.gpu))
-        usable = device.usable_bytes if self.context_bytes is None else device.total_bytes - self.context_bytes
-        memory = DeviceMemory(device.total_bytes, usable)
+        device = device_for(find_gpu(self.gpu), self.context_bytes)
+        if self.step.gpus > 1:
+            strategy = self.step.strategy
+            device = device.among_others(STRATEGIES[strategy].communicators if strategy is not None else 1)
+        memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         sizes = self.sizes(trace)
         if self.empties_cache:
             return reserved_with_emptied_cache(trace.structure, sizes, CachingAllocator(memory)) + self.outside_bytes

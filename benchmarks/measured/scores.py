@@ -57,7 +57,8 @@ def _of_brackets(rows: Sequence[Row]) -> dict[str, Any]:
     pairs: dict[str, dict[bool, bool]] = {}
     for row in rows:
         if "bracket" in row:
-            pairs.setdefault(row["bracket"], {})[bool(row.get("ran"))] = row["predicted_bytes"] is not None
+            ran = bool(row.get("ran")) or row.get("published_bytes") is not None
+            pairs.setdefault(row["bracket"], {})[ran] = row["predicted_bytes"] is not None
     whole = [pair for pair in pairs.values() if len(pair) == 2]
     if not whole:
         return {}

@@ -78,8 +78,8 @@ def transformer(optimizer: Any = adam) -> Workload:
     return Workload(Transformer(), make_batch, loss=lambda output, batch: output.sum(), optimizer=optimizer)
 
 
-def sharded_by_hand(reshard_after_forward: bool = True, offload: bool = False) -> Workload:
-    """The same with calls of `fully_shard` of its own."""
+def sharded_by_hand(reshard_after_forward: bool = True, offload: bool = False, frozen: bool = False) -> Workload:
+    """The same with calls of `fully_shard` of its own; the embeddings and the first block may be frozen."""
 
     def parallelize(model: nn.Module, mesh: Any) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -89,6 +89,7 @@ def sharded_by_hand(reshard_after_forward: bool = True, offload: bool = False) -
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)  # type: ignore[call-overload]
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)  # type: ignore[call-overload]
 
-    return Workload(
-        Transformer(), make_batch, loss=lambda output, batch: output.sum(), optimizer=adam, parallelize=parallelize
-    )
+    model = Transformer()
+    for part in (model.tokens, model.positions, model.layers[0]):
+        part.requires_grad_(not frozen)
+    return Workload(model, make_batch, loss=lambda output, batch: output.sum(), optimizer=adam, parallelize=parallelize)

@@ -168,12 +168,17 @@ def test_several_gpus() -> None:
     assert parsed("--instance", "p4d.24xlarge", "--strategy", "fsdp2").gpus == 8
     assert parsed("--instance", "p4d.24xlarge", "--strategy", "fsdp2", "--gpus", "4").gpus == 4
     assert parsed("--instance", "p4d.24xlarge") == StepOptions()
+    split = parsed("--gpus", "16", "--strategy", "fsdp2-tp", "--tensor-parallel", "4")
+    assert split.newer() == {"gpus": 16, "strategy": "fsdp2-tp", "tensor_parallel": 4}
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--strategy zero3 --gpus 8", "--strategy: invalid value 'zero3'; expected one of ddp, fsdp2,"),
+        (
+            "--strategy zero3 --gpus 8",
+            "--strategy: invalid value 'zero3'; expected one of ddp, ddp-bucket-view, fsdp2,",
+        ),
         ("--strategy fsdp2", "--gpus: invalid value 1; expected at least 2 with fsdp2."),
         ("--strategy hsdp --gpus 12", "--gpus: invalid value 12; expected nodes of 8 GPUs with hsdp, 2 or more"),
         ("--strategy fsdp2 --gpus 8 --optimizer lion", "--optimizer: invalid value 'lion'; expected one of adamw,"),

@@ -12,16 +12,19 @@ from batchfinder.devices import (
     device_with_budget,
     find_gpu,
 )
-from batchfinder.devices.catalog import memory_fraction
+from batchfinder.devices.catalog import NVLINK_COMMUNICATOR_BYTES, memory_fraction
 from batchfinder.errors import InvalidValue
-from batchfinder.units import GIB
+from batchfinder.units import GIB, MIB
 
 
 def test_whole_card() -> None:
     """A card's device has its total, its usable bytes, its compute capability and its context."""
     gpu = find_gpu("V100")
     whole = device_for(gpu)
-    assert whole == Device("V100 16GB", gpu.memory_bytes, gpu.usable_bytes, (7, 0), context_bytes=gpu.context_bytes)
+    nccl = NVLINK_COMMUNICATOR_BYTES
+    assert whole == Device(
+        "V100 16GB", gpu.memory_bytes, gpu.usable_bytes, (7, 0), False, gpu.context_bytes, communicator_bytes=nccl
+    )
     assert whole.usable_bytes + whole.context_bytes == whole.total_bytes
 
 
@@ -59,6 +62,23 @@ def test_budget_beyond_the_card() -> None:
     gpu = find_gpu("T4")
     device = device_with_budget(100 * GIB, gpu)
     assert (device.total_bytes, device.usable_bytes) == (gpu.memory_bytes, gpu.usable_bytes)
+
+
+def test_among_others_nccl_takes_memory() -> None:
+    """One of several GPUs has less by what NCCL takes of it, which a budget leaves room for or does not.
+
+    On a card without NVLink there are fewer channels. A budget that is on no card in particular is all the allocator's.
+    """
+    for name, taken in (("A100 80GB", 688 * MIB), ("RTX 4090", 688 * MIB // 12)):
+        alone = device_for(find_gpu(name))
+        assert alone.among_others(2).usable_bytes == alone.usable_bytes - 2 * taken
+        assert alone.among_others(2).context_bytes == alone.context_bytes + 2 * taken
+        assert alone.among_others(0) == alone
+    gpu = find_gpu("A100 80GB")
+    assert device_with_budget(40 * GIB, gpu).among_others(1).usable_bytes == 40 * GIB
+    tight = device_with_budget(gpu.usable_bytes - 88 * MIB, gpu)
+    assert tight.among_others(1).usable_bytes == gpu.usable_bytes - 688 * MIB
+    assert device_with_budget(GIB).among_others(1) == device_with_budget(GIB)
 
 
 @pytest.mark.parametrize("budget_bytes", [0, -1])

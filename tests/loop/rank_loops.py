@@ -28,7 +28,7 @@ from batchfinder.measure import trial
 from batchfinder.measure.key_fields import describe_sharding
 from batchfinder.snapshot.training_state import TrainingState
 from tests.forked import at_once
-from tests.forks import lift_limit, limit_growth, ready_to_search, verdict_of
+from tests.forks import SECONDS, lift_limit, limit_growth, ready_to_search, verdict_of
 from tests.loop.loops import MESSAGE
 
 WIDTH = 32
@@ -45,7 +45,8 @@ def prepare() -> None:
 def respond(request: dict[str, Any]) -> list[Any]:
     """What each rank of a case came to: `{"size": 2, "case": "identical", "kind": "fsdp"}`, and more of the case's."""
     size, case = request.pop("size"), CASES[request.pop("case")]
-    return at_once(size, lambda rank: case(rank, **request))
+    seconds = 0.8 * request.pop("seconds", SECONDS)
+    return at_once(size, lambda rank: case(rank, **request), seconds)
 
 
 class Block(nn.Module):

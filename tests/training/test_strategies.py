@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from batchfinder.training.spec import STRATEGIES, StepOptions
-from batchfinder.training.strategies import blocks_of, mesh_shape, mixed_precision
+from batchfinder.training.strategies import blocks_of, mesh_shape, mixed_precision, own_tokens
 
 
 class Block(nn.Module):
@@ -51,10 +51,28 @@ def test_transformers_names_its_blocks() -> None:
 
 
 def test_meshes() -> None:
-    """One dimension of all GPUs; with `hsdp` nodes of eight."""
-    assert {name: mesh_shape(name, 32) for name in ("fsdp2", "hsdp")} == {
+    """One dimension of all GPUs; with `hsdp` and `fsdp2-tp` nodes of eight, the latter also of other sizes."""
+    assert {name: mesh_shape(name, 32) for name in ("fsdp2", "hsdp", "fsdp2-tp")} == {
         "fsdp2": {"shard": 32},
         "hsdp": {"replicate": 4, "shard": 8},
+        "fsdp2-tp": {"shard": 4, "tensor": 8},
+    }
+    assert mesh_shape("fsdp2-tp", 32, 2) == {"shard": 16, "tensor": 2}
+    assert mesh_shape("fsdp2-cp", 32, 4) == {"shard": 8, "context": 4}
+
+
+def test_each_gpu_has_its_tokens() -> None:
+    """Of 10 tokens each of 3 GPUs has 4, as 12 are shared out in pairs; a mask goes, and what has no tokens stays."""
+    batch = {
+        "ids": torch.zeros(2, 10),
+        "attention_mask": torch.ones(2, 10),
+        "label": torch.zeros(2),
+        "image": torch.zeros(2, 3),
+    }
+    assert {name: tuple(each.shape) for name, each in own_tokens(batch, 10, 3).items()} == {
+        "ids": (2, 4),
+        "label": (2,),
+        "image": (2, 3),
     }
 
 
@@ -72,6 +90,13 @@ def test_types() -> None:
         ({"strategy": "ddp"}, "gpus"),
         ({"strategy": "hsdp", "gpus": 8}, "gpus"),
         ({"strategy": "hsdp", "gpus": 12}, "gpus"),
+        ({"strategy": "fsdp2-tp", "gpus": 8}, "tensor_parallel"),
+        ({"strategy": "fsdp2-tp", "gpus": 12, "tensor_parallel": 1}, "tensor_parallel"),
+        ({"strategy": "fsdp2", "gpus": 16, "tensor_parallel": 8}, "tensor_parallel"),
+        ({"tensor_parallel": 8}, "tensor_parallel"),
+        ({"strategy": "fsdp2-cp", "gpus": 12}, "context_parallel"),
+        ({"strategy": "fsdp2-tp", "gpus": 16, "context_parallel": 8}, "context_parallel"),
+        ({"strategy": "fsdp2-cp", "gpus": 16, "attention": "eager"}, "strategy"),
         ({"strategy": "ddp", "gpus": 2, "mode": "inference"}, "mode"),
         ({"strategy": "ddp", "gpus": 2, "optimizer_in_backward": True}, "optimizer_in_backward"),
         ({"strategy": "fsdp2", "gpus": 2, "precision": "16-mixed"}, "precision"),
@@ -97,4 +122,7 @@ def test_what_can() -> None:
     assert options.words() == ["fp32", "adamw", "FSDP2 on 8 GPUs"]
     assert options.newer() == {"strategy": "fsdp2", "gpus": 8}
     assert StepOptions(gpus=8).words()[-1] == "its own sharding on 8 GPUs"
+    split = StepOptions(strategy="fsdp2-tp", gpus=16, tensor_parallel=4)
+    assert split.words()[-1] == "FSDP2 and tensor parallelism of 4 on 16 GPUs"
+    assert (split.step().tensor_parallel, split.communicators, options.communicators) == (4, 2, 1)
     assert StepOptions().newer() == {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from benchmarks.measured.case import ALLOCATED, Case, read_rows
 
+_LAST = {"zero2": ("27", "28"), "zero3": ("128", "160")}  # that fit, and the first that did not
 _MODEL = "benchmarks.measured.opentau.model"
 _STEPS = {
     "zero2": ("replicated", StepConfig(gpus=8, strategy="zero2", precision="bf16-mixed")),
@@ -30,6 +31,7 @@ def cases() -> list[Case]:
                 step=step,
                 batch_size=int(row["micro_batch"]),
                 seq_len=None,
+                bracket=row["strategy"] if row["micro_batch"] in _LAST[row["strategy"]] else "",
             )
         )
     return found

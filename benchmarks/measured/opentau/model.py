@@ -19,6 +19,9 @@ PREFIX, CHUNK = 151, 50  # tokens of two pictures and a prompt, and steps of an 
 LAYERS, KEY_HEADS, HEAD = 64, 8, 128  # of the backbone and of the expert
 ACTION = 32
 _VISION = 576_384_496  # parameters of `Qwen3VLVisionModel` with 27 layers of 1152 and three deepstack mergers
+# DeepSpeed's defaults of stage 3, in elements: `stage3_max_reuse_distance`, and the bucket in which gradients are
+# summed. https://github.com/deepspeedai/DeepSpeed/blob/v0.18.5/deepspeed/runtime/zero/config.py
+_MAX_REUSE_DISTANCE, _REDUCE_BUCKET = 1_000_000_000, 500_000_000
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -129,7 +132,8 @@ class Policy(nn.Module):
         torch.set_default_dtype(frozen or default)
         self.words = nn.Embedding(151936, 5120)
         self.head = nn.Linear(5120, 151936, bias=False)  # there, and not used
-        self.vision = nn.Parameter(torch.empty(_VISION))
+        self.vision = nn.Module()
+        self.vision.weight = nn.Parameter(torch.empty(_VISION))
         self.backbone = nn.ModuleList(FrozenLayer() for _ in range(LAYERS))
         for parameter in self.parameters():
             parameter.requires_grad_(False)
@@ -180,15 +184,24 @@ def replicated() -> Workload:
 
 
 def sharded() -> Workload:
-    """ZeRO-3: each layer a unit that is gathered in bf16, what trains in fp32 and the rest in bf16."""
+    """ZeRO-3: gathered module by module in bf16, what trains in fp32 and the rest in bf16, and DeepSpeed's buffers."""
 
     def shard(policy: Any, mesh: Any) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        small = (policy.norm, policy.action_in, policy.action_out, policy.state)
-        for part in (*policy.backbone, *policy.expert, *small, policy.time_in, policy.time_out, policy.condition):
-            fully_shard(part, mesh=mesh, mp_policy=mixed)
-        fully_shard(policy, mesh=mesh, mp_policy=mixed)
+        units = [each for each in policy.modules() if isinstance(each, (nn.Linear, nn.Embedding))]
+        # What is used again within so many elements is not given back, from the end of the forward into the backward.
+        kept, after = set(), 0
+        for unit in reversed([each for each in units if each.weight.requires_grad]):
+            after += 2 * unit.weight.numel()
+            kept |= {unit} if after <= _MAX_REUSE_DISTANCE else set()
+        for unit in (*units, policy.vision):
+            fully_shard(unit, mesh=mesh, mp_policy=mixed, reshard_after_forward=unit not in kept)
+        # The root's are norms: less than `stage3_param_persistence_threshold` elements each, which stay.
+        fully_shard(policy, mesh=mesh, mp_policy=mixed, reshard_after_forward=False)
+        trained = sum(each.numel() for each in policy.parameters() if each.requires_grad)
+        for name, elements in (("reduced", _REDUCE_BUCKET), ("gradients", -(-trained // mesh.size()))):
+            policy.register_buffer(name, torch.empty(elements, dtype=torch.bfloat16, device=mesh.device_type))
 
     return Workload(Policy(frozen=torch.bfloat16), _batch, parallelize=shard)
