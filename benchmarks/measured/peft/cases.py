@@ -96,9 +96,25 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
             # of the adapter, also what LoRA-FA's optimizer has frozen.
             with model.disable_adapter():
                 pass
+        for module in model.modules():
+            _keep_whole_svd(module)
         return made
 
     return Workload(model, workload.make_batch, optimizer=make_optimizer, max_seq_len=workload.max_seq_len)
+
+
+def _keep_whole_svd(module: Any) -> None:
+    """Let the first rows of PSoft's singular vectors keep all of them, as they do where the SVD was done on the card.
+
+    There PyTorch's lie row by row, so that peft's `contiguous()` of some copies nothing; on a CPU they lie by columns.
+    Source: `_linalg_svd_meta` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py.
+    """
+    for name, mode in getattr(module, "psoft_svd", {}).items():
+        rows = module._psoft_A_cache[name]
+        if mode == "full":
+            whole = torch.empty(min(module.in_features, module.out_features), rows.size(1), device=rows.device)
+            module._psoft_A_cache[name] = whole[: rows.size(0)]
 
 
 def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
