@@ -25,6 +25,16 @@ FITTED = "lora/llama-3.2-3B-rank32"
 BATCH_SIZE = 4
 _STEPS = 5000
 _EVALUATIONS = 7  # of FLUX.2-klein, one after each 100 of 750 steps; each empties the cache at its end
+_CONTEXT_BYTES = 342_884_352
+"""What the CUDA context of the FLUX.2-klein runs took at most: HRA reserved 47,704,965,120 bytes less that."""
+
+_WHY = {
+    "fourierft": "right after the first 100 steps; in them the run took 0.5 GB more, most of it in the 7th or so",
+    "lily": "right after the first 100 steps; in them the run took 0.3 GB more, from the first one on",
+    "waveft": "1.6 % low after the first 100 steps; in them the run took 1.1 GB more. cuDNN's workspaces are left out",
+    "hra": "the card was full: with the context of 558 MB that the catalogue says, the run lacks 90 MB",
+}
+
 _TRAINED = {"rank_pattern", "ranknum"}  # what AdaLoRA writes into its configuration as it trains
 
 
@@ -40,7 +50,7 @@ def _text_case(row: Mapping[str, str]) -> Case:
 
 
 def _image_case(row: Mapping[str, str]) -> Case:
-    note = f"diffusers {row['diffusers']}, torch {row['torch']}"
+    note = _WHY.get(row["experiment"].partition("/")[0], f"diffusers {row['diffusers']}, torch {row['torch']}")
     return _case(row, "flux:build", "FLUX.2-klein", int(row["batch_size"]), None, note)
 
 
@@ -65,6 +75,7 @@ def _case(
         batch_size=batch_size,
         seq_len=seq_len,
         empties_cache=_EVALUATIONS if row["task"] == "image-gen" else 0,
+        context_bytes=_CONTEXT_BYTES if row["task"] == "image-gen" else None,
         note=note,
     )
 
@@ -97,24 +108,27 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
             with model.disable_adapter():
                 pass
         for module in model.modules():
-            _keep_whole_svd(module)
+            _as_built_on_the_card(module)
         return made
 
     return Workload(model, workload.make_batch, optimizer=make_optimizer, max_seq_len=workload.max_seq_len)
 
 
-def _keep_whole_svd(module: Any) -> None:
-    """Let the first rows of PSoft's singular vectors keep all of them, as they do where the SVD was done on the card.
+def _as_built_on_the_card(module: Any) -> None:
+    """Put right where an adapter's tensors lie, since peft makes it on the card there, and on the CPU here.
 
-    There PyTorch's lie row by row, so that peft's `contiguous()` of some copies nothing; on a CPU they lie by columns.
-    Source: `_linalg_svd_meta` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py.
+    The first rows of PSoft's singular vectors keep all of them: on CUDA they lie row by row, so that `contiguous()` of
+    some copies nothing, on a CPU by columns (`_linalg_svd_meta` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py). BOFT's permutations are made on the
+    CPU, and nothing moves them.
     """
     for name, mode in getattr(module, "psoft_svd", {}).items():
         rows = module._psoft_A_cache[name]
         if mode == "full":
             whole = torch.empty(min(module.in_features, module.out_features), rows.size(1), device=rows.device)
             module._psoft_A_cache[name] = whole[: rows.size(0)]
+    if hasattr(module, "boft_P"):
+        module.boft_P = torch.empty_like(module.boft_P, device="cpu")
 
 
 def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:

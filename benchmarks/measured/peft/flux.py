@@ -59,7 +59,8 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
 
     def make_optimizer(_: Any) -> torch.optim.Optimizer:
         model.encode_data()  # the step asks for its optimizer when the model is on the card
-        return ClippedAdamW(model.transformer.parameters(), transformer, lr=1e-4, weight_decay=1e-4)
+        trained = model.transformer
+        return ClippedAdamW(trained.parameters(), trained, lr=1e-4, weight_decay=1e-4)
 
     return Workload(
         model,
