@@ -25,8 +25,9 @@ FITTED = "lora/llama-3.2-3B-rank32"
 BATCH_SIZE = 4
 _STEPS = 5000
 _EVALUATIONS = 7  # of FLUX.2-klein, one after each 100 of 750 steps; each empties the cache at its end
-_CONTEXT_BYTES = 342_884_352
-"""What the CUDA context of the FLUX.2-klein runs took at most: HRA reserved 47,704,965,120 bytes less that."""
+_FULL = "hra/flux2-klein-default"
+_LEFT_BYTES = 342_884_352
+"""What the run in `_FULL` reserved leaves of the card's 47,704,965,120 bytes: the CUDA context took no more."""
 
 _WHY = {
     "fourierft": "right after the first 100 steps; in them the run took 0.5 GB more, most of it in the 7th or so",
@@ -75,7 +76,7 @@ def _case(
         batch_size=batch_size,
         seq_len=seq_len,
         empties_cache=_EVALUATIONS if row["task"] == "image-gen" else 0,
-        context_bytes=_CONTEXT_BYTES if row["task"] == "image-gen" else None,
+        other_contexts=(_LEFT_BYTES,) if row["experiment"] == _FULL else (),
         note=note,
     )
 
