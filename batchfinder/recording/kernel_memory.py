@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format  # Python's `Tensor::suggest_memory_format`, in torch 2.13
 from torch.utils.flop_counter import flop_registry
 
 from batchfinder.errors import InvalidValue
@@ -106,55 +105,21 @@ def _ctc_loss(
     return log_probs.new_empty(batch), log_probs.new_empty((batch, frames, 2 * longest + 1))
 
 
-# What the fake kernel of torch 2.13 asks, in torch/_subclasses/fake_impls.py.
-_layout_of_backend = torch._C._conv_determine_backend_memory_format
+def _block_diag(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """The matrix that CUDA fills block by block; PyTorch's fake kernel runs operators for each block.
 
-
-def lay_out_convolutions(compiled: bool) -> str:
-    """Let fake convolutions be laid out as CUDA's are, for good, where no code is compiled; returns what is assumed.
-
-    PyTorch says that those of a backend outside of its tree are contiguous, and what Inductor makes for it relies on
-    that.
+    Source: `block_diag` in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/TensorShape.cpp.
     """
-
-    def as_on_cuda(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
-        if compiled or backend != torch._C._ConvBackend.Overrideable:  # type: ignore[attr-defined]
-            layout: torch.memory_format = _layout_of_backend(data, weight, backend)
-            return layout
-        return convolution_format(data, weight)
-
-    torch._C._conv_determine_backend_memory_format = as_on_cuda  # type: ignore[assignment]
-    SCRATCH.pop(aten.convolution.default, None)
-    SCRATCH.pop(aten.convolution_backward.default, None)
-    if not compiled:
-        SCRATCH[aten.convolution.default] = _convolution_copies
-        SCRATCH[aten.convolution_backward.default] = _backward_copies
-    return "convolutions of compiled code are taken to be contiguous, not channels last" if compiled else ""
-
-
-def convolution_format(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """How CUDA's convolution lays its tensors out: channels last where the input or the weight is, else contiguous.
-
-    Depthwise convolutions run in cuDNN where they are channels last, and in PyTorch's kernel, which is contiguous,
-    where not.
-
-    Args:
-        data: (batch, channels, ...), of any number of spatial dimensions; one is a row for cuDNN, and contiguous.
-
-    Source: `cudnn_conv_suggest_memory_format` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/ConvUtils.h and `_convolution`,
-    `use_cudnn_depthwise` in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp.
-    """
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
-    if last is None or torch.float64 in (data.dtype, weight.dtype):
-        return torch.contiguous_format
-    return last if last in (suggest_memory_format(data), suggest_memory_format(weight)) else torch.contiguous_format
+    dtype = functools.reduce(torch.promote_types, [matrix.dtype for matrix in matrices])
+    shapes = [(1, 1, *matrix.shape)[-2:] for matrix in matrices]
+    return matrices[0].new_zeros((sum(rows for rows, _ in shapes), sum(columns for _, columns in shapes)), dtype=dtype)
 
 
 # Operators that have no fake kernel, or one that leaves out memory or types, with what makes their outputs instead.
 # `rnn.register` adds cuDNN's.
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
+    aten.block_diag.default: _block_diag,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_: torch.empty_like(log_probs),
     aten._pin_memory.default: lambda tensor, *_: torch.empty_like(tensor),  # the host's memory
@@ -218,46 +183,8 @@ def _contiguous_copies(*tensors: torch.Tensor) -> list[int]:
     return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
 
 
-def _fft_r2c(x: torch.Tensor, dim: list[int], normalization: int, onesided: bool) -> list[int]:
-    """A second tensor like the output, where the transform takes several steps: in more than three dimensions, or from
-    the first two on, as of a whole matrix.
-
-    cuFFT's own work area is not here: its documentation says no size.
-
-    Source: `_fft_r2c_cufft` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/SpectralOps.cpp.
-    """
-    if len(dim) <= 3 and tuple(dim[:2]) != (0, 1):
-        return []
-    length = x.size(dim[-1])
-    return [2 * x.nbytes // length * (length // 2 + 1 if onesided else length)]
-
-
-def _convolution_copies(data: torch.Tensor, weight: torch.Tensor, *_: Any) -> list[int]:
-    """Copies of what is laid out otherwise than the convolution is."""
-    if weight.dim() not in (4, 5):
-        return []
-    layout = convolution_format(data, weight)
-    return [tensor.nbytes for tensor in (data, weight) if not tensor.is_contiguous(memory_format=layout)]
-
-
-def _backward_copies(grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> list[int]:
-    """The same; the input is only copied for the gradient of the weight, and the weight for that of the input.
-
-    Source: `convolution_backward` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp and
-    `cudnn_convolution_backward` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cudnn/ConvShared.cpp.
-    """
-    if weight.dim() not in (4, 5):
-        return []
-    needed = rest[-1]
-    read = [grad, *([data] if needed[1] else []), *([weight] if needed[0] else [])]
-    layout = convolution_format(data, weight)
-    return [tensor.nbytes for tensor in read if not tensor.is_contiguous(memory_format=layout)]
-
-
-# `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's.
+# `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's, and `operands.register` what
+# cuBLAS, cuDNN's convolutions and cuFFT take.
 SCRATCH: dict[Any, Scratch] = {
     aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
@@ -265,8 +192,6 @@ SCRATCH: dict[Any, Scratch] = {
     aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),
     aten._fused_rms_norm.default: lambda x, *_: _contiguous_copies(x),
     aten._fused_rms_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),
-    aten._fft_r2c.default: _fft_r2c,
-    aten._fft_c2r.default: lambda x, *_: [x.nbytes],  # a copy, which cuFFT may write over; as in `_fft_r2c`'s source
     # The betas, which are as large as the alphas.
     aten._ctc_loss_backward.Tensor: lambda *args: [args[6].nbytes],
 }

@@ -21,7 +21,7 @@ from batchfinder.recording import (
     distributed,
     fake_device,
     fake_values,
-    kernel_memory,
+    operands,
     rnn,
     sdpa,
     user_kernels,
@@ -77,7 +77,7 @@ def record_step(
     with mode:
         quantization.replace_bitsandbytes(workload.model)
     compiled = compiled_modules(workload.model)
-    layout = kernel_memory.lay_out_convolutions(compiled=bool(compiled))
+    layout = operands.register(compiled=bool(compiled))
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
     recording = AllocationRecorder(capability, tracker.current, on_operator, workload.sums_in_place)
@@ -164,7 +164,7 @@ def record_step(
         cudnn = (*cudnn, layout)
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
-    fft = ("cuFFT work areas",) if any(name.startswith("aten._fft_") for name in structure.operators) else ()
+    fft = (operands.FFT_ASSUMPTION,) if any(name.startswith("aten._fft_") for name in structure.operators) else ()
     graphs = graphs_compiled()
     if compiled and not graphs:
         raise RecordingFailed(

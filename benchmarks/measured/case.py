@@ -15,7 +15,7 @@ from pathlib import Path
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.recording.simulation import RecordingClient
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.blocks import Block, DeviceMemory
+from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.replay import replay
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
@@ -44,8 +44,8 @@ class Case:
         seq_len: tokens per sample; None for data of one fixed shape.
         outside_bytes: what the figure holds beside the allocator's memory, such as a CUDA context.
         without: kinds of blocks that the figure does not hold, such as `workspace`.
-        empties_cache: whether the run empties the allocator's cache between steps: other segments are taken then, and
-            the figure is the most reserved before and after that.
+        empties_cache: how often the run empties the allocator's cache between steps, as it does before the first one:
+            other segments are taken then, and the figure is the most reserved in any of the steps.
         note: what is to be known of the row, such as why it is off.
         ran: whether the run went well although there is no figure.
         context_bytes: what the CUDA context took of the card; None for what the catalog says of today's.
@@ -65,7 +65,7 @@ class Case:
     seq_len: int | None
     outside_bytes: int = 0
     without: tuple[str, ...] = ()
-    empties_cache: bool = False
+    empties_cache: int = 0
     note: str = ""
     ran: bool = False
     context_bytes: int | None = None
@@ -82,7 +82,9 @@ class Case:
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         sizes = self.sizes(trace)
         if self.empties_cache:
-            return reserved_with_emptied_cache(trace.structure, sizes, CachingAllocator(memory)) + self.outside_bytes
+            allocator = CachingAllocator(memory)
+            reserved = reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache)
+            return None if reserved is None else reserved + self.outside_bytes
         timeline = replay(trace.structure, sizes, CachingAllocator(memory))
         if timeline.oom is not None:
             return None
@@ -102,38 +104,60 @@ class Case:
         limit in between is open, it is known. Elsewhere the recorded step is replayed with a limit that is lower by as
         much as the prediction is below the figure: as if all that it is short of had been in use.
         """
+        sizes = self.sizes(trace)
         if any(ran and limit <= predicted_bytes for limit, ran in self.limits_tried):
             return False
         if any(not ran and limit >= predicted_bytes for limit, ran in self.limits_tried):
             return True
         short = max(0, (self.published_bytes or 0) - predicted_bytes)
         limit = max(1, predicted_bytes - self.outside_bytes - short)
-        return replay(trace.structure, self.sizes(trace), CachingAllocator(DeviceMemory(limit, limit))).oom is not None
+        if self.empties_cache:
+            allocator = CachingAllocator()
+            return reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache, limit) is None
+        return replay(trace.structure, sizes, CachingAllocator(DeviceMemory(limit, limit))).oom is not None
 
 
-def reserved_with_emptied_cache(structure: TraceStructure, sizes: Sequence[int], allocator: CachingAllocator) -> int:
-    """The most reserved in the recorded steps and four more, where the cache is emptied before the first and the third.
+_STEPS_BETWEEN = 2  # and what is reserved no longer changes
 
-    The gradients are there when it is, as at the end of a loop's body.
+
+def reserved_with_emptied_cache(
+    structure: TraceStructure,
+    sizes: Sequence[int],
+    allocator: CachingAllocator,
+    times: int,
+    limit_bytes: int | None = None,
+) -> int | None:
+    """The most reserved in steps, where the cache is emptied before the first one and so many times between them.
+
+    The gradients are there when it is, as at the end of a loop's body. None where memory runs out; `limit_bytes` is all
+    that there is from the first step on.
 
     Raises:
-        RuntimeError: the last step cannot be repeated, or memory runs out.
+        RuntimeError: the last step cannot be repeated.
     """
-    longer = repeat_last_step(structure, 4)
+    longer = repeat_last_step(structure, times * _STEPS_BETWEEN)
     if longer is None:
         raise RuntimeError("what its last step releases was not allocated in the step before")
     recorded = structure.marks[-1].step + 1
     structure, origins = longer
-    starts = {step: min(mark.position for mark in structure.marks if mark.step == step) for step in range(recorded + 3)}
-    emptied = {starts[recorded], starts[recorded + 2]}
+    starts: dict[int, int] = {}
+    for mark in structure.marks:
+        starts[mark.step] = min(mark.position, starts.get(mark.step, mark.position))
+    emptied = {starts[0], *(starts[recorded + number * _STEPS_BETWEEN] for number in range(times))}
     live: dict[int, Block | None] = {}
     for position, event in enumerate(structure.order):
         if position in emptied:
             allocator.empty_cache()
+        if position == starts[0]:
+            allocator.reset_peak()
+            allocator.taken.limit = limit_bytes or allocator.taken.limit
         if event < 0:
             allocator.free(live.pop(~event))
-        else:
+            continue
+        try:
             live[event] = allocator.allocate(sizes[origins[event]])
+        except SimulatedOutOfMemory:
+            return None
     return allocator.max_reserved
 
 

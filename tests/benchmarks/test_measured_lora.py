@@ -40,13 +40,20 @@ def test_methods_are_ranked_as_measured() -> None:
 
 
 def test_most_of_flux_is_within_two_percent() -> None:
-    """Of peft's FLUX.2-klein runs that were recorded, half are within 1 % of what was published and most within 2 %."""
+    """Of 28 of peft's 31 FLUX.2-klein runs there is a figure: half are within 0.5 %, 25 within 2 %."""
     errors = [
         abs(row["error"]) for row in rows("peft").values() if "error" in row and row["technique"] == "FLUX.2-klein"
     ]
-    assert len(errors) >= 15
-    assert statistics.median(errors) <= 0.01
-    assert sum(error <= 0.02 for error in errors) >= 0.7 * len(errors)
+    assert len(errors) >= 28
+    assert statistics.median(errors) <= 0.005
+    assert sum(error <= 0.02 for error in errors) >= 25
+
+
+def test_what_runs_before_the_first_step_counts() -> None:
+    """LoRA-FA takes what LoRA does, since its frozen half is turned on again, and PSoft keeps its whole SVD."""
+    found = rows("peft")
+    for name in ("lora/llama-3.2-3B-rank32-lorafa", "psoft/llama-3.2-3B-default", "adalora/llama-3.2-3B-rank32"):
+        assert abs(found[name]["error"]) <= 0.015
 
 
 def test_torchtunes_lora_row() -> None:

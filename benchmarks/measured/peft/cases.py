@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ LENGTH = 704
 FITTED = "lora/llama-3.2-3B-rank32"
 BATCH_SIZE = 4
 _STEPS = 5000
+_EVALUATIONS = 7  # of FLUX.2-klein, one after each 100 of 750 steps; each empties the cache at its end
+_FULL = "hra/flux2-klein-default"
+_LEFT_BYTES = 342_884_352
+"""What the run in `_FULL` reserved leaves of the card's 47,704,965,120 bytes: the CUDA context took no more."""
+
+_WHY = {
+    "fourierft": "right after the first 100 steps; in them the run took 0.5 GB more, most of it in the 7th or so",
+    "lily": "right after the first 100 steps; in them the run took 0.3 GB more, from the first one on",
+    "waveft": "1.6 % low after the first 100 steps; in them the run took 1.1 GB more. cuDNN's workspaces are left out",
+    "hra": "the card was full: with the context of 558 MB that the catalogue says, the run lacks 90 MB",
+}
+
 _TRAINED = {"rank_pattern", "ranknum"}  # what AdaLoRA writes into its configuration as it trains
 
 
@@ -34,12 +47,12 @@ def cases() -> list[Case]:
 def _text_case(row: Mapping[str, str]) -> Case:
     technique = json.loads(row["peft_config"] or "{}").get("peft_type", "full")
     note = "the length was fitted on this row" if row["experiment"] == FITTED else ""
-    return _case(row, "build", technique, BATCH_SIZE, LENGTH, note)
+    return _case(row, "cases:build", technique, BATCH_SIZE, LENGTH, note)
 
 
 def _image_case(row: Mapping[str, str]) -> Case:
-    note = f"diffusers {row['diffusers']}, torch {row['torch']}"
-    return _case(row, "build_flux", "FLUX.2-klein", int(row["batch_size"]), None, note)
+    note = _WHY.get(row["experiment"].partition("/")[0], f"diffusers {row['diffusers']}, torch {row['torch']}")
+    return _case(row, "flux:build", "FLUX.2-klein", int(row["batch_size"]), None, note)
 
 
 def _case(
@@ -52,7 +65,7 @@ def _case(
         statistic=RESERVED,
         published_bytes=int(row["max_reserved_bytes"]),
         workload=WorkloadSpec(
-            f"benchmarks.measured.peft.cases:{builder}",
+            f"benchmarks.measured.peft.{builder}",
             {
                 "config": row["peft_config"],
                 "optimizer": row["optimizer"],
@@ -62,7 +75,8 @@ def _case(
         step=StepConfig(precision="fp32"),  # all types are as the model was loaded, in bf16
         batch_size=batch_size,
         seq_len=seq_len,
-        empties_cache=row["task"] == "image-gen",  # after the evaluation that follows each 100 steps
+        empties_cache=_EVALUATIONS if row["task"] == "image-gen" else 0,
+        other_contexts=(_LEFT_BYTES,) if row["experiment"] == _FULL else (),
         note=note,
     )
 
@@ -78,21 +92,47 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
     with allow_fake_weights(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model.to(torch.bfloat16)
-        model = _with_adapter(model, config, autocast_adapter_dtype)
+        model = with_adapter(model, config, autocast_adapter_dtype)
     asked = json.loads(config or "{}")
 
     def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made: Any
         if optimizer == "lora-fa":
             from peft.optimizers import create_lorafa_optimizer
 
-            made: Any = create_lorafa_optimizer(model, r=asked["r"], lora_alpha=asked["lora_alpha"], lr=1e-4)
-            return made
-        return ClippedAdamW(parameters, model, lr=1e-4, weight_decay=0.1)
+            made = create_lorafa_optimizer(model, r=asked["r"], lora_alpha=asked["lora_alpha"], lr=1e-4)
+        else:
+            made = ClippedAdamW(parameters, model, lr=1e-4, weight_decay=0.1)
+        if asked:
+            # run.py asks for the loss without the adapter before it trains. What peft turns on again after that is all
+            # of the adapter, also what LoRA-FA's optimizer has frozen.
+            with model.disable_adapter():
+                pass
+        for module in model.modules():
+            _as_built_on_the_card(module)
+        return made
 
     return Workload(model, workload.make_batch, optimizer=make_optimizer, max_seq_len=workload.max_seq_len)
 
 
-def _with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
+def _as_built_on_the_card(module: Any) -> None:
+    """Put right where an adapter's tensors lie, since peft makes it on the card there, and on the CPU here.
+
+    The first rows of PSoft's singular vectors keep all of them: on CUDA they lie row by row, so that `contiguous()` of
+    some copies nothing, on a CPU by columns (`_linalg_svd_meta` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py). BOFT's permutations are made on the
+    CPU, and nothing moves them.
+    """
+    for name, mode in getattr(module, "psoft_svd", {}).items():
+        rows = module._psoft_A_cache[name]
+        if mode == "full":
+            whole = torch.empty(min(module.in_features, module.out_features), rows.size(1), device=rows.device)
+            module._psoft_A_cache[name] = whole[: rows.size(0)]
+    if hasattr(module, "boft_P"):
+        module.boft_P = torch.empty_like(module.boft_P, device="cpu")
+
+
+def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
     """The model with peft's method; itself where all of it is trained."""
     import peft
 
@@ -105,116 +145,63 @@ def _with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
         asked["r"] = 0  # follows from the size of a block
     if asked.get("prompt_tuning_init") in ("TEXT", "SAMPLE_VOCAB"):
         asked["prompt_tuning_init"] = "RANDOM"  # the same tensors, without a tokenizer
-    model = peft.get_peft_model(model, peft.get_peft_config(asked), autocast_adapter_dtype=autocast_adapter_dtype)
+    settings: Any = peft.get_peft_config(asked)
+    if asked["peft_type"] == "SHIRA":
+        settings.mask_fn = None  # which would choose places by values
+    with _without_values():
+        model = peft.get_peft_model(model, settings, autocast_adapter_dtype=autocast_adapter_dtype)
+    for module in model.modules() if asked["peft_type"] == "SHIRA" else ():
+        for name, weight in getattr(module, "shira_weight", {}).items():
+            module.shira_indices[name] = torch.zeros(2, weight.numel(), dtype=torch.int32)
+    if asked.get("runtime_offload_base_weight"):
+        for module in model.modules():
+            if hasattr(module, "frod_U"):  # of FRoD: the weights that its own replace are on the CPU
+                module.base_layer.weight = nn.Parameter(torch.zeros(0), requires_grad=False)
     for name, parameter in model.named_parameters():
         if "ranknum" in name:  # of AdaLoRA: no parameter that the runs trained, by their number, and one of peft 0.21's
             parameter.requires_grad_(False)
     return model
 
 
-# Of FLUX.2-klein-base-4B: 5 blocks of two streams and 20 of one, 24 heads of 128, and text of three layers of Qwen3-4B.
-_FLUX = {
-    "num_layers": 5,
-    "num_single_layers": 20,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 3 * 2560,
-    "guidance_embeds": False,
-}
-_IMAGES = 14  # that are trained on: 20 less two for validation and four for the test
-_TEXT_TOKENS, _CHANNELS, _SIDE = 512, 128, 512 // 16
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Let methods of peft 0.21 be built that read weights, or fill matrices by element: shapes are all that counts."""
+    from peft.tuners._buffer_dict import BufferDict
+    from peft.tuners.boft import layer as boft
+    from peft.tuners.frod.layer import FrodLayer
+    from peft.tuners.frod.layer import Linear as FrodLinear
+    from peft.tuners.frod.model import FrodModel, _category_from_key
 
+    def make_projections(model: Any, config: Any, adapter: str) -> None:
+        """For each kind of layer a square matrix and the places of a sparse one; as `_init_frod_projections`."""
+        model.frod_V, model.frod_s_indices, model.frod_s_size = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
+        for name, module in model.model.named_modules():
+            if isinstance(module, nn.Linear) and model._check_target_module_exists(config, name):
+                kind, width = _category_from_key(name), module.in_features
+                places = max(1, int(width * width * config.sparse_rate))
+                for store, tensor in (
+                    (model.frod_V, torch.zeros(width, width, dtype=module.weight.dtype)),
+                    (model.frod_s_indices, torch.zeros(2, places, dtype=torch.int64)),
+                    (model.frod_s_size, torch.tensor([width, width])),
+                ):
+                    store[kind] = BufferDict({adapter: tensor}, persistent=False)
 
-def build_flux(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload:
-    """FLUX.2-klein-base-4B in bf16 with one of peft's methods, as method_comparison/image-gen has it on the card.
-
-    Raises:
-        ModuleNotFoundError: diffusers is not installed.
-    """
-    from diffusers import Flux2Transformer2DModel
-
-    with allow_fake_weights(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformer: Any = Flux2Transformer2DModel(**_FLUX).to(torch.bfloat16)
-        transformer.enable_gradient_checkpointing()
-        transformer = _with_adapter(transformer, config, autocast_adapter_dtype)
-        model = FluxTraining(transformer)
-
-    def make_batch(batch_size: int, seq_len: int | None) -> torch.Tensor:
-        return torch.arange(batch_size, device="cpu")
-
-    return Workload(
-        model,
-        make_batch,
-        optimizer=lambda parameters: ClippedAdamW(
-            model.transformer.parameters(), transformer, lr=1e-4, weight_decay=1e-4
-        ),
-        seq_len_unit="none",
-        zero_grad_after_loss=True,
-    )
-
-
-class FluxTraining(nn.Module):
-    """What is on the card while run.py trains: the encoder of the evaluation, all texts and images, the transformer.
-
-    The text encoder is gone by then, and the VAE is on the CPU.
-    """
-
-    def __init__(self, transformer: nn.Module) -> None:
-        super().__init__()
-        from transformers import Dinov2Config, Dinov2Model
-
-        self.dino = Dinov2Model(Dinov2Config(image_size=518)).requires_grad_(False)  # facebook/dinov2-base, in fp32
-        self.data = nn.Module()
-        shapes = {
-            "prompts": ((_IMAGES, _TEXT_TOKENS, 3 * 2560), torch.bfloat16),
-            "text_ids": ((_IMAGES, _TEXT_TOKENS, 4), torch.int64),
-            "latents": ((_IMAGES, _CHANNELS, _SIDE, _SIDE), torch.bfloat16),
-        }
-        for name, (shape, dtype) in shapes.items():
-            self.data.register_buffer(name, torch.zeros(shape, dtype=dtype))
-        self.transformer = transformer
-        self.locals: tuple[torch.Tensor, ...] = ()
-
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        """The loss of the images at `indices`, (batch,); what the loop's variables hold lives to the next step.
-
-        Patches are packed into tokens and scattered back by their positions, as diffusers' Flux2KleinPipeline does.
-        """
-        data: Any = self.data
-        steps = [torch.arange(number, device="cpu") for number in (1, _SIDE, _SIDE, 1)]
-        latents = data.latents.index_select(0, indices)
-        prompts = data.prompts.index_select(0, indices)
-        text_ids = data.text_ids.index_select(0, indices)
-        image_ids = torch.cartesian_prod(*steps).expand(len(indices), -1, -1).to(latents.device)
-        noise = torch.randn_like(latents)
-        timesteps = torch.ones(len(indices)).to(latents.device)
-        sigmas = torch.ones(len(indices), 1, 1, 1, dtype=latents.dtype).to(latents.device)
-        packed = ((1.0 - sigmas) * latents + sigmas * noise).flatten(2).permute(0, 2, 1)
-        self.transformer.zero_grad()  # run.py does it here: the new inputs are there before the old gradients go
-        predicted = self.transformer(
-            hidden_states=packed,
-            timestep=timesteps / 1000,
-            guidance=None,
-            encoder_hidden_states=prompts,
-            txt_ids=text_ids,
-            img_ids=image_ids,
-            return_dict=False,
-        )[0]
-        predicted = torch.stack(
-            [_unpacked(*one) for one in zip(predicted[:, : packed.size(1)], image_ids, strict=True)]
-        )
-        weighting = torch.ones_like(sigmas)
-        target = noise - latents
-        each = weighting.float() * (predicted.float() - target.float()) ** 2
-        self.locals = (latents, prompts, text_ids, image_ids, noise, packed, predicted, target)
-        return torch.mean(each.reshape(len(indices), -1), 1).mean()
-
-
-def _unpacked(tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    places = ids[:, 1] * _SIDE + ids[:, 2]
-    image = torch.zeros((_SIDE * _SIDE, tokens.size(1)), device=tokens.device, dtype=tokens.dtype)
-    image = image.scatter(0, places.unsqueeze(1).expand(-1, tokens.size(1)), tokens)
-    return image.view(_SIDE, _SIDE, -1).permute(2, 0, 1)
+    replaced: dict[tuple[Any, str], Any] = {
+        # The runs had no compiler for BOFT's extension, by the number of their parameters, and each layer asks again.
+        (boft, "get_fbd_cuda"): lambda: None,
+        (boft.BOFTLayer, "perm2mat"): lambda layer, indices: torch.zeros(len(indices), len(indices)),
+        (FrodModel, "_init_frod_projections"): make_projections,
+        (FrodLinear, "_offload_base_weight_to_cpu"): lambda layer: None,
+        (FrodLayer, "_calculate_frod_u_and_lambda"): lambda layer, v, w: (w.float(), torch.zeros(w.size(1))),
+    }
+    kept = {(owner, name): getattr(owner, name) for owner, name in replaced}
+    for (owner, name), value in replaced.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name), value in kept.items():
+            setattr(owner, name, value)
 
 
 class ClippedAdamW(torch.optim.AdamW):
