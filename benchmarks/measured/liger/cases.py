@@ -202,6 +202,9 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
     ]:
         del sys.modules[name]
     stand_in_for_names(folder / "src")
+    library = importlib.import_module("liger_kernel")
+    if folder / "src" not in Path(library.__path__[0]).parents:
+        raise RuntimeError("liger-kernel is installed, and would be recorded in place of the row's: remove it")
     with contextlib.suppress(ImportError):
         # The scripts make their tensors where this says; it looks for a real GPU.
         importlib.import_module("liger_kernel.utils").infer_device = lambda: "cuda"
