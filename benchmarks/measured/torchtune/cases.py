@@ -25,6 +25,11 @@ _LEVERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "LoRA": ("LoRA", {**_OFFLOADED, "lora": True}, {}),
     "QLoRA": ("QLoRA", {**_OFFLOADED, "lora": True, "quantized": True}, {}),
 }
+_NOTES = {
+    "+ 8-bit AdamW": "the published peak is in the embedding's update, compiled by the Inductor of 2024; today's needs less",
+    "LoRA": "too large by as much as Adam's states of the adapters take; not known",
+    "QLoRA": "too large by as much as Adam's states of the adapters take; not known",
+}
 
 
 def cases() -> list[Case]:
@@ -44,6 +49,7 @@ def cases() -> list[Case]:
                     step=StepConfig(precision="fp32", **{"optimizer": "adamw-fused", **step}),  # all is bf16 as built
                     batch_size=int(row["batch_size"]),
                     seq_len=int(row["seq_len"]),
+                    note=_NOTES.get(row["technique"], ""),
                 )
             )
     return found
