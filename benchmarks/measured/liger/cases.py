@@ -52,8 +52,9 @@ SCRIPTS = {
 # What makes rows of a kernel, or of its Liger version alone, differ; README.md says how each was found.
 NOTES = {
     "rms_norm liger": "the buffer of the sum over rows, which PyTorch makes in its reduction kernel",
-    "fused_linear_cross_entropy liger": "measured with the fp32 copy of each chunk, which the row's commit removes",
 }
+# Rows that were measured before the change of the commit that has them: the library of the one before is taken.
+BEFORE = {"fused_linear_cross_entropy liger"}
 # Calls that a script made before the row's, of which what was compiled was still there, with its tensors: test, mode,
 # provider, sizes, and what differs of the configuration. README.md says how they were found.
 _FIRST = ("speed", "forward", "liger", (2,), {})
@@ -118,7 +119,7 @@ def cases() -> Iterator[Case]:
                     "kernel": row["kernel_name"],
                     "provider": row["kernel_provider"],
                     "mode": row["kernel_operation_mode"],
-                    "commit": row["commit"],
+                    "commit": row["commit"] + "^" * (f"{row['kernel_name']} {row['kernel_provider']}" in BEFORE),
                     "config": row["extra_benchmark_config_str"],
                 },
             ),
@@ -284,15 +285,16 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
         script.TorchNeighborhoodAttention._create_neighborhood_mask = lambda _, length, device: torch.zeros(
             length, length, device=device, dtype=torch.bool
         )
-    if kernel == "kto_loss":  # whose labels are random; half of the samples are chosen here
+    if kernel in ("kto_loss", "distill_cosine_loss", "distill_jsd_loss"):
         random = torch.randint
 
-        def half(*asked: Any, dtype: Any = None, **options: Any) -> torch.Tensor:
-            if dtype is not torch.bool:
-                return random(*asked, dtype=dtype, **options)
-            return torch.tensor([True, False] * (asked[1][0] // 2)).to(options["device"])
+        def known(*asked: Any, device: Any = None, **options: Any) -> torch.Tensor:
+            """Numbers that decide about what runs, made on the CPU, where they are real; of samples half are chosen."""
+            chosen = options.get("dtype") is torch.bool
+            numbers = torch.tensor([True, False] * (asked[1][0] // 2)) if chosen else random(*asked, **options)
+            return numbers if device is None else numbers.to(device)
 
-        torch.randint = half
+        torch.randint = known
     names = [name for name in vars(script) if name.startswith("bench_memory_")]
     name = f"bench_memory_{kernel}" if f"bench_memory_{kernel}" in names else names[0]
 

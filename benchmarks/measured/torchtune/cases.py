@@ -26,7 +26,7 @@ _LEVERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "QLoRA": ("QLoRA", {**_OFFLOADED, "lora": True, "quantized": True}, {}),
 }
 _NOTES = {
-    "+ 8-bit AdamW": "the published peak is in the embedding's update, compiled by the Inductor of 2024; today's needs less",
+    "+ 8-bit AdamW": "published: the peak is in the embedding's update, as Inductor of 2024 compiled it",
     "LoRA": "too large by as much as Adam's states of the adapters take; not known",
     "QLoRA": "too large by as much as Adam's states of the adapters take; not known",
 }
