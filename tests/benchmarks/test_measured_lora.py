@@ -54,6 +54,7 @@ def test_torchtunes_levers() -> None:
     """The rows come in the published order; all but AdamW's of 8 bits and the next change by as much, to 2.5 points."""
     for size in ("2 x 4096", "5 x 2048"):
         found = [row for name, row in rows("torchtune").items() if name.endswith(size)]
+        assert len(found) == 9
         for row, following in itertools.pairwise(found):
             published, ours = (following[name] / row[name] for name in ("published_bytes", "predicted_bytes"))
             assert (ours < 1) is (published < 1)
