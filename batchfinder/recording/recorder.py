@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors  # torch 2.13
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,12 +45,7 @@ def sums_gradients_in_place(func: Any, args: tuple[Any, ...]) -> bool:
     Source: `can_accumulate_inplace` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/input_buffer.cpp.
     """
-    if func is not aten.add.Tensor or torch.is_grad_enabled():
-        return False
-    caller: FrameType | None = sys._getframe(2)
-    while caller is not None and caller.f_globals["__name__"].startswith(("torch._compile", "torch._dynamo.")):
-        caller = caller.f_back  # which PyTorch has put around the method of a mode
-    if caller is None or caller.f_code is not _RUN_BACKWARD:
+    if func is not aten.add.Tensor or torch.is_grad_enabled() or not _called_by_engine():
         return False
     first, second = args[:2]
     return (
@@ -62,6 +57,23 @@ def sums_gradients_in_place(func: Any, args: tuple[Any, ...]) -> bool:
         and first._use_count() == 4  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == 2
     )
+
+
+def scatters_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a derivative puts gradients in their places among zeros: that of `sort`, `topk`, `max` along a dimension.
+
+    It does so in place, but makes another tensor of fake ones. Source: `value_selecting_reduction_backward_symint` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/ReduceOps.cpp.
+    """
+    return func is aten.scatter.src and not torch.is_grad_enabled() and _called_by_engine()
+
+
+def _called_by_engine() -> bool:
+    """Whether C++ code of a backward has called the operator for which the recorder asks, and no Python code has."""
+    caller: FrameType | None = sys._getframe(3)
+    while caller is not None and caller.f_globals["__name__"].startswith(("torch._compile", "torch._dynamo.")):
+        caller = caller.f_back  # which PyTorch has put around the method of a mode
+    return caller is not None and caller.f_code is _RUN_BACKWARD
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -141,11 +153,15 @@ class AllocationRecorder(TorchDispatchMode):
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str, module: str) -> None:
         """Say what the storages of these tensors are for and which module holds them.
 
-        Those on other devices are passed over.
+        Those on other devices are passed over. Of a tensor that wraps others (torchao's quantized ones) it is theirs.
         """
         for tensor in tensors:
-            if tensor is not None and tensor.device.type == DEVICE_TYPE:
-                block = self._block_of(local_part(tensor))
+            if tensor is None or tensor.device.type != DEVICE_TYPE:
+                continue
+            parts: list[Any] = []
+            get_plain_tensors(local_part(tensor), out=parts)
+            for part in parts:
+                block = self._block_of(part)
                 if block >= 0:
                     self.kinds[block] = kind
                     self.modules[block] = module
@@ -246,7 +262,7 @@ class AllocationRecorder(TorchDispatchMode):
             return equal is not False
         if kernel_memory.only_writes(func, args):
             return None
-        if self._sums_in_place and sums_gradients_in_place(func, args):
+        if (self._sums_in_place and sums_gradients_in_place(func, args)) or scatters_in_place(func, args):
             return args[0]
         if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
             in_backward = torch._C._current_autograd_node() is not None

@@ -113,9 +113,9 @@ class AdamW4bitStates(_StandIn):
     """torchao's AdamW4bit: two states of half a byte per element, an fp32 scale per block of 128 and 16 codes for each.
 
     Parameters of fewer than 4096 elements, or not of whole blocks, keep states of their own type. The update is one
-    compiled function for each parameter.
+    function of a parameter, compiled; its temporaries are those of the code that PyTorch 2.13's Inductor makes of it.
 
-    Source: https://github.com/pytorch/ao/blob/v0.18.0/torchao/optim/adam.py (`_new_buffer`) and
+    Source: https://github.com/pytorch/ao/blob/v0.18.0/torchao/optim/adam.py (`_new_buffer`, `single_param_adam`) and
     https://github.com/pytorch/ao/blob/v0.18.0/torchao/optim/subclass_4bit.py (`OptimState4bit.zeros`).
     """
 
@@ -133,6 +133,16 @@ class AdamW4bitStates(_StandIn):
             state[f"{name}.scale"] = torch.zeros(elements // self.block, device=device)
             state[f"{name}.qmap"] = torch.empty(self.codes, device=device)
         return state
+
+    def update(self, parameter: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """New scales, the new states in fp32, and their codes in int64, before two of them make a byte."""
+        if "exp_avg.scale" not in state:
+            return
+        scales = [torch.empty_like(state["exp_avg.scale"]) for _ in range(2)]
+        states = [torch.empty_like(parameter, dtype=torch.float32) for _ in range(2)]
+        codes = [torch.empty_like(parameter, dtype=torch.int64) for _ in range(2)]
+        while states:  # the first state is done with before the second
+            del states[0], codes[0], scales[0]
 
 
 class LionStates(_StandIn):
@@ -185,7 +195,7 @@ def _of_library(module: str, name: str, extra: str, parameters: Iterable[nn.Para
 
 
 _PAGED = "states of a paged optimizer lie in CUDA's managed memory, whose pages on the card are not counted"
-_COMPILED = "torchao's compiled update of 4-bit states is taken to need no temporaries"
+_COMPILED = "torchao's compiled update of 4-bit states is taken to be what PyTorch 2.13 compiles for large parameters"
 
 OPTIMIZERS: dict[str, NamedOptimizer] = {
     "adamw": NamedOptimizer(partial(torch.optim.AdamW, lr=_LEARNING_RATE)),

@@ -34,11 +34,12 @@ class Watch(TorchDispatchMode):
     Args:
         sums: the operators by which the autograd engine sums gradients where nobody watches, in order: in place then,
             but not where Python has a reference to one of them, as here.
+        scatters: the same of those that put gradients in their places among zeros.
     """
 
-    def __init__(self, sums: Iterator[str]) -> None:
+    def __init__(self, sums: Iterator[str], scatters: Iterator[str]) -> None:
         super().__init__()
-        self.sums = sums
+        self.sums, self.scatters = sums, scatters
         self.stage = (-1, "")
         self.sizes: By_Stage = defaultdict(list)
         self.seen: list[torch.UntypedStorage] = []
@@ -49,6 +50,8 @@ class Watch(TorchDispatchMode):
             self.note(leaf, None)
         output = func(*args, **(kwargs or {}))
         if func is aten.add.Tensor and torch._C._current_autograd_node() and next(self.sums) == "aten::add_":
+            self.note(output, None)
+        if func is aten.scatter.src and next(self.scatters) == "aten::scatter_":
             self.note(output, None)
         for leaf in torch.utils._pytree.tree_leaves(output):
             self.note(leaf, self.stage)
@@ -120,6 +123,23 @@ def convolutions() -> Workload:
     )
 
 
+class Selected(nn.Module):
+    """What is largest of each vector, and the largest sum of a sorted one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(20, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.linear(x)
+        return wide.max(dim=1).values.sum() + wide.topk(3).values.sum() + wide.sort().values.cumsum(1).amax()
+
+
+def selected() -> Workload:
+    """A layer of which single values are selected."""
+    return Workload(Selected(), lambda b, s: (torch.zeros(b, 20),), optimizer=adamw)
+
+
 def really(build: Callable[[], Workload], batch_size: int, seq_len: int | None) -> By_Stage:
     """Sizes per stage of a real step on the CPU."""
 
@@ -130,17 +150,19 @@ def really(build: Callable[[], Workload], batch_size: int, seq_len: int | None) 
         Step(workload, StepConfig(), torch.device("cpu")).run(batch_size, seq_len, on_stage)
 
     with torch.autograd.set_multithreading_enabled(False):
-        watch = Watch(iter(()))
+        watch = Watch(iter(()), iter(()))
         with profile(use_kineto=False) as profiler:
             run(build())
         inside = [(event.name, str(getattr(event.cpu_parent, "name", ""))) for event in profiler.function_events]
         engine = "autograd::engine::evaluate_function"
         watch = Watch(
-            iter([name for name, outer in inside if name.startswith("aten::add") and outer.startswith(engine)])
+            iter([name for name, outer in inside if name.startswith("aten::add") and outer.startswith(engine)]),
+            iter([name for name, outer in inside if name.startswith("aten::scatter") and not outer.endswith(name)]),
         )
         with watch:
             run(build())
         assert not list(watch.sums)
+        assert not list(watch.scatters)
     return watch.sizes
 
 
@@ -156,7 +178,8 @@ def recorded(trace: Trace) -> By_Stage:
 
 
 @pytest.mark.parametrize(
-    ("build", "batch_size", "seq_len"), [(perceptron, 7, None), (encoder, 3, 12), (convolutions, 5, None)]
+    ("build", "batch_size", "seq_len"),
+    [(perceptron, 7, None), (encoder, 3, 12), (convolutions, 5, None), (selected, 6, None)],
 )
 def test_sizes_are_those_of_a_real_step(
     record: Record, monkeypatch: pytest.MonkeyPatch, build: Callable[[], Workload], batch_size: int, seq_len: int | None

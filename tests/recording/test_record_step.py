@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from batchfinder.recording import operands
 from batchfinder.simulator.replay import alive_at
@@ -266,6 +267,25 @@ def test_optimizers(record: Record, optimizer: str, operator: str, states: int) 
     assert (
         any(op.startswith(operator) for op in made_by) if operator else not any("_foreach_sqrt" in op for op in made_by)
     )
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Keeps two states in one tensor of a subclass, as torchao's optimizers keep codes and scales."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if not self.state[parameter]:
+                data = parameter.detach()
+                self.state[parameter]["both"] = TwoTensor(torch.zeros_like(data), torch.zeros_like(data))
+
+
+def test_states_inside_a_tensor(record: Record) -> None:
+    """Tensors that an optimizer's state wraps in one of another class are its state."""
+    trace = record(lambda: dataclasses.replace(small.mlp(), optimizer=Wrapped), 8)
+    assert of_kind(trace, "optimizer") == 2 * PARAMETERS
 
 
 def test_adafactor_keeps_rows_and_columns(record: Record) -> None:

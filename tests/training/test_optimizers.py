@@ -125,6 +125,22 @@ def test_the_library_allocates_the_same(name: str, record: Record) -> None:
     assert held(ours) == held(real)
 
 
+@pytest.mark.slow
+def test_torchaos_update_takes_the_same(record: Record) -> None:
+    """torchao's own 4-bit AdamW, whose states are a tensor's subclass and whose update is compiled, does the same."""
+    optim = pytest.importorskip("torchao.optim")
+    pytest.importorskip("triton")
+
+    def workload(optimizer: Any = None) -> Any:
+        model = nn.Linear(1024, 4096, bias=False)
+        return replace(small.mlp(), model=model, make_batch=lambda b, s: (torch.zeros(b, 1024),), optimizer=optimizer)
+
+    ours = record(workload, 2, optimizer="adamw-4bit")
+    real = record(lambda: workload(lambda parameters: optim.AdamW4bit(parameters, lr=1e-5)), 2)
+    assert in_stage(ours, "optimizer")[1] == in_stage(real, "optimizer")[1]
+    assert held(ours) == held(real)
+
+
 def test_the_library_holds_the_same_4_bit_states() -> None:
     """torchao's own states of a real parameter are as large; its update is compiled, which needs a compiler."""
     optim = pytest.importorskip("torchao.optim")

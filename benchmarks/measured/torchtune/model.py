@@ -9,6 +9,7 @@ masked by flex attention there, compiled, which keeps what flash attention keeps
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.training.step import Workload
-from benchmarks.measured.torchtitan.model import Block, Llama, batch_of_tokens
+from benchmarks.measured.torchtitan.model import Block, Llama
 
-WIDTH, HEADS, KEY_HEADS, INNER, LAYERS, LENGTH = 3072, 24, 8, 8192, 28, 4096
+WIDTH, HEADS, KEY_HEADS, INNER, LAYERS = 3072, 24, 8, 8192, 28
+POSITIONS = 131072
+"""Of which rotary embedding keeps the cosines and sines, in fp32, whatever the length (`Llama3ScaledRoPE`)."""
+
 CHUNKS = 8
 STASH = 5
 """Activations on their way to the CPU that are still on the device (torchtune's `max_fwd_stash_size`)."""
@@ -37,6 +41,7 @@ def build(
     offload: bool = False,
     lora: bool = False,
     quantized: bool = False,
+    adamw_8bit: bool = False,
 ) -> Workload:
     """The model with the levers of one row, all in bf16.
 
@@ -47,8 +52,9 @@ def build(
         offload: saved activations to the CPU.
         lora: adapters of rank 64 train, and nothing else.
         quantized: the layers' weights are of 4 bits.
+        adamw_8bit: torchao's AdamW with states of 8 bits, whose update of a parameter is compiled.
     """
-    turns = torch.arange(LENGTH)[:, None] * 500000 ** -(torch.arange(0, WIDTH // HEADS, 2) / (WIDTH // HEADS))
+    turns = torch.arange(POSITIONS)[:, None] * 500000 ** -(torch.arange(0, WIDTH // HEADS, 2) / (WIDTH // HEADS))
     angles = torch.stack([turns.cos(), turns.sin()], -1)
     blocks: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -68,13 +74,32 @@ def build(
         parameter.requires_grad_(not lora or "lora_" in name)
     loss = ChunkedLoss(compiled) if chunked else _loss
     tuned = Offloading(model) if offload else model
-    return Workload(tuned, batch_of_tokens, loss, casts_weights=False)
+    return Workload(tuned, packed_batch, loss, _adamw_8bit if adamw_8bit else None, casts_weights=False)
 
 
-def rotate_pairs(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of (batch, tokens, heads, head size) by cosines and sines (tokens, head size / 2, 2)."""
+def _adamw_8bit(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(list(parameters), lr=2e-5)
+    return optimizer
+
+
+def packed_batch(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, which stand for the labels too, and each token's position in its sample."""
+    tokens = torch.zeros(batch_size, seq_len or 1, dtype=torch.int64)
+    return tokens, tokens.clone()
+
+
+def rotate_pairs(heads: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotary embedding of (batch, tokens, heads, head size).
+
+    Args:
+        heads: what is turned.
+        angles: cosines and sines of each position (positions, head size / 2, 2), and the positions (batch, tokens).
+    """
+    cache, positions = angles
     pairs = heads.float().reshape(*heads.shape[:-1], -1, 2)
-    cosine, sine = angles.view(1, heads.size(1), 1, -1, 2).unbind(-1)
+    cosine, sine = cache[positions].view(-1, heads.size(1), 1, heads.size(3) // 2, 2).unbind(-1)
     turned = torch.stack(
         [pairs[..., 0] * cosine - pairs[..., 1] * sine, pairs[..., 1] * cosine + pairs[..., 0] * sine], -1
     )
@@ -84,18 +109,21 @@ def rotate_pairs(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 class Float(Llama):
     """With logits in fp32."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens).float()
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
+        return self.output(self.hidden(tokens, positions)).float()
+
+    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, (self.angles, positions))
+        return self.norm(hidden)
 
 
-class Chunked(Llama):
+class Chunked(Float):
     """With logits in bf16, in chunks of the sequence; none of them is offloaded."""
 
-    def forward(self, tokens: torch.Tensor) -> Any:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, self.angles[: tokens.size(1)])
-        hidden = self.norm(hidden)
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
+        hidden = self.hidden(tokens, positions)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return [self.output(chunk) for chunk in hidden.chunk(CHUNKS, dim=1)]
 
@@ -106,7 +134,7 @@ class ChunkedLoss:
     def __init__(self, compiled: bool) -> None:
         self.of_chunk = torch.compile(_of_chunk) if compiled else _of_chunk
 
-    def __call__(self, logits: list[torch.Tensor], batch: tuple[torch.Tensor]) -> torch.Tensor:
+    def __call__(self, logits: list[torch.Tensor], batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         labels = batch[0]
         wanted = (labels != -100).sum()
         targets = [chunk.reshape(-1) for chunk in labels.tensor_split(CHUNKS, dim=1)]
@@ -122,7 +150,7 @@ def _of_chunk(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
 
 
-def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
+def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.size(-1)), batch[0].reshape(-1))
 
 
@@ -133,7 +161,7 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> Any:
         return checkpoint(self.block, x, angles, use_reentrant=False)
 
 
@@ -204,9 +232,9 @@ class Offloading(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: torch.Tensor) -> Any:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
         with Offloaded():
-            return self.model(tokens)
+            return self.model(tokens, positions)
 
 
 class Offloaded(torch.autograd.graph.saved_tensors_hooks):
