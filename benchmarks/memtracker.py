@@ -2,16 +2,20 @@
 
 `sweep_speed.py` runs it in a process of its own, since the fake GPU stays registered. The model is built once, and one
 step is taken first, so that the optimizer's state exists before the first size.
+
+`python -m benchmarks.memtracker SOURCE ...` records what it says of published figures, those of `benchmarks.measured`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -25,8 +29,11 @@ from batchfinder.recording import autocast, fake_device, rnn, sdpa
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.results import Shape
 from batchfinder.search import Secant
+from batchfinder.training.child_process import build_with
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload, call, default_loss
+from benchmarks.measured.__main__ import RESULTS
+from benchmarks.measured.case import Case
 
 TakeStep = Callable[[int, int], None]
 Ready = tuple[Workload, TakeStep, torch.optim.Optimizer]
@@ -75,12 +82,54 @@ def _ready(workload: Workload, make_batch: Callable[[int, int], Any]) -> Ready:
     return workload, take_step, optimizer
 
 
+def peak_of_case(case: Case) -> int:
+    """The most that MemTracker counts in the steps of a published figure's training, on fake tensors of the CPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = build_with(case.workload.builder, case.workload.arguments)
+        tracker = MemTracker()
+        tracker.track_external(workload.model)
+
+        def on_stage(step: int, stage: str, micro_batch: int) -> None:
+            if stage == "zero_grad":
+                tracker.reset_mod_stats()  # it follows a module through one step
+
+        with tracker:
+            Step(workload, case.step, torch.device("cpu")).run(case.batch_size, case.seq_len, on_stage)
+    return max(int(figures["Total"]) for figures in tracker.get_tracker_snapshot("peak").values())
+
+
+def record_cases(sources: Sequence[str]) -> None:
+    """Write what MemTracker says of the cases of `benchmarks.measured`.
+
+    The result, results/measured/memtracker/SOURCE.json, is complete after every case; those that it has are left out.
+    """
+    for source in sources:
+        path = RESULTS / "memtracker" / f"{source}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
+        for case in importlib.import_module(f"benchmarks.measured.{source}.cases").cases():
+            if case.name in rows or case.published_bytes is None:
+                continue
+            started = time.perf_counter()
+            try:
+                row: dict[str, Any] = {"peak_bytes": peak_of_case(case)}
+            except Exception as error:
+                row = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            rows[case.name] = {**row, "seconds": round(time.perf_counter() - started, 2)}
+            print(source, case.name, rows[case.name], flush=True)
+            facts = {"benchmark": "memtracker", "source": source, "versions": {"torch": version("torch")}, "rows": rows}
+            path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Print the largest size of each length as JSON, and every size tried with its peak and seconds.
 
     The argument is JSON: `model`, `seq_lens`, `budget_bytes`, `device` (`cpu` or `gpu`), and `near`, where the search
     starts, by length.
     """
+    if not sys.argv[1].startswith("{"):
+        record_cases(sys.argv[1:])
+        return
     request = json.loads(sys.argv[1])
     model, cells = request["model"], []
     with on_fake_cpu(model) if request["device"] == "cpu" else on_fake_gpu(model, (6, 1)) as ready:

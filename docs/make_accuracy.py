@@ -161,6 +161,10 @@ def page() -> str:
         if others:
             text += line(f"{source}: batchfinder", of_rows(its))
             text += "".join(line(f"{source}: {name}", of_rows(answers)) for name, answers in others.items())
+    if "limits" in total:
+        text += "\nxMem's authors repeated runs with such estimates as the allocator's limit. "
+        text += f"Of {total['limits']} runs, {total['limits_right']} went as the recorded step does with that limit, "
+        text += "through or out of memory.\n"
     text += "\n## The rows that are off most\n\nAt most two of a source.\n\n" + worst(rows)
     return text + AFTER
 

@@ -86,6 +86,8 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
             row["seconds"] = round(time.perf_counter() - start, 2)
             if predicted is not None and case.published_bytes is not None and case.statistic == RESERVED:
                 row["unsafe"] = case.is_unsafe(trace, predicted)
+            for limit, ran in case.limits_tried:
+                row.setdefault("limits", []).append([limit, ran, case.runs_within(trace, limit)])
             for context_bytes in case.other_contexts:
                 other = replace(case, context_bytes=context_bytes).predicted_bytes(trace)
                 row.setdefault("with_context", {})[format_bytes(context_bytes)] = other

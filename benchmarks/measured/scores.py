@@ -23,7 +23,8 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
         mean of the errors; `verdicts`, how many said rightly whether the run fits, of `asked`; `low`, the share of the
         figures that are below the published ones; `failed`; and `seconds`, the median of a row. Of `capped` rows, for
         which it is known whether the run goes well with its estimate as the limit or the verdict was wrong already,
-        `failures` is how many do not: xMem's measure. Of `brackets`, `hit` are those whose two verdicts are right,
+        `failures` is how many do not: xMem's measure. Of `limits` that runs were repeated with, `limits_right` is how
+        many of the outcomes the recorded step has as well. Of `brackets`, `hit` are those whose two verdicts are right,
         `below` those where the size that ran is said not to, and `above` the rest.
     """
     errors = [row["error"] for row in rows if "error" in row]
@@ -45,6 +46,9 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
         wrong = len(asked) - right
         scores["capped"] = sum("unsafe" in row or "error" not in row for row in asked)
         scores["failures"] = wrong + sum(bool(row.get("unsafe")) for row in asked)
+    outcomes = [ran == said for row in rows for _, ran, said in row.get("limits", ())]
+    if outcomes:
+        scores |= {"limits": len(outcomes), "limits_right": sum(outcomes)}
     scores |= _of_brackets(asked)
     seconds = [row["seconds"] for row in rows if "seconds" in row]
     if seconds:

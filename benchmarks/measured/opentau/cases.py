@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from benchmarks.measured.case import ALLOCATED, Case, read_rows
@@ -35,3 +36,25 @@ def cases() -> list[Case]:
             )
         )
     return found
+
+
+NUM_PARAMETERS = 34_250_000_000
+"""Of the policy, as `model.py` builds it."""
+
+
+def others() -> dict[str, list[dict[str, Any]]]:
+    """What DeepSpeed's estimator says of the ZeRO-2 rows, as rows for `scores.of_rows`.
+
+    It counts every parameter of a model as one that trains, and no activations: 2 bytes each, and 18 each over the
+    GPUs. Source: `estimate_zero2_model_states_mem_needs` without offloading, in
+    https://github.com/deepspeedai/DeepSpeed/blob/v0.19.5/deepspeed/runtime/zero/stage_1_and_2.py.
+    """
+    predicted = 2 * NUM_PARAMETERS + 18 * NUM_PARAMETERS // 8
+    answers = []
+    for case in cases():
+        if case.technique == "zero2":
+            answer: dict[str, Any] = {"published_bytes": case.published_bytes, "predicted_bytes": None}  # over 80 GB
+            if case.published_bytes is not None:
+                answer |= {"predicted_bytes": predicted, "error": predicted / case.published_bytes - 1}
+            answers.append(answer)
+    return {"DeepSpeed's estimator": answers}

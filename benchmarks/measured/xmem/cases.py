@@ -22,6 +22,7 @@ NOTES = {
     "cerebras/Cerebras-GPT-111M AdamW 10": _OF_LENGTHS.format(-0.6, -12.6),
     "T5-small Adam 5": _OF_LENGTHS.format(2.6, -3.0),
     "cerebras/Cerebras-GPT-111M SGD 5": _OF_LENGTHS.format(-3.1, 9.0),
+    "distilbert/distilgpt2 AdamW 15": "a block of 5.6 MiB lies in the free segment that the logits need; else -0.6 %",
     "MnasNet AdamW 200": _WORKSPACES,
     "MnasNet Adam 300": _WORKSPACES,
 }
@@ -40,6 +41,7 @@ def cases() -> list[Case]:
         if optimizer not in _NAMED:
             arguments["optimizer"] = optimizer
         name = f"{model} {optimizer} {row['batch_size']}"
+        step = CARD_BYTES[row["gpu"]] / 100
         note = NOTES.get(name, "")
         repeat = sum(each.name.partition(" #")[0] == name for each in found)
         found.append(
@@ -55,14 +57,19 @@ def cases() -> list[Case]:
                 seq_len=TOKENS if of_text else None,
                 note="" if repeat else note,
                 limits_tried=tuple(
-                    (int(row[f"{tool}_bytes"]), row[f"{tool}_second_oom"] == "False")
+                    (int(round(int(row[f"{tool}_bytes"]) / step) * step), row[f"{tool}_second_oom"] == "False")
                     for tool in OTHERS
                     if row[f"{tool}_bytes"] and row[f"{tool}_second_oom"]
                 ),
+                limit_step_bytes=step,
             )
         )
     return found
 
+
+CARD_BYTES = {"RTX 3060": 12622168064, "A100 40GB": 42474471424}
+"""`total_gpu_memory` in the results. A second run's limit is a share of it in whole percent, rounded to the nearest:
+`_get_mem_fraction` in exp/run.py."""
 
 NUM_PARAMETERS = {
     "EleutherAI/gpt-neo-125M": 125_198_592,

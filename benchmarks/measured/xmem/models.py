@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from batchfinder.training.step import Workload
@@ -185,8 +186,21 @@ def attention_of_2025(module: Any, query: Any, key: Any, value: Any, *args: Any,
     return sdpa_attention_forward(module, query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
 
 
+def mask_of_2025(attention_mask: torch.Tensor, q_length: int, kv_length: int, *_: Any, **__: Any) -> torch.Tensor:
+    """transformers' mask for scaled_dot_product_attention: one of fp32 for all layers, (batch, 1, queries, keys).
+
+    Today's is of truth values, and PyTorch makes one of fp32 of it in each layer.
+
+    Source: `_prepare_4d_causal_attention_mask_for_sdpa` in
+    https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_attn_mask_utils.py.
+    """
+    least = torch.finfo(torch.float32).min
+    mask = AttentionMaskConverter(is_causal=True).to_4d(attention_mask, q_length, torch.float32, kv_length)
+    return AttentionMaskConverter._unmask_unattended(mask, min_dtype=least)
+
+
 ALL_ATTENTION_FUNCTIONS.register(OF_2025, attention_of_2025)
-ALL_MASK_ATTENTION_FUNCTIONS.register(OF_2025, sdpa_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(OF_2025, mask_of_2025)
 
 
 class Classifier(nn.Module):
