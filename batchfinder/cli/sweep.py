@@ -23,7 +23,11 @@ from batchfinder.report.terminal import tell
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sweep; whatever was found is printed, also when it ends early."""
+    if one_of("--engine", arguments.engine, ("here", "ray")) == "here" and arguments.address is not None:
+        raise InvalidValue("--address", arguments.address, "--engine ray with it")
     if one_of("--find", arguments.find, ("batch-size", "seq-len")) == "seq-len":
+        if arguments.engine == "ray":
+            raise InvalidValue("--engine", "ray", "here with --find seq-len")
         return find_lengths(arguments)
     if arguments.batch_size is not None:
         raise InvalidValue("--batch-size", arguments.batch_size[0], "--find seq-len with it: a sweep finds batch sizes")
@@ -44,7 +48,12 @@ def main(arguments: argparse.Namespace) -> int:
     progress = SweepProgress(request.conditions)
     try:
         with progress:
-            complete = run_sweep(request, progress)
+            if arguments.engine == "ray":
+                from batchfinder.fleet import run_on_ray
+
+                complete = run_on_ray(request, progress, arguments.address)
+            else:
+                complete = run_sweep(request, progress)
     finally:
         if rows := progress.rows:
             table = sweep_table(rows, request.conditions, arguments.explain)
@@ -112,7 +121,8 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
                 expect()
                 find = simulate_cells if request.place.device == SIMULATED else measure_cells
                 cells = ModelCells(model, simulations[model], lengths[model], request)
-                find(cells, lambda status: progress.update(status, terminal_only=True), progress.found)
+                for row in find(cells, lambda status: progress.update(status, terminal_only=True)):
+                    progress.found(row)
             except CacheFailed:
                 raise
             except BatchFinderError as error:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 
 from batchfinder.cache import CacheKey
@@ -98,10 +98,8 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
     )
 
 
-def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Callable[[SweepRow], object]) -> None:
-    """Find every cell of a model.
-
-    `status` is given lines on what is being done, `found` each row.
+def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterator[SweepRow]:
+    """Find every cell of a model, and yield each row as it is found; `status` is given lines on what is being done.
 
     Raises:
         BatchFinderError: the model could not be recorded.
@@ -111,6 +109,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
     if request.options.gpus > 1:
         simulations = cells.simulation.on_several({card.count for card in request.place.cards})
     changed: dict[StepOptions, Simulation] = {}
+    capabilities = sorted({card.device.compute_capability for card in request.place.cards})
+    recorded: set[int] = set()
     for card in request.place.cards:
         for seq_len in cells.seq_lens:
             cell = cells.cell(seq_len, card)
@@ -124,6 +124,11 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
             entry = None if request.cache is None else request.cache.entry(key, cells.model)
             known = entry.get() if entry is not None else None
             limits = request.max_batch_size, request.min_batch_size, request.multiple_of
+            if known is None and card.count not in recorded:
+                recorded.add(card.count)
+                for capability in capabilities:  # from old to new: newer kernels take no more blocks, and can share
+                    with suppress(BatchFinderError):  # raised again where it is needed
+                        simulation.source(capability, cells.seq_lens).is_scaled(seq_len)
             result = known or search_simulated(probe, Shape(seq_len), *limits)
             if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
                 needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
@@ -142,18 +147,16 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
             if request.page and len(request.place.cards) <= _CARDS_WITH_CHANGES:
                 status(f"{cell}, with other options")
                 changes = changes_of(cell, result, cells, changed)
-            found(
-                SweepRow(
-                    cell,
-                    result,
-                    trials,
-                    seconds=time.perf_counter() - start,
-                    cached=known is not None,
-                    unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
-                    curve=curve,
-                    over_time=over_time,
-                    changes=changes,
-                )
+            yield SweepRow(
+                cell,
+                result,
+                trials,
+                seconds=time.perf_counter() - start,
+                cached=known is not None,
+                unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
+                curve=curve,
+                over_time=over_time,
+                changes=changes,
             )
 
 
@@ -194,11 +197,10 @@ _NEED_IS_SIMULATED = "what a single sample needs is simulated"
 _CPU_ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "LD_PRELOAD")
 
 
-def measure_cells(cells: ModelCells, status: Callable[[str], object], found: Callable[[SweepRow], object]) -> None:
-    """Find every cell of a model on the one device of the request, the longest sequence first.
+def measure_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterator[SweepRow]:
+    """Find every cell of a model on the one device of the request, the longest sequence first; as `simulate_cells`.
 
-    So memory that shorter ones leave behind cannot be in its way. The simulation is for predictions. `status` is given
-    lines on what is being done, `found` each row.
+    So memory that shorter ones leave behind cannot be in its way. The simulation is for predictions.
 
     Raises:
         ContextDied: the user's code killed the CUDA context, twice.
@@ -207,7 +209,7 @@ def measure_cells(cells: ModelCells, status: Callable[[str], object], found: Cal
     """
     with closing(MeasuredCells(cells, status)) as measured:
         for seq_len in sorted(cells.seq_lens, key=lambda length: length or 0, reverse=True):
-            found(measured.row(seq_len))
+            yield measured.row(seq_len)
 
 
 class MeasuredCells:

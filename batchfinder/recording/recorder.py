@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def _scratch_sizes(scratch: kernel_memory.Scratch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+    """What a kernel takes on another card; None where there is none for these arguments."""
+    try:
+        return scratch(*args, **kwargs)
+    except BatchFinderError:
+        return None
+
+
 class AllocationRecorder(TorchDispatchMode):
     """Watches every operator; a storage seen for the first time on the fake GPU is an allocation.
 
@@ -38,12 +47,14 @@ class AllocationRecorder(TorchDispatchMode):
 
     Args:
         capability: the simulated GPU's compute capability, for the kernels' own memory.
+        others: compute capabilities on which the recording may turn out to be the same.
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
 
     Attributes:
         sharded: the class of tensors that are spread over several GPUs, once there are any.
         paused: while not 0, what runs takes no memory on a GPU: PyTorch works out shapes.
+        alike: of the others, those whose kernels have taken as many blocks so far, with the blocks of other sizes.
     """
 
     # Else PyTorch would say of `flex_attention` that it knows no rule for this class.
@@ -54,9 +65,12 @@ class AllocationRecorder(TorchDispatchMode):
         capability: tuple[int, int],
         module: Callable[[], str],
         on_operator: Callable[[str], None] = lambda name: None,
+        others: Iterable[tuple[int, int]] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
+        self._scratch_on = {other: kernel_memory.attention_scratch(other) for other in others}
+        self.alike: dict[tuple[int, int], dict[int, int]] = {other: {} for other in others}
         self._module = module
         self._on_operator = on_operator
         self.sharded: type | None = None
@@ -213,7 +227,9 @@ class AllocationRecorder(TorchDispatchMode):
             in_backward = torch._C._current_autograd_node() is not None
             if in_backward not in self._workspaces:
                 self._workspaces.add(in_backward)
-                self._allocate(self._workspace_bytes, name, "workspace")
+                block = self._allocate(self._workspace_bytes, name, "workspace")
+                for other, sizes in self.alike.items():
+                    sizes[block] = kernel_memory.cublas_workspace_bytes(other)
         of_values = fake_values.output_of_values(func, args, kwargs, self.values)
         if of_values is not None:
             output, known_values, places = of_values
@@ -246,6 +262,13 @@ class AllocationRecorder(TorchDispatchMode):
         if scratch is not None:
             blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
             self.order.extend(~block for block in reversed(blocks))
+            for other in list(self.alike):
+                on_other = self._scratch_on[other].get(func, scratch)
+                taken = None if on_other is scratch else _scratch_sizes(on_other, args, kwargs)
+                if on_other is not scratch and (taken is None or len(taken) > len(blocks)):
+                    del self.alike[other]
+                elif taken is not None:  # what is not allocated there takes nothing
+                    self.alike[other].update(zip_longest(blocks, taken, fillvalue=0))
         return output
 
     def _run_on_shards(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,6 +303,10 @@ class AllocationRecorder(TorchDispatchMode):
                 for column in (self.sizes, self.operators, self.modules, self.kinds, self.streams, self._shapes):
                     del column[first:]
                 self._workspaces = workspaces
+                self.alike = {
+                    other: {block: size for block, size in sizes.items() if block < first}
+                    for other, sizes in self.alike.items()
+                }
         self.unmodelled[f"{name}: what its kernel takes besides its outputs"] = None
         try:
             return kernel_memory.REPLACED.get(func, func)(*args, **kwargs)

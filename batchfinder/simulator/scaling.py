@@ -9,10 +9,12 @@ that would differ at a length asked for, that size is recorded itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, combinations_with_replacement
+from typing import Any
 
 from batchfinder.simulator.trace import Trace, TraceStructure
 
@@ -71,6 +73,9 @@ class ScaledTrace:
     """A trace for any batch size of at least 2 and any of the sequence lengths it was fitted for.
 
     The events are the same at every size; `index` says for each block which of the `polynomials` gives its bytes.
+
+    Attributes:
+        replays: what was replayed of it, for `TraceSource.replays`.
     """
 
     structure: TraceStructure
@@ -78,6 +83,7 @@ class ScaledTrace:
     index: tuple[int, ...]
     unmodelled: tuple[str, ...]
     compiled: bool = False
+    replays: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         length = seq_len or 1
@@ -180,8 +186,10 @@ def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) 
         if size != smaller and size * few != smaller * many:
             return None
         sizes.append(size if size == smaller else size * few // gpus)
-    return replace(first, sizes=tuple(sizes), shapes=())
+    return replace(first, sizes=tuple(sizes), shapes=(), alike={})
 
+
+_fit_once = functools.lru_cache(maxsize=16)(fit)  # for compute capabilities that share their recordings
 
 Submit = Callable[[int, int | None], "Future[Trace]"]
 
@@ -281,6 +289,11 @@ class TraceSource:
                 self._scaled[seq_len] = self._fit([seq_len]) if len(lengths) > 1 else None
         return self._scaled[seq_len]
 
+    def replays(self, batch_size: int, seq_len: int | None) -> dict[Any, Any]:
+        """Where replays at a size may be kept: with the scaled trace, for as long as that is; else for one use."""
+        scaled = self._scaled_at(seq_len) if batch_size > 1 else None
+        return {} if scaled is None or scaled.compiled else scaled.replays
+
     def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
         """Record a compiled step at these very sizes, where it was scaled to them; whether there were any."""
         new = [size for size in batch_sizes if self._compiled and (size, seq_len) not in self._recorded]
@@ -304,7 +317,7 @@ class TraceSource:
         for count in (2, 3):
             futures = [self.ask(*point) for point in points[:count]]
             traces = [future.result() for future in futures]
-            scaled = fit(traces, seq_lens)
+            scaled = _fit_once(tuple(traces), tuple(seq_lens))
             if scaled is None and traces[0].compiled and not self._compiled:
                 self._compiled = True
                 return self._fit(seq_lens)

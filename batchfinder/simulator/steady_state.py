@@ -7,12 +7,14 @@ or it runs out of memory in one of those steps. Two steps cannot tell, so the la
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -80,6 +82,7 @@ def simulate_steady_state(
 _Site = tuple[str, int, str, str, str, int]
 
 
+@functools.lru_cache(maxsize=16)  # the step is the same at every size
 def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStructure, tuple[int, ...]] | None:
     """A trace whose last step is taken several times more.
 
@@ -196,6 +199,11 @@ def smallest_usable_bytes(
     return high * SEGMENT_STEP_BYTES
 
 
+_CURVE_START = 32
+"""Where a card's memory is looked for first on the curve of what sizes need."""
+_CURVE_STEPS = 4
+
+
 class SimulatedProbe:
     """Says whether a size would run on a simulated card.
 
@@ -246,16 +254,37 @@ class SimulatedProbe:
         trace = self.trace(batch_size, shape)
         return replay(trace.structure, trace.sizes, CachingAllocator(memory or self.memory, self.allocator))
 
+    def unlimited(self, batch_size: int, shape: Shape) -> Timeline:
+        """The replay of one size on a card with unlimited memory, which all cards share where the trace is scaled."""
+        replays, key = self._shared_replays(batch_size, shape), (batch_size, shape.seq_len, self.allocator)
+        if key not in replays:
+            replays[key] = self.timeline(batch_size, shape, UNLIMITED)
+        return replays[key]
+
     def needed_bytes(self, batch_size: int, shape: Shape) -> int:
         """The most the allocator would reserve for a size on a card with unlimited memory."""
-        return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
+        return self.unlimited(batch_size, shape).max_reserved_bytes
 
     def steady_state(self, batch_size: int, shape: Shape, exact: bool = False) -> SteadyState:
-        """One size replayed until the allocator's cache is steady; `exact` as for `trace`."""
+        """One size replayed until the allocator's cache is steady; `exact` as for `trace`.
+
+        What never reserves more than this card has is replayed on it as on one with unlimited memory: an allocator that
+        calls cudaMalloc for each segment reads a card's size only where that fails.
+        """
         trace = self.trace(batch_size, shape, exact)
-        return simulate_steady_state(
+        key = batch_size, shape.seq_len, self.allocator
+        shared = {} if exact or self.allocator.expandable_segments else self._shared_replays(batch_size, shape)
+        if key in shared and shared[key].max_reserved_bytes <= self.memory.capacity_bytes:
+            return SteadyState(shared[key])
+        steady = simulate_steady_state(
             trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
         )
+        if steady.timeline.fits and not steady.timeline.num_alloc_retries:
+            shared[key] = steady.timeline
+        return steady
+
+    def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Timeline]:
+        return {} if self._edit is not None else self.traces.replays(batch_size, shape.seq_len)
 
     def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
         """The step's trace at one size.
@@ -282,3 +311,40 @@ def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
         return large
     crossing = math.floor(small + (probe.memory.capacity_bytes - low) / per_sample)
     return max(2 if probe.traces.is_scaled(shape.seq_len) else 1, crossing)
+
+
+def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, int]:
+    """The sizes at which a card's memory is full, by what would be reserved and by what would be allocated.
+
+    Both are read off the curve of `SimulatedProbe.unlimited`, which is the same for all cards: powers of two on either
+    side of the card's memory, and lines between them. The first runs, as a rule, and the next size up does not. Where
+    the allocator does well by giving back what it does not use, the largest size lies between the two.
+
+    Args:
+        largest: no larger size is looked at.
+
+    Returns:
+        Two sizes of at least 2, as a batch of one needs a recording of its own.
+    """
+    room, most = probe.memory.capacity_bytes, max(2, largest)
+
+    def crossing(needed: Callable[[int], int]) -> int:
+        low = high = min(_CURVE_START, most)
+        while needed(low) > room:
+            if low == 2:
+                return 2
+            low, high = max(2, low // 2), low
+        while needed(high) <= room:
+            if high == most:
+                return most
+            low, high = high, min(2 * high, most)
+        for _ in range(_CURVE_STEPS):
+            slope = max(1, needed(high) - needed(low)) / (high - low)
+            guess = min(low + int((room - needed(low)) / slope), high - 1)
+            if guess <= low:
+                break
+            low, high = (guess, high) if needed(guess) <= room else (low, guess)
+        return low
+
+    reserved = crossing(lambda size: probe.unlimited(size, shape).max_reserved_bytes)
+    return reserved, max(reserved, crossing(lambda size: probe.unlimited(size, shape).max_allocated_bytes))
