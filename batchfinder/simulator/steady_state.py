@@ -201,7 +201,7 @@ def smallest_usable_bytes(
 
 _CURVE_START = 32
 """Where a card's memory is looked for first on the curve of what sizes need."""
-_CURVE_STEPS = 4
+_CURVE_STEPS = 8
 
 
 class SimulatedProbe:
@@ -259,7 +259,8 @@ class SimulatedProbe:
         replays, key = self._shared_replays(batch_size, shape), (batch_size, shape.seq_len, self.allocator)
         if key not in replays:
             replays[key] = self.timeline(batch_size, shape, UNLIMITED)
-        return replays[key]
+        timeline: Timeline = replays[key]
+        return timeline
 
     def needed_bytes(self, batch_size: int, shape: Shape) -> int:
         """The most the allocator would reserve for a size on a card with unlimited memory."""
@@ -271,19 +272,22 @@ class SimulatedProbe:
         What never reserves more than this card has is replayed on it as on one with unlimited memory: an allocator that
         calls cudaMalloc for each segment reads a card's size only where that fails.
         """
-        trace = self.trace(batch_size, shape, exact)
         key = batch_size, shape.seq_len, self.allocator
         shared = {} if exact or self.allocator.expandable_segments else self._shared_replays(batch_size, shape)
+        trace = self.trace(batch_size, shape, exact)
         if key in shared and shared[key].max_reserved_bytes <= self.memory.capacity_bytes:
             return SteadyState(shared[key])
-        steady = simulate_steady_state(
-            trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
-        )
-        if steady.timeline.fits and not steady.timeline.num_alloc_retries:
-            shared[key] = steady.timeline
+        steady: SteadyState | None = shared.get((*key, self.memory))
+        if steady is None:
+            steady = simulate_steady_state(
+                trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
+            )
+            shared[*key, self.memory] = steady
+            if steady.timeline.fits and not steady.timeline.num_alloc_retries:
+                shared[key] = steady.timeline
         return steady
 
-    def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Timeline]:
+    def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Any]:
         return {} if self._edit is not None else self.traces.replays(batch_size, shape.seq_len)
 
     def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
@@ -313,38 +317,37 @@ def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
     return max(2 if probe.traces.is_scaled(shape.seq_len) else 1, crossing)
 
 
-def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, int]:
-    """The sizes at which a card's memory is full, by what would be reserved and by what would be allocated.
+def fill_card(probe: SimulatedProbe, shape: Shape, largest: int, needed: Callable[[Timeline], int]) -> int:
+    """The size at which a card's memory is full, if none of it is ever given back.
 
-    Both are read off the curve of `SimulatedProbe.unlimited`, which is the same for all cards: powers of two on either
-    side of the card's memory, and lines between them. The first runs, as a rule, and the next size up does not. Where
-    the allocator does well by giving back what it does not use, the largest size lies between the two.
+    It is read off the curve of `SimulatedProbe.unlimited`, which is the same for all cards: powers of two on either
+    side of the card's memory, and lines between them.
 
     Args:
         largest: no larger size is looked at.
+        needed: what counts of a replay on a card with unlimited memory. A size of which no more is reserved than there
+            is runs; of one that runs at all, no more is allocated.
 
     Returns:
-        Two sizes of at least 2, as a batch of one needs a recording of its own.
+        A size of at least 2, as a batch of one needs a recording of its own.
     """
     room, most = probe.memory.capacity_bytes, max(2, largest)
-
-    def crossing(needed: Callable[[int], int]) -> int:
-        low = high = min(_CURVE_START, most)
-        while needed(low) > room:
-            if low == 2:
-                return 2
-            low, high = max(2, low // 2), low
-        while needed(high) <= room:
-            if high == most:
-                return most
-            low, high = high, min(2 * high, most)
-        for _ in range(_CURVE_STEPS):
-            slope = max(1, needed(high) - needed(low)) / (high - low)
-            guess = min(low + int((room - needed(low)) / slope), high - 1)
-            if guess <= low:
-                break
-            low, high = (guess, high) if needed(guess) <= room else (low, guess)
-        return low
-
-    reserved = crossing(lambda size: probe.unlimited(size, shape).max_reserved_bytes)
-    return reserved, max(reserved, crossing(lambda size: probe.unlimited(size, shape).max_allocated_bytes))
+    low = high = min(_CURVE_START, most)
+    while (low_bytes := needed(probe.unlimited(low, shape))) > room:
+        if low == 2:
+            return 2
+        low, high = max(2, low // 2), low
+    while (high_bytes := needed(probe.unlimited(high, shape))) <= room:
+        if high == most:
+            return most
+        low, low_bytes, high = high, high_bytes, min(2 * high, most)
+    for _ in range(_CURVE_STEPS):
+        guess = min(low + (room - low_bytes) * (high - low) // max(1, high_bytes - low_bytes), high - 1)
+        if guess <= low:
+            break
+        guess_bytes = needed(probe.unlimited(guess, shape))
+        if guess_bytes <= room:
+            low, low_bytes = guess, guess_bytes
+        else:
+            high, high_bytes = guess, guess_bytes
+    return low
