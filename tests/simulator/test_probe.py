@@ -192,7 +192,7 @@ def test_cards_share_what_is_replayed(expandable: bool) -> None:
 
 @pytest.mark.parametrize("usable", [GIB, GIB + 70 * MIB, 2 * GIB, 5 * GIB, 11 * GIB])
 def test_a_full_card_is_read_off_the_curve(usable: int) -> None:
-    """The size is the largest of which no more is reserved than there is, at least 2 and at most what is of interest."""
+    """The largest size of which no more is reserved than there is, at least 2 and at most what is of interest."""
     asked = probe_of(DeviceMemory(12 * GIB, usable))
     right = max(2, (usable - GIB) // (24 * MIB))
     assert fill_card(asked, SHAPE, 1 << 20, lambda seen: seen.max_reserved_bytes) == right
