@@ -119,6 +119,7 @@ class SearchResult:
         source: `simulated`, `measured`, `cache`, or `checkpoint` where a Lightning run went on from one.
         unmodelled: what a simulated figure leaves out, in words.
         free_bytes: what was free on a real device when the search began; None on a simulated one.
+        trained_bytes: peak allocated and peak reserved of the last training that ended with this answer; None before.
     """
 
     shape: Shape
@@ -129,3 +130,4 @@ class SearchResult:
     source: str = "measured"
     unmodelled: tuple[str, ...] = ()
     free_bytes: int | None = None
+    trained_bytes: tuple[int | None, int | None] | None = None

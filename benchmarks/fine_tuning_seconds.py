@@ -26,12 +26,12 @@ from batchfinder.devices import host_name
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (2048, 4096, 8192)
 TECHNIQUES = {
-    "LoRA": ("--lora", "16"),
-    "QLoRA": ("--lora", "16", "--quantization", "nf4"),
-    "LoRA, layers compiled": ("--lora", "16", "--compile", "layers"),
-    "LoRA, Liger": ("--lora", "16", "--loss", "liger"),
+    "LoRA": ("--lora", "16", "--precision", "bf16-true"),
+    "QLoRA": ("--lora", "16", "--quantization", "nf4", "--precision", "bf16-mixed"),
+    "LoRA, layers compiled": ("--lora", "16", "--compile", "layers", "--precision", "bf16-true"),
+    "LoRA, Liger": ("--lora", "16", "--loss", "liger", "--precision", "bf16-true"),
 }
-COMMON = ("--model", "llama-3.1-8b", "--gpu", "h100", "--precision", "bf16-true", "--json")
+COMMON = ("--model", "llama-3.1-8b", "--gpu", "h100", "--json")
 
 
 def asked(command: str, technique: str, length: int) -> dict[str, Any]:

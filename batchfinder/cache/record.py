@@ -74,7 +74,8 @@ def encode(record: Record) -> bytes:
 
 
 def result_as_json(result: SearchResult) -> dict[str, Json]:
-    """A search's result as a record has it."""
+    """A search's result as a record has it; what few records have is left out of the others."""
+    trained = result.trained_bytes
     return {
         "seq_len": _index(result.shape.seq_len),
         "max_batch_size": operator.index(result.max_batch_size),
@@ -87,6 +88,7 @@ def result_as_json(result: SearchResult) -> dict[str, Json]:
         "source": result.source,
         "unmodelled": list(result.unmodelled),
         "free_bytes": _index(result.free_bytes),
+        **({} if trained is None else {"trained_bytes": [_index(size) for size in trained]}),
     }
 
 
@@ -161,6 +163,8 @@ def _check_sense(record: Record) -> None:
         "max_batch_size": (result.max_batch_size, 0, most_samples),
         "seq_len": (result.shape.seq_len, 1, MAX_BATCH_SIZE),
         "free_bytes": (result.free_bytes, 0, MAX_BYTES),
+        "allocated in training": ((result.trained_bytes or (None, None))[0], 0, MAX_BYTES),
+        "reserved in training": ((result.trained_bytes or (None, None))[1], 0, MAX_BYTES),
         **{name: (getattr(key, name), 0, MAX_BYTES) for name in ("total_bytes", "usable_bytes", "headroom_bytes")},
         **{name: (getattr(key, name), 1, MAX_BATCH_SIZE) for name in ("accumulation", "floor", "multiple_of")},
     }
@@ -207,7 +211,8 @@ def result_from_json(value: object) -> SearchResult:
     """
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(value, "outcome", dict)
-    if set(body) != names:
+    trained = _of(body.get("trained_bytes"), "trained_bytes", list, NoneType)
+    if body.keys() - {"trained_bytes"} != names or len(trained or (0, 0)) != 2:
         raise DamagedRecord(f"its outcome is {shown(value)}")
     trials = []
     for trial in _of(body["trials"], "trials", list):
@@ -225,6 +230,9 @@ def result_from_json(value: object) -> SearchResult:
         source=_of(body["source"], "source", str),
         unmodelled=tuple(_of(text, "unmodelled", str) for text in _of(body["unmodelled"], "unmodelled", list)),
         free_bytes=_of(body["free_bytes"], "free_bytes", int, NoneType),
+        trained_bytes=None
+        if trained is None
+        else (_of(trained[0], "trained_bytes", int, NoneType), _of(trained[1], "trained_bytes", int, NoneType)),
     )
 
 

@@ -13,6 +13,7 @@ from batchfinder.cli.options import read_file, write_file
 from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.terminal import printable
+from batchfinder.results import SearchResult
 from batchfinder.units import format_bytes
 
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
@@ -109,6 +110,8 @@ def list_table(records: Sequence[Record], url: str) -> Table:
         "source": [record.result.source for record in records],
         "found": [f"{record.created:%Y-%m-%d}" for record in records],
     }
+    if any(record.result.trained_bytes for record in records):
+        columns["peak in training"] = [_in_training(record.result) for record in records]
     short = {heading: [printable(cell, _MOST_LETTERS) for cell in cells] for heading, cells in columns.items()}
     return Table(f"Cached results at {url}", (), short)
 
@@ -141,6 +144,16 @@ def record_tables(record: Record) -> Iterator[Table]:
                 "seconds": [f"{measurement.seconds:.3f}" for measurement in seen],
             },
         )
+
+
+def _in_training(result: SearchResult) -> str:
+    """The peak reserved of the last training, and that of the answer when it was tried."""
+    trained = None if result.trained_bytes is None else result.trained_bytes[1]
+    seen = result.measurement
+    tried = None if seen is None or not seen.fits else seen.peak_reserved_bytes
+    if trained is None:
+        return ""
+    return format_bytes(trained) + ("" if tried is None else f" (tried: {format_bytes(tried)})")
 
 
 def _text(value: object, is_bytes: bool = False) -> str:

@@ -195,17 +195,18 @@ def suggest(
 
 
 _LEAST_OPTIMIZER_SHARE = 0.01
-_FLASH, _OTHER_ATTENTION = "aten._scaled_dot_product_flash", ("aten._scaled_dot_product_", "aten._safe_softmax")
+_ATTENTION = ("aten._scaled_dot_product_", "aten._safe_softmax")
+_FUSED_ATTENTION = tuple(f"aten._scaled_dot_product_{kernel}" for kernel in ("flash", "cudnn", "efficient"))
 
 
 def changes_nothing(changes: Changes, alone: Estimate) -> bool:
-    """Whether options cannot matter: flash attention that is there already, or the optimizer of a few adapters.
+    """Whether options cannot matter: flash attention in place of a fused kernel, or the optimizer of a few adapters.
 
     An optimizer's state counts where it is at least 1 % of the peak.
     """
     if changes.get("attention") == "flash":
-        kernels = {name for name in alone.trace.structure.operators if name.startswith(_OTHER_ATTENTION)}
-        return bool(kernels) and all(name.startswith(_FLASH) for name in kernels)
+        kernels = {name for name in alone.trace.structure.operators if name.startswith(_ATTENTION)}
+        return bool(kernels) and all(name.startswith(_FUSED_ATTENTION) for name in kernels)
     return "optimizer" in changes and alone.kinds.optimizer < _LEAST_OPTIMIZER_SHARE * alone.peak_bytes
 
 

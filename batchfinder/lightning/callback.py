@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -48,11 +49,12 @@ from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_dat
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
 from batchfinder.lightning.stage_tuner import StageTuner
+from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
 from batchfinder.snapshot.training_state import restore_on_exit
-from batchfinder.units import parse_budget, parse_headroom
+from batchfinder.units import format_bytes, parse_budget, parse_headroom
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import StageLoop
@@ -198,6 +200,7 @@ class BatchFinder(Accumulating):
         self._records: dict[str, list[Record]] = {}
         self._resumed: dict[str, SearchResult] = {}
         self._finding = False
+        self._memory: Memory | None = None  # with the peak of the fit that is running
         self._token = uuid4().hex
         _FINDERS[self._token] = self
 
@@ -358,6 +361,38 @@ class BatchFinder(Accumulating):
         elif self._micro_batching is not None:
             found_sizes["micro_batch_size"] = results[0].batch_size  # at the longest length
         self._applied["hyperparameters"] = Applied(undoing=[add_hyperparameters(trainer, found_sizes)])
+        self._memory = memory_of(trainer.strategy.root_device, options.budget)
+        self._memory.reset_peak()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the peak of the run with that of the size when it was tried: in a line, the loggers, the cache."""
+        memory, self._memory = self._memory, None
+        found = self._in_use.get("fit")
+        if memory is None or found is None or trainer.global_step == 0:
+            return
+        allocated, reserved = memory.peaks()
+        if reserved is None:
+            return
+        size = found.batch_size
+        seen = {t.batch_size: t.measurement.peak_reserved_bytes for t in (*found.earlier_trials, *found.result.trials)}
+        said = f"{format_bytes(reserved)} {'resident' if allocated is None else 'reserved'}"
+        if allocated is not None:
+            said += f" and {format_bytes(allocated)} allocated"
+        tried = seen.get(size)
+        if tried is not None:
+            said += f"; {format_bytes(tried)} when it was tried"
+        rank_zero_info(f"BatchFinder: the peak of training with batch size {size} was {said}.")
+        metrics = {"peak_reserved_bytes": reserved, "peak_allocated_bytes": allocated}
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            logger.log_metrics(
+                {f"batchfinder/{name}": float(value) for name, value in metrics.items() if value is not None},
+                step=trainer.global_step,
+            )
+        if found.entry is not None and trainer.is_global_zero:
+            with suppress(CacheFailed):  # of which the search has warned
+                known = found.entry.get()
+                if known is not None and known.max_batch_size == found.result.max_batch_size:
+                    found.entry.put(replace(known, trained_bytes=(allocated, reserved)))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the size of `trainer.validate`, `test` or `predict`; its loaders have been asked for already."""

@@ -164,7 +164,9 @@ def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: b
         effective = [one for one in tried if one.effective_batch_size is not None]
         notes += [f"{one.change}: an effective batch of {one.effective_batch_size}" for one in effective]
         notes += [f"{one.change}: {one.error}" for one in tried if one.error is not None]
-        tables.append(Table("Other options on one GPU", (), columns, tuple(notes)))
+        gpus = found.request.options.gpus
+        title = f"Other options on {'one GPU' if gpus == 1 else f'{gpus} GPUs'}"
+        tables.append(Table(title, (), columns, tuple(notes)))
     return tuple(tables)
 
 

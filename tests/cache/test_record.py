@@ -63,6 +63,7 @@ outcomes = st.builds(
     source=st.sampled_from(["simulated", "measured"]),
     unmodelled=st.lists(st.text(), max_size=3).map(tuple),
     free_bytes=sizes,
+    trained_bytes=st.none() | st.tuples(sizes, sizes),
 ).map(_sensible)
 
 
@@ -75,7 +76,7 @@ def test_an_outcome_comes_back_as_it_was(outcome, make_key):
 
 
 def test_no_field_of_an_outcome_is_forgotten():
-    """The record writes every field there is; a new one has to be added here and given a new schema."""
+    """The record writes every field there is; a new one has to be added here, and read where it is missing."""
     names = {
         cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in (SearchResult, Measurement, Trial, Shape)
     }
@@ -89,6 +90,7 @@ def test_no_field_of_an_outcome_is_forgotten():
             "source",
             "unmodelled",
             "free_bytes",
+            "trained_bytes",
         ),
         Measurement: (
             *("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),

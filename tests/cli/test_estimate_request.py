@@ -151,7 +151,9 @@ def test_all_at_once() -> None:
     ("changes", "operators", "optimizer", "nothing"),
     [
         ({"attention": "flash"}, ("aten.mm", "aten._scaled_dot_product_flash_attention.default"), 0, True),
-        ({"attention": "flash"}, ("aten._scaled_dot_product_efficient_attention.default",), 0, False),
+        ({"attention": "flash"}, ("aten._scaled_dot_product_cudnn_attention.default",), 0, True),
+        ({"attention": "flash"}, ("aten._scaled_dot_product_efficient_attention.default",), 0, True),
+        ({"attention": "flash"}, ("aten._safe_softmax.default",), 0, False),
         ({"attention": "flash"}, ("aten.mm",), 0, False),
         ({"optimizer": "sgd"}, (), 9, True),
         ({"optimizer": "sgd"}, (), 10, False),
@@ -161,7 +163,7 @@ def test_all_at_once() -> None:
 def test_what_changes_nothing_is_not_tried(
     changes: dict[str, object], operators: tuple[str, ...], optimizer: int, nothing: bool
 ) -> None:
-    """Neither flash attention where it runs already, nor another optimizer for less than 1 % of the peak."""
+    """Neither flash attention where a fused kernel runs, nor another optimizer for less than 1 % of the peak."""
     names = ("",) * len(operators)
     trace = Trace(1, 8, TraceStructure((), (), operators, names, names), ())
     alone = estimate(trace, DeviceMemory(GIB, GIB))

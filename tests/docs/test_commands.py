@@ -20,6 +20,7 @@ TESTED_WHOLE = ("batchfinder reproduce all",)
 FIRST = "batchfinder sweep"
 """What a newcomer runs."""
 
+_INLINE = re.compile(r"`(batchfinder [^`]+)`")
 _SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # What the commands speak of as if it were the reader's.
@@ -54,6 +55,13 @@ def test_there_are_commands() -> None:
     """The pages are found, and each command stands on one of them."""
     verbs = {command.split()[1] for command in _commands()}
     assert verbs == {"sweep", "profile", "estimate", "plan", "reproduce", "cache", "page"}
+
+
+def test_the_readmes_table_has_commands_of_the_pages() -> None:
+    """So that each is run below."""
+    inline = _INLINE.findall(PAGES[0].read_text())
+    assert len(inline) >= 4
+    assert set(inline) <= set(_commands())
 
 
 @pytest.mark.parametrize("command", [command for command in _commands() if command not in TESTED_WHOLE])

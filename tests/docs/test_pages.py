@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
+import inspect
 import io
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
+
+import batchfinder
+from batchfinder.cli.parser import build_parser
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
@@ -34,16 +40,33 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_the_example_in_python_prints_what_it_says() -> None:
-    """The README's one example that needs no model of the reader's."""
-    (code,) = (
-        block
-        for block in re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
-        if "FunctionProbe" in block
-    )
+    """The one example that needs no model of the reader's."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "commands.md").read_text(), re.M | re.S)
+    (code,) = (block for block in blocks if "FunctionProbe" in block)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {})
     assert printed.getvalue() == code.rpartition("# ")[2]
+
+
+def test_the_readmes_lines_of_python_can_be_called() -> None:
+    """Each call in its table is of a public name, with arguments that it takes."""
+    lines = re.findall(r"\| `(\w+\(.*\))` \|", README.read_text())
+    calls = [node for line in lines for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Call)]
+    ours = {ast.unparse(call.func): call for call in calls if hasattr(batchfinder, ast.unparse(call.func))}
+    assert ours.keys() == {"BatchFinder", "tune_trainer", "tune_batch_size"}
+    for name, call in ours.items():
+        keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
+        inspect.signature(getattr(batchfinder, name)).bind(*call.args, **keywords)
+
+
+def test_the_gallery_shows_its_scripts_commands() -> None:
+    """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order, and they parse."""
+    commands = [command for case in _script("make_gallery").CASES for command in case.commands]
+    shown = re.findall(r"^\$ (batchfinder .*)$", (DOCS / "gallery.md").read_text(), re.MULTILINE)
+    assert shown == commands
+    for command in commands:
+        build_parser().parse_args(shlex.split(command)[1:])
 
 
 def test_coverage_page_is_up_to_date() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from batchfinder.cache import Store
+from batchfinder.cli.cache import list_table
 from batchfinder.lightning.callback import BatchFinder
+from batchfinder.units import format_bytes
 from tests.lightning import nets
 from tests.lightning.oom_net import MESSAGE, Bounded
 
@@ -53,6 +58,36 @@ def test_a_cached_answer_is_tried_once_or_not_at_all() -> None:
     assert len(first.trials) > 1
     assert (certified.source, [trial.batch_size for trial in certified.trials]) == ("cache", [8])
     assert (trusted.source, trusted.trials) == ("cache", ())
+
+
+def test_the_peak_of_training_is_compared(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """In one line, for the loggers, and in the cache, whose list shows it; not where no step was taken."""
+    cache = Store(str(tmp_path / "cache"))
+    for steps in (0, 3):
+        finder = BatchFinder(max_batch_size=4, cache=cache)
+        logger = CSVLogger(str(tmp_path), name="", version=f"of_{steps}")
+        with caplog.at_level("INFO"):
+            nets.trainer(callbacks=[finder], max_steps=steps, logger=logger).fit(nets.ConvNet())
+        lines = [line for line in caplog.messages if line.startswith("BatchFinder: the peak of training")]
+        assert len(lines) == (1 if steps else 0)
+    assert re.fullmatch(
+        rf"BatchFinder: the peak of training with batch size 4 was {SIZE} resident; {SIZE} when it was tried\.",
+        lines[0],
+    )
+    (record,) = cache.records()
+    assert record.result.trained_bytes is not None
+    allocated, reserved = record.result.trained_bytes
+    assert allocated is None
+    assert reserved is not None
+    logged = (tmp_path / "of_3/metrics.csv").read_text().splitlines()
+    assert dict(zip(logged[0].split(","), logged[-1].split(","), strict=True))[
+        "batchfinder/peak_reserved_bytes"
+    ] == str(float(reserved))
+    tried = record.result.measurement
+    assert tried is not None
+    assert tried.peak_reserved_bytes is not None
+    shown = f"{format_bytes(reserved)} (tried: {format_bytes(tried.peak_reserved_bytes)})"
+    assert list_table([record], cache.url).columns["peak in training"] == [shown]
 
 
 def test_running_out_of_memory_in_training_lowers_the_record(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,104 @@
+"""Writes gallery.md by running its commands: `python docs/make_gallery.py`. It takes a few minutes, and no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).with_name("gallery.md")
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+
+class Case(NamedTuple):
+    """What somebody wants to know, what they type, and what the answer means."""
+
+    title: str
+    words: str
+    commands: tuple[str, ...]
+
+
+QLORA = (
+    "batchfinder sweep --model llama-3.1-8b --gpu rtx-4090 --seq-len 2048 --lora 16 --quantization nf4 "
+    "--precision bf16-mixed --gradient-checkpointing"
+)
+CASES = (
+    Case(
+        "An 8B model on a card of 24 GB",
+        "QLoRA: 4-bit weights, adapters of rank 16, activation checkpointing. The peak is at the logits, so the "
+        "chunked loss makes room for larger micro-batches.",
+        (QLORA, f"{QLORA} --loss chunked"),
+    ),
+    Case(
+        "BERT on a T4",
+        "64 sequences do not fit at once; `plan` tries what changes training least first, and here accumulation is "
+        "enough.",
+        ("batchfinder plan --model bert-base --gpu t4 --seq-len 512 --target-batch-size 64",),
+    ),
+    Case(
+        "ViT on an RTX 3090",
+        "For images, `--seq-len` is the side in pixels.",
+        ("batchfinder sweep --model vit-base --gpu rtx-3090 --seq-len 224 --seq-len 384 --precision bf16-mixed",),
+    ),
+    Case(
+        "A 70B model on 64 H100",
+        "Any model of transformers is built from its `config.json`; this one is Llama 3.1 70B's. FSDP2 is PyTorch's "
+        "own, recorded for one rank of 64.",
+        (
+            "batchfinder sweep --model llama-70b/config.json --gpu h100 --gpus 64 --strategy fsdp2 --seq-len 4096 "
+            "--precision bf16-mixed --gradient-checkpointing",
+        ),
+    ),
+)
+HEAD = """\
+# Gallery
+
+Questions that people ask, and what batchfinder says. `python docs/make_gallery.py` ran these commands and wrote this
+page. All of it is simulated, without a GPU.
+"""
+
+
+def output_of(command: str, folder: Path) -> str:
+    """What the command prints, in a folder with the 70B model's config."""
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "100", "BATCHFINDER_CACHE": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.rstrip()
+
+
+def main() -> None:
+    """Run all commands and write the page."""
+    parts = [HEAD]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "llama-70b").mkdir()
+        (Path(folder) / "llama-70b/config.json").write_text(json.dumps(LLAMA_70B))
+        for case in CASES:
+            parts.append(f"\n## {case.title}\n\n{case.words}\n")
+            parts += [f"\n```console\n$ {each}\n{output_of(each, Path(folder))}\n```\n" for each in case.commands]
+    PAGE.write_text("".join(parts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
