@@ -131,9 +131,6 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
         raise MissingExtra("ray", "ray", "--engine ray", reason) from error
     own = not ray.is_initialized()
     if own:
-        os.environ.setdefault(
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
-        )  # what Ray says it will do from some version on
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -250,7 +247,8 @@ def _collect(ray: ModuleType, groups: Sequence[CellGroup], request: SweepRequest
             running.remove(task)
             if said.url:
                 raise CacheFailed(said.url, said.words)
-            progress.failed(BatchFinderError(said.words))
+            kind = tasks[task].accelerator
+            progress.failed(BatchFinderError(f"on {kind}: {said.words}" if kind else said.words))
             complete = False
         else:
             cell = said.cell.model, said.cell.card.name, said.cell.seq_len
