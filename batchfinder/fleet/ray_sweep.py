@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -130,20 +131,20 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
         reason = "" if isinstance(error, ModuleNotFoundError) and error.name == "ray" else str(error)
         raise MissingExtra("ray", "ray", "--engine ray", reason) from error
     own = not ray.is_initialized()
-    if own:
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InvalidValue("--address", address, f"the address of a Ray cluster ({reason})") from error
-    try:
+    with ExitStack() as stack:
+        # Ray prints there what happens to nodes, among our JSON.
+        stack.enter_context(redirect_stdout(sys.stderr))
+        if own:
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise InvalidValue("--address", address, f"the address of a Ray cluster ({reason})") from error
+            stack.callback(ray.shutdown)
         groups = divide(request, ray.nodes())
         if request.cache is not None and "://" not in request.cache.url and len(alive(ray.nodes())) > 1:
             tell(f"batchfinder: each machine keeps results at {request.cache.url}; --cache s3://... is one for all")
         return _collect(ray, groups, request, progress)
-    finally:
-        if own:
-            ray.shutdown()
 
 
 def alive(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

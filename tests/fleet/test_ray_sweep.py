@@ -181,6 +181,7 @@ def test_a_sweep_survives_a_node_and_its_driver(
                 break
     assert found == len(GPUS) * len(LENGTHS) + 1
     again = subprocess.run(on_ray, capture_output=True, check=True, **settings)
+    assert again.stdout.startswith("{"), again.stdout[:2000]
     rows = json.loads(again.stdout)["rows"]
     assert sum(row["source"] == "cache" for row in rows) >= found
     here = subprocess.run([*command, "--no-cache"], capture_output=True, check=True, **settings)
