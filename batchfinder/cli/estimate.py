@@ -19,7 +19,6 @@ from batchfinder.cli.options import (
 )
 from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
-from batchfinder.estimate.sharding import RECORDED, STAGES, sharded_step
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
@@ -40,6 +39,8 @@ _LIGHTER_OPTIMIZERS = {
     "sgd-momentum": ("sgd",),
 }
 _BF16_CAPABILITY = (8, 0)
+_STRATEGIES = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3, FSDP": "fsdp2"}
+"""What is shown for several GPUs where none was asked for, by the names that it has there."""
 
 Changes = dict[str, Any]
 """Options to be changed, by their names in Python."""
@@ -86,7 +87,7 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
     chosen = asked_card(arguments, count)
     check_model_name(arguments.model)
     options = step_options(arguments)
-    if options.strategy is None:  # all of them are tried, and all but one are made of the step on one GPU
+    if options.strategy is None:  # several are tried
         options = replace(options, gpus=1)
     return EstimateRequest(
         model=arguments.model,
@@ -128,14 +129,15 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             alternatives = suggest(request, simulation, probe, alone, line)
         strategies = {}
         if card.count > 1 and request.options.gpus == 1:
-            strategies = {name: estimated(sharded_step(trace, stage, card.count)) for name, stage in STAGES.items()}
-            sharded = replace(request.options, gpus=card.count, strategy="fsdp2")
-            if sharded.refused_together() is None:
-                line.update("recording FSDP2")
-                recorded = simulation.with_spec(spec, sharded.step(request.accumulation))
-                its_probe = recorded.probe(card.device, [seq_len], request.allocator)
-                its_trace = its_probe.trace(request.batch_size, Shape(seq_len), exact=True)
-                strategies[RECORDED] = estimated(its_trace)
+            line.update(f"recording what {card.count} GPUs can do")
+            asked_of = {}
+            for name, strategy in _STRATEGIES.items():
+                spread = replace(request.options, gpus=card.count, strategy=strategy)
+                if spread.refused_together() is None:
+                    recorded = simulation.with_spec(spec, spread.step(request.accumulation))
+                    source = recorded.source(card.device.compute_capability, [seq_len])
+                    asked_of[name] = source.ask(request.batch_size, seq_len)
+            strategies = {name: estimated(recording.result()) for name, recording in asked_of.items()}
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer="its own"))
     return EstimateFindings(request, alone, strategies, alternatives, probe.unmodelled)

@@ -50,6 +50,8 @@ def present_gpus(timeout_seconds: float = _TIMEOUT_SECONDS) -> tuple[PresentGpu,
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = parse_nvidia_smi(_ask("nvidia-smi", _NVIDIA_QUERY, timeout_seconds))
+    if visible is not None and visible.startswith("MIG-"):
+        return mig_slices(_ask("nvidia-smi", ("-L",), timeout_seconds), gpus, visible) or gpus
     if not gpus:
         gpus = parse_rocm_smi(_ask("rocm-smi", _ROCM_QUERY, timeout_seconds))
         visible = os.environ.get("HIP_VISIBLE_DEVICES", visible)
@@ -61,9 +63,8 @@ def visible_gpus(gpus: Sequence[PresentGpu], visible: str | None) -> tuple[Prese
 
     Its entries are all indices or all prefixes of UUIDs. The first that names no GPU ends the list; naming one twice
     leaves none (`_parse_visible_devices`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/cuda/__init__.py).
-    A MIG instance hides nothing here: nvidia-smi's query does not say which GPU it is on.
     """
-    if visible is None or visible.startswith("MIG-"):
+    if visible is None:
         return tuple(gpus)
     chosen: list[PresentGpu] = []
     for entry in visible.split(","):
@@ -78,6 +79,30 @@ def visible_gpus(gpus: Sequence[PresentGpu], visible: str | None) -> tuple[Prese
             return ()
         chosen += named
     return tuple(chosen)
+
+
+def mig_slices(listed: str, gpus: Sequence[PresentGpu], visible: str) -> tuple[PresentGpu, ...]:
+    """The slice that a value of `CUDA_VISIBLE_DEVICES` such as `MIG-c7384736-...` names: CUDA shows a process one.
+
+    Args:
+        listed: what `nvidia-smi -L` prints: a line for each GPU, and after it one for each of its slices, such as
+            `  MIG 3g.20gb     Device  0: (UUID: MIG-c7384736-...)`.
+        gpus: the whole GPUs.
+        visible: the value; of several entries the first counts.
+
+    Returns:
+        The slice with its GPU's name and its own, as CUDA names it, and the gigabytes of its profile; empty where it is
+        not listed. Older drivers write `MIG-GPU-<UUID of the GPU>/3/0`, which is not looked up.
+    """
+    wanted, whole = visible.partition(",")[0].strip(), None
+    for line in listed.splitlines():
+        if found := re.match(r"GPU (\d+): ", line):
+            whole = next((gpu for gpu in gpus if gpu.index == int(found[1])), None)
+        found = re.match(r"\s+MIG (\d+g\.(\d+)gb)\S*\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
+        if found and whole is not None and found[3].startswith(wanted):
+            name = f"{whole.name} MIG {found[1]}"
+            return (PresentGpu(whole.index, name, int(found[2]) * GIB, whole.compute_capability, found[3]),)
+    return ()
 
 
 def driver_version(timeout_seconds: float = _TIMEOUT_SECONDS) -> str:

@@ -20,7 +20,19 @@ from batchfinder.training.strategies import mesh_shape, shard
 def prepare() -> None:
     """Import what shards a model, which takes a second or two."""
     importlib.import_module("torch.distributed.fsdp")
+    importlib.import_module("torch.distributed.optim")
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
+
+
+def make_group(config: StepConfig, rank: int = 0) -> None:
+    """Make this process a rank of as many as the step is taken on."""
+    import torch.distributed as dist
+
+    # The group of PyTorch's own tests of one rank, which answers every collective at once and moves nothing.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), world_size=config.gpus, rank=rank)
 
 
 def make_mesh(config: StepConfig) -> Any:
@@ -28,14 +40,9 @@ def make_mesh(config: StepConfig) -> Any:
 
     It is made outside of any fake mode: its table of ranks has to be a real tensor.
     """
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    # The group of PyTorch's own tests of one rank, which answers every collective at once and moves nothing.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), world_size=config.gpus, rank=0)
+    make_group(config)
     shape = mesh_shape(config.strategy, config.gpus)
     return init_device_mesh(DEVICE_TYPE, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
@@ -71,8 +78,12 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
     left_out = ["NCCL's own memory, which is outside the allocator: 4 MiB for each channel and peer, and more"]
     if config.strategy is not None:
         left_out.append("gradients are not clipped")
-    if config.strategy == "ddp":
+    if config.strategy in ("ddp", "zero1"):
         left_out.append("DDP's broadcast of the weights as it is set up, in pieces of 250 MiB")
+    elif config.strategy == "tp":
+        left_out.append("sums over the GPUs are in place; norms and residuals are whole on each GPU")
+    elif config.strategy == "zero2":
+        left_out.append("DeepSpeed's settings are its defaults: buckets of 500 million elements, no overlap")
     elif config.strategy is not None:
         left_out.append("embeddings and head are of the root's unit; accelerate 1.15 gives them units of their own")
     return tuple(left_out)

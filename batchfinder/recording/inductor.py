@@ -141,7 +141,8 @@ class InductorForCard:
         from torch._inductor.fx_passes import pad_mm
         from torch.utils import _triton
 
-        # torch/utils/_triton.py; asks the driver for its card
+        # torch/utils/_triton.py; it remembers what it was told before there was a card, and asks the driver for it
+        _triton.has_triton.cache_clear()
         _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
         for name in ("triton", "cpp", "cpp_pybinding"):  # torch/_inductor/async_compile.py
             setattr(async_compile.AsyncCompile, name, lambda *args, **kwargs: _NoKernel())
@@ -191,7 +192,7 @@ class InductorForCard:
         """Have graphs renamed to CUDA before the passes of torch/_inductor/compile_fx.py, and back after them."""
         from torch._inductor import compile_fx
 
-        partition, inner = compile_fx.partition_fn, compile_fx.compile_fx_inner
+        partition, inner, forward = compile_fx.partition_fn, compile_fx.compile_fx_inner, compile_fx.compile_fx_forward
 
         def partition_renamed(graph: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             with self._for_cuda(graph, joint_inputs):
@@ -201,7 +202,13 @@ class InductorForCard:
             with self._for_cuda(graph, example_inputs):
                 return inner(graph, example_inputs, **kwargs)
 
+        # A graph that needs no backward is not split in two, and its passes run here.
+        def forward_renamed(graph: fx.GraphModule, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._for_cuda(graph, example_inputs):
+                return forward(graph, example_inputs, *args, **kwargs)
+
         compile_fx.partition_fn = partition_renamed  # type: ignore[assignment]
+        compile_fx.compile_fx_forward = forward_renamed  # type: ignore[assignment]
         self._compile_inner = compile_renamed
 
     def compile(self, model: Any, inputs: Any, settings: Mapping[str, Any]) -> Any:

@@ -126,7 +126,7 @@ def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
 
 @functools.cache
 def _writes_lists(func: Any) -> bool:
-    return func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
+    return func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")) and not func._schema.returns
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
@@ -163,10 +163,40 @@ def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> list
     return [torch.promote_types(grad.dtype, output.dtype).itemsize * output.numel()] if output.numel() else []
 
 
+def _contiguous_copies(*tensors: torch.Tensor) -> list[int]:
+    """What normalization reads is copied where it is not contiguous, as the gradient of a sum is not.
+
+    Source: `layer_norm_cuda`, `layer_norm_backward_cuda` and their RMS versions in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu.
+    """
+    return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
+
+
+def _fft_r2c(x: torch.Tensor, dim: list[int], normalization: int, onesided: bool) -> list[int]:
+    """A second tensor like the output, where the transform takes several steps: in more than three dimensions, or from
+    the first two on, as of a whole matrix.
+
+    cuFFT's own work area is not here: its documentation says no size.
+
+    Source: `_fft_r2c_cufft` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/SpectralOps.cpp.
+    """
+    if len(dim) <= 3 and tuple(dim[:2]) != (0, 1):
+        return []
+    length = x.size(dim[-1])
+    return [2 * x.nbytes // length * (length // 2 + 1 if onesided else length)]
+
+
 # `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's.
 SCRATCH: dict[Any, Scratch] = {
     aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
+    aten.native_layer_norm.default: lambda x, *_: _contiguous_copies(x),
+    aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),
+    aten._fused_rms_norm.default: lambda x, *_: _contiguous_copies(x),
+    aten._fused_rms_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),
+    aten._fft_r2c.default: _fft_r2c,
+    aten._fft_c2r.default: lambda x, *_: [x.nbytes],  # a copy, which cuFFT may write over; as in `_fft_r2c`'s source
     # The betas, which are as large as the alphas.
     aten._ctc_loss_backward.Tensor: lambda *args: [args[6].nbytes],
 }

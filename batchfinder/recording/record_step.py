@@ -23,6 +23,7 @@ from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
+from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank
 
 _CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
 
@@ -73,7 +74,7 @@ def record_step(
     others = {device_for(gpu).compute_capability for gpu in all_gpus()} - {capability}
     sdpa.same_kernels.clear()
     sdpa.same_kernels.update(others)
-    recording = AllocationRecorder(capability, tracker.current, on_operator, others)
+    recording = AllocationRecorder(capability, tracker.current, on_operator, workload.sums_in_place, others)
 
     def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         copy = fake_device.fake_copy(tensor, device, dtype)
@@ -92,6 +93,7 @@ def record_step(
         elif stage == "optimizer":
             for name, parameter in workload.model.named_parameters():
                 recording.label([parameter.grad], "gradient", name.rpartition(".")[0])
+            recording.label([getattr(step.optimizer, "summed", None)], "gradient", "")
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
         recording.mark(number, stage, micro_batch)
@@ -104,6 +106,8 @@ def record_step(
     one_thread = torch.autograd.set_multithreading_enabled(False)
     sharded = distributed.shards(workload, config)
     mesh = distributed.make_mesh(config) if sharded else None
+    if config.strategy == "zero1":
+        distributed.make_group(config, fullest_rank(workload.model, config.gpus))
     if sharded:
         with mode, allow_fake_weights():
             fake_device.move_module(workload.model, move, step.weights_dtype)
@@ -131,6 +135,11 @@ def record_step(
         for name, parameter in workload.model.named_parameters():
             holders[parameter] = name.rpartition(".")[0]
             recording.label([parameter], "parameter", holders[parameter])
+        if isinstance(step.optimizer, PartitionedOptimizer):
+            bucket = BUCKET_ELEMENTS * step.optimizer.flat.element_size()
+            for block, size in enumerate(recording.sizes):
+                if size == bucket and recording.kinds[block] in ("temporary", "activation"):
+                    recording.kinds[block] = "communication"
         for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
             recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
@@ -168,7 +177,7 @@ def record_step(
     }
     trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops, alike)
     # DDP's reducer reads what tensors hold, and so does not run here: its buckets are added.
-    return add_blocks(trace, buckets_of(trace)) if config.strategy == "ddp" else trace
+    return add_blocks(trace, buckets_of(trace)) if config.strategy in ("ddp", "zero1") else trace
 
 
 def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:

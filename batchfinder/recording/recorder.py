@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from batchfinder.simulator.trace import StageMark, TraceStructure
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # what calls the autograd engine, in torch 2.13
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,6 +42,37 @@ def _scratch_sizes(scratch: kernel_memory.Scratch, args: tuple[Any, ...], kwargs
         return None
 
 
+def sums_gradients_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an addition is the autograd engine's, which a GPU does in the memory of its first gradient.
+
+    A tensor that several operators have read gets a gradient from each. The engine adds the second to the first in
+    place, where nothing else has that or shares its memory; of fake tensors it always makes a new one. It is told from
+    other callers by the frame that its operators come from (a derivative that adds tensors itself, such as that of
+    `var_mean`, comes from there too), and whether it has the last reference by the counts of torch 2.13: beside the
+    engine's, a tensor has three for this call, and its storage one for the object that Python makes of it here.
+
+    Source: `can_accumulate_inplace` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/input_buffer.cpp.
+    """
+    if func is not aten.add.Tensor or torch.is_grad_enabled():
+        return False
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller.f_globals["__name__"].startswith(("torch._compile", "torch._dynamo.")):
+        caller = caller.f_back  # which PyTorch has put around the method of a mode
+    if caller is None or caller.f_code is not _RUN_BACKWARD:
+        return False
+    first, second = args[:2]
+    return (
+        type(first) is type(second) is FakeTensor
+        and first.device.type == DEVICE_TYPE
+        and first.shape == second.shape
+        and first.dtype == second.dtype
+        and torch.ops.aten.is_non_overlapping_and_dense(first)
+        and first._use_count() == 4  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == 2
+    )
+
+
 class AllocationRecorder(TorchDispatchMode):
     """Watches every operator; a storage seen for the first time on the fake GPU is an allocation.
 
@@ -47,9 +81,10 @@ class AllocationRecorder(TorchDispatchMode):
 
     Args:
         capability: the simulated GPU's compute capability, for the kernels' own memory.
-        others: compute capabilities on which the recording may turn out to be the same.
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
+        sums_in_place: whether autograd sums gradients as `sums_gradients_in_place` says, or makes a new tensor of each.
+        others: compute capabilities on which the recording may turn out to be the same.
 
     Attributes:
         sharded: the class of tensors that are spread over several GPUs, once there are any.
@@ -65,9 +100,11 @@ class AllocationRecorder(TorchDispatchMode):
         capability: tuple[int, int],
         module: Callable[[], str],
         on_operator: Callable[[str], None] = lambda name: None,
+        sums_in_place: bool = True,
         others: Iterable[tuple[int, int]] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._sums_in_place = sums_in_place
         self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
         self._scratch_on = {other: kernel_memory.attention_scratch(other) for other in others}
         self.alike: dict[tuple[int, int], dict[int, int]] = {other: {} for other in others}
@@ -189,7 +226,7 @@ class AllocationRecorder(TorchDispatchMode):
             if isinstance(func, HigherOrderOperator):
                 raise user_kernels.not_compiled(name)
         if self.sharded is not None and self.sharded in types:
-            if not name.startswith("aten._foreach_") or "norm" in name:
+            if not name.startswith(("aten._foreach_", "aten._fused_")) or "norm" in name:
                 return NotImplemented  # it comes back here with what this rank has of it
             if kernel_memory.only_writes(func, args):
                 return None
@@ -223,6 +260,8 @@ class AllocationRecorder(TorchDispatchMode):
             return equal is not False
         if kernel_memory.only_writes(func, args):
             return None
+        if self._sums_in_place and sums_gradients_in_place(func, args):
+            return args[0]
         if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
             in_backward = torch._C._current_autograd_node() is not None
             if in_backward not in self._workspaces:

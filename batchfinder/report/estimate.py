@@ -106,10 +106,7 @@ _LEAST_SHARE = 0.001
 """Of the bytes alive: a module with less has no line of its own."""
 _STATES = ("parameters", "gradients", "optimizer")
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-_SHARDING_ASSUMPTIONS = (
-    "how ZeRO-1 and ZeRO-2 deal out parameters, and when a layer's full gradients are in memory",
-    "NCCL's own memory",
-)
+_SHARDING_ASSUMPTIONS = ("NCCL's own memory",)
 
 
 def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: bool = False) -> tuple[Table, ...]:
@@ -148,7 +145,7 @@ def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: b
         )
         left_out = (
             "model states: parameters, gradients and optimizer state at the peak",
-            "communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them",
+            "communication: DDP's buckets and ZeRO-2's; for FSDP what is gathered from shards or on its way to them",
             *assumptions(_SHARDING_ASSUMPTIONS, explain),
         )
         tables.append(Table(several, (), sharded, left_out))

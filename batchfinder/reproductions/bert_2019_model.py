@@ -1,7 +1,7 @@
 """BERT in eval mode, with the memory that pytorch-transformers took on torch 1.2 in 2019.
 
 The lines follow pytorch-transformers 1.2.0, https://github.com/huggingface/transformers/blob/1.2.0, modeling_bert.py:
-which results have a name, and for how long, decides what is in memory together. Three things are as they were then:
+which results have a name, and for how long, decides what is in memory together. Four things are as they were then:
 
 1. Softmax kept its input beside its output: `tools/autograd/derivatives.yaml` of that time says `_softmax: self:
    _softmax_backward_data(grad, result, dim, self)`, and `self` is saved for nothing but its type; today it is
@@ -11,6 +11,7 @@ which results have a name, and for how long, decides what is in memory together.
    published figures are those of the former.
 3. `matmul` copied what it was given to contiguous memory (`expand(...).contiguous().view(...)` in
    `aten/src/ATen/native/LinearAlgebra.cpp`); today it takes a view where one is possible: in a batch of one.
+4. Gradients of one tensor were summed in a new one; since PyTorch 2.0 it is the first of them (`Workload`).
 
 Dropout is left out: in eval mode it hands on its input.
 """
@@ -209,4 +210,5 @@ def build(head: str, size: str) -> Workload:
     def token_ids(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:
         return (torch.zeros(batch_size, seq_len or _POSITIONS, dtype=torch.long),)
 
-    return Workload(_BertWithHead(_SIZES[size], _PRETRAINING[head]).eval(), token_ids, max_seq_len=_POSITIONS)
+    model = _BertWithHead(_SIZES[size], _PRETRAINING[head]).eval()
+    return Workload(model, token_ids, max_seq_len=_POSITIONS, sums_in_place=False)

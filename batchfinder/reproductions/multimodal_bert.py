@@ -7,13 +7,14 @@ from typing import Any
 
 from batchfinder.devices import device_for, find_instance
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STAGES, sharded_step
+from batchfinder.estimate.sharding import buckets_of
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_multimodal_bert, row
 from batchfinder.results import Shape
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
+from batchfinder.simulator.trace import add_blocks
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import format_bytes
 
@@ -51,7 +52,7 @@ def one_gpu(context: Context) -> SimulatedProbe:
         source,
         DeviceMemory(device.total_bytes, device.usable_bytes),
         # The reducer's buckets are the same for any number of GPUs.
-        edit=lambda trace: sharded_step(trace, STAGES["DDP"], instance.num_gpus, rebuilds=False),
+        edit=lambda trace: add_blocks(trace, buckets_of(trace, rebuilds=False)),
     )
 
 

@@ -215,7 +215,10 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
 
 
 def make_optimizer(
-    optimizer: str | OptimizerFactory, model: nn.Module, in_backward: bool = False
+    optimizer: str | OptimizerFactory,
+    model: nn.Module,
+    in_backward: bool = False,
+    spread: Callable[[OptimizerFactory, list[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the parameters of a model that train.
 
@@ -223,6 +226,7 @@ def make_optimizer(
         optimizer: one of `spec.OPTIMIZER_NAMES`, or what makes one of parameters.
         model: on the device it is trained on.
         in_backward: whether the backward is to take its steps, as in `InBackward`.
+        spread: makes one that is spread over several GPUs of what makes one and its parameters.
 
     Raises:
         MissingExtra: it is another library's, which a real device needs, and which is not installed.
@@ -246,7 +250,7 @@ def make_optimizer(
         parts = [(optimizer, parameters)]
     if in_backward:
         return InBackward([(make, each) for make, those in parts for each in those])
-    members = [make(those) for make, those in parts]
+    members = [make(those) if spread is None else spread(make, those) for make, those in parts]
     return members[0] if len(members) == 1 else Several(members)
 
 
@@ -311,4 +315,6 @@ def states_of(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Any, list[torc
     for parameter, state in optimizer.state.items():
         yield parameter, [value for value in state.values() if isinstance(value, torch.Tensor)]
     for each in getattr(optimizer, "members", [optimizer]):
+        if hasattr(each, "optim"):  # of ZeroRedundancyOptimizer: this rank's
+            yield from states_of(each.optim)
         yield None, getattr(each, "tables", [])

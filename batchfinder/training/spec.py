@@ -48,6 +48,9 @@ STRATEGIES = {
     "fsdp2": Strategy("FSDP2"),
     "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
     "hsdp": Strategy("HSDP"),
+    "tp": Strategy("tensor parallelism", reshards=False),
+    "zero1": Strategy("ZeRO-1 by DDP", shards=False, reshards=False),
+    "zero2": Strategy("DeepSpeed's ZeRO-2", shards=False, reshards=False),
 }
 """By the names of `--strategy`; `training.strategies` says what each does."""
 
@@ -229,7 +232,7 @@ class StepOptions:
             return InvalidValue("mode", self.mode, f"train with {self.strategy}")
         if self.optimizer_in_backward:
             return InvalidValue("optimizer_in_backward", True, f"a step after the backward with {self.strategy}")
-        if not STRATEGIES[self.strategy].shards:
+        if not STRATEGIES[self.strategy].shards and self.strategy != "zero2":
             return None
         if self.precision == "16-mixed":
             return InvalidValue("precision", self.precision, f"another than 16-mixed with {self.strategy}")

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from batchfinder.training.optimizers import OptimizerFactory, make_optimizer
 from batchfinder.training.spec import StepConfig
-from batchfinder.training.strategies import sum_gradients
+from batchfinder.training.strategies import spread_optimizer, sum_gradients
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Workload:
         zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
             rather than before the forward: they are there, then, while the forward fills the memory.
         assumptions: what was taken to be so as it was built, in words, for `Trace.unmodelled`.
+        sums_in_place: whether autograd sums the gradients of a tensor in the first one's memory; False for what stands
+            for PyTorch before 2.0, which did not (https://github.com/pytorch/pytorch/pull/88339).
         parallelize: `parallelize(model, mesh)` spreads the model over several GPUs in place, by `fully_shard` and other
             calls of PyTorch; `mesh` is a one-dimensional `DeviceMesh` of them. It is run as it is, and the optimizer is
             made of the parameters that there are after it. None to leave it to a strategy by name.
@@ -50,6 +52,7 @@ class Workload:
     zero_grad_after_loss: bool = False
     casts_weights: bool = True
     assumptions: tuple[str, ...] = ()
+    sums_in_place: bool = True
     parallelize: Callable[[nn.Module, Any], Any] | None = None
 
 
@@ -110,8 +113,10 @@ class Step:
         self.workload = workload
         self.config = config
         self.device = device
-        self.precision = PRECISIONS[config.precision]
-        self.weights_dtype = self.precision.weights if workload.casts_weights else None
+        # DeepSpeed's engine casts the whole model to bf16, without autocast; its optimizer keeps what is in fp32.
+        cast = config.strategy == "zero2" and config.precision == "bf16-mixed"
+        self.precision = PRECISIONS["bf16-true" if cast else config.precision]
+        self.weights_dtype = self.precision.weights if workload.casts_weights or cast else None
         self.optimizer: torch.optim.Optimizer | None = None
         self._move = move or (lambda tensor, dtype: tensor.to(device, dtype))
 
@@ -153,7 +158,8 @@ class Step:
             return
 
         model.train()
-        optimizer = make_optimizer(self.workload.optimizer or config.optimizer, model, config.optimizer_in_backward)
+        chosen = self.workload.optimizer or config.optimizer
+        optimizer = make_optimizer(chosen, model, config.optimizer_in_backward, spread_optimizer(config))
         self.optimizer = optimizer
         scaler = self.precision.scaler(self.device)
         late = self.workload.zero_grad_after_loss

@@ -6,16 +6,23 @@ is in no block is the root's unit, gathered from the forward to the end of the b
 where blocks are the classes of a transformers model's `_no_split_modules` (`transformer_auto_wrap_policy`); accelerate
 1.15 gives embeddings and the output head units of their own besides
 (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/fsdp_utils.py, `fsdp2_prepare_model`).
+
+`zero1` is DDP with PyTorch's `ZeroRedundancyOptimizer`, which deals out whole parameters. `zero2` does what DeepSpeed's
+stage 2 does with its defaults, as accelerate takes them, and without its C++:
+https://github.com/deepspeedai/DeepSpeed/blob/v0.19.5/deepspeed/runtime/zero/stage_1_and_2.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from batchfinder.training.spec import GPUS_PER_NODE, STRATEGIES
+from batchfinder.errors import InvalidValue
+from batchfinder.training.spec import GPUS_PER_NODE, STRATEGIES, StepConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,12 +81,43 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     """
     from torch.distributed.fsdp import fully_shard
 
+    if strategy == "tp":
+        split_layers(model, mesh)
+        return
     # With `fsdp2-shard-grad-op` (ZeRO-2) what is gathered for the forward stays until its backward is done.
     reshard = STRATEGIES[strategy].reshards
     policy = mixed_precision(precision)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
+
+
+def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a transformers model's layers over a mesh, in place, by the plan that it has for its own `tp_plan="auto"`.
+
+    A style that leaves a module whole is passed over.
+
+    Raises:
+        InvalidValue: the model has no plan, or one with a style that is not known here.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    styles: dict[str, ParallelStyle | None] = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        "replicated_with_grad_allreduce": None,
+        "replicate": None,
+    }
+    unknown = sorted(set(plan.values()) - set(styles))
+    if not plan or unknown:
+        why = f"its plan has {', '.join(unknown)}" if unknown else "it has no plan (`_tp_plan`)"
+        raise InvalidValue("strategy", "tp", f"another for this model: {why}; or a workload with `parallelize`")
+    parallelize_module(model, mesh, {name: made for name, style in plan.items() if (made := styles[style]) is not None})
 
 
 def sum_gradients(model: nn.Module, now: bool) -> None:
@@ -91,3 +129,126 @@ def sum_gradients(model: nn.Module, now: bool) -> None:
     set_sync = getattr(model, "set_requires_gradient_sync", None)
     if callable(set_sync):
         set_sync(now)
+
+
+def fullest_rank(model: nn.Module, gpus: int) -> int:
+    """The rank that `ZeroRedundancyOptimizer` gives the most elements.
+
+    It deals out parameters from the largest to the smallest, each to the rank that has the least then
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/optim/zero_redundancy_optimizer.py,
+    `_partition_parameters`).
+    """
+    dealt = [0] * gpus
+    for size in sorted((each.numel() for each in model.parameters() if each.requires_grad), reverse=True):
+        dealt[dealt.index(min(dealt))] += size
+    return dealt.index(max(dealt))
+
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def spread_optimizer(config: StepConfig) -> Callable[[Make, list[nn.Parameter]], torch.optim.Optimizer] | None:
+    """What makes an optimizer that is spread over the GPUs of what makes a usual one; None where none is."""
+    if config.strategy == "zero1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return lambda make, parameters: ZeroRedundancyOptimizer(parameters, optimizer_class=make)  # type: ignore[arg-type]
+    if config.strategy == "zero2":
+        return partial(PartitionedOptimizer, gpus=config.gpus, wide=config.precision != "bf16-true")
+    return None
+
+
+BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's `reduce_bucket_size`: of one bucket, which is in the parameters' type."""
+
+
+class PartitionedOptimizer(torch.optim.Optimizer):
+    """The last of several ranks of DeepSpeed's ZeRO-2: parameters in one tensor, and of all else an Nth.
+
+    Each backward makes a bucket, in which gradients are collected. Once it is full, or at the end, it is copied to be
+    summed; what is of this rank goes to a tensor of its own, and the rest is forgotten. Backwards go from the last
+    parameters to the first, so the last rank has its gradients for longest.
+
+    Args:
+        make: makes the optimizer of the rank's part.
+        parameters: of one type.
+        gpus: the number of ranks.
+        wide: whether the part is in fp32, and not in the parameters' type (`bf16_master_weights_and_grads`).
+    """
+
+    def __init__(self, make: Make, parameters: list[nn.Parameter], gpus: int, wide: bool) -> None:
+        super().__init__(parameters, {})
+        first = parameters[0]
+        part = -(-sum(each.numel() for each in parameters) // (2 * gpus)) * 2
+        self.flat = torch.empty(part * gpus, dtype=first.dtype, device=first.device)
+        place = 0
+        self.own: dict[nn.Parameter, None] = {}  # those of which any element is in the last part
+        for each in parameters:
+            view = self.flat[place : place + each.numel()].view_as(each)
+            view.copy_(each.data)
+            each.data = view
+            place += each.numel()
+            if place > part * (gpus - 1):
+                self.own[each] = None
+            each.register_post_accumulate_grad_hook(self._collect)
+        held = self.flat[part * (gpus - 1) :].clone()
+        self.part = nn.Parameter(held.float() if wide else held)
+        self.inner = make([self.part])
+        self.state, self.tables = self.inner.state, [self.part.data]
+        self.bucket: torch.Tensor | None = None
+        self.filled = 0
+        self.waiting: list[nn.Parameter] = []
+        self.own_gradients: torch.Tensor | None = None
+        self.summed: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def _collect(self, parameter: torch.Tensor) -> None:
+        """Move a gradient into the bucket (`reduce_independent_p_g_buckets_and_remove_grads`)."""
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        if self.bucket is None:
+            self.bucket = torch.empty(BUCKET_ELEMENTS, dtype=self.flat.dtype, device=self.flat.device)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self.filled + parameter.numel() > BUCKET_ELEMENTS:
+            self._reduce()
+        if parameter.numel() <= BUCKET_ELEMENTS:
+            place = self.bucket[self.filled : self.filled + parameter.numel()].view_as(parameter)
+            place.copy_(parameter.grad)
+            parameter.grad = place
+        self.filled += parameter.numel()
+        self.waiting.append(parameter)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Sum the bucket over the ranks and keep what is this one's (`reduce_ipg_grads`, `copy_grads_in_partition`)."""
+        assert self.bucket is not None
+        if self.filled <= BUCKET_ELEMENTS:
+            torch.empty(self.filled, dtype=self.flat.dtype, device=self.flat.device)  # flattened, to be sent
+        for parameter in self.waiting:
+            if parameter in self.own and self.own_gradients is None:
+                total = sum(each.numel() for each in self.own)
+                self.own_gradients = torch.empty(total, dtype=self.flat.dtype, device=self.flat.device)
+            parameter.grad = None
+        self.waiting.clear()
+        self.filled = 0
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """Another micro-batch's gradients are added to what is there (`independent_gradient_partition_epilogue`)."""
+        self._reduce()
+        if self.summed is None:
+            self.summed = self.own_gradients
+        self.own_gradients = self.bucket = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.summed = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """The rank's gradients in one tensor, that in fp32, and the step; what it changed is gathered in place."""
+        flat = torch.empty(self.part.numel(), dtype=self.flat.dtype, device=self.flat.device)
+        self.part.grad = flat.to(self.part.dtype)
+        del flat
+        self.summed = None
+        self.inner.step()
+        self.part.grad = None

@@ -73,6 +73,8 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
             "published_bytes": case.published_bytes,
             "note": case.note,
         }
+        if case.ran:
+            row["ran"] = True
         try:
             if isinstance(trace, Exception):
                 raise trace
@@ -88,7 +90,8 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
         row["seconds"] = round(time.perf_counter() - start, 2)
         start = time.perf_counter()
         rows[case.name] = row
-        published = "out of memory" if case.published_bytes is None else format_bytes(case.published_bytes)
+        published = "ran" if case.ran else "out of memory"
+        published = published if case.published_bytes is None else format_bytes(case.published_bytes)
         print(f"{source} {case.name:<60} {published:>10} {words}", flush=True)
         _write(path, source, [rows[each.name] for each in cases if each.name in rows])
 

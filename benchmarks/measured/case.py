@@ -37,7 +37,7 @@ class Case:
         technique: `eager`, `checkpointing`, `LoRA`, `QLoRA`, `compile`, `Liger`, ...: what the row stands for.
         gpu: the card that it was measured on, by its name in the catalog.
         statistic: `ALLOCATED` or `RESERVED`.
-        published_bytes: the figure; None where the run ran out of memory.
+        published_bytes: the figure; None where the run ran out of memory, or where all that is known is that it ran.
         workload: how the model is built; a builder is `module:function`, which returns a `Workload`.
         step: how the step is taken.
         batch_size: samples in a micro-batch.
@@ -47,6 +47,7 @@ class Case:
         empties_cache: whether the run empties the allocator's cache between steps: other segments are taken then, and
             the figure is the most reserved before and after that.
         note: what is to be known of the row, such as why it is off.
+        ran: whether the run went well although there is no figure.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     without: tuple[str, ...] = ()
     empties_cache: bool = False
     note: str = ""
+    ran: bool = False
 
     def predicted_bytes(self, trace: Trace) -> int | None:
         """The same figure of a recorded step; None where it runs out of memory on that card."""

@@ -1,7 +1,8 @@
 """How near predicted figures come to published ones: of a source, and over all with every source weighing the same.
 
-A row is a mapping: `published_bytes` (None where the run ran out of memory), `predicted_bytes` (None where the
-simulated run did), `error` where both have a figure, `failed` where the recording ended with an error, and `seconds`.
+A row is a mapping: `published_bytes` (None where the run ran out of memory, or has no figure but `ran`),
+`predicted_bytes` (None where the simulated run ran out of memory), `error` where both have a figure, `failed` where the
+recording ended with an error, and `seconds`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
     """
     errors = [row["error"] for row in rows if "error" in row]
     asked = [row for row in rows if "predicted_bytes" in row]
-    right = sum((row["predicted_bytes"] is None) == (row["published_bytes"] is None) for row in asked)
+    fitted = [bool(row.get("ran")) or row["published_bytes"] is not None for row in asked]
+    right = sum((row["predicted_bytes"] is not None) == ran for row, ran in zip(asked, fitted, strict=True))
     scores: dict[str, Any] = {"rows": len(errors)}
     if errors:
         absolute = [abs(error) for error in errors]

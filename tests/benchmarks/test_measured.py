@@ -23,11 +23,12 @@ SAMPLED = {
     "litgpt": ("phi-1.5 None", "StableLM Alpha None"),
     "fms": ("bigcode/gpt_bigcode-santacoder full",),
     "xmem": ("distilbert/distilgpt2", "cerebras/Cerebras-GPT-111M"),
+    "megatron": ("gpt3_mcore_tp4", "gpt3_mcore_tp1"),
 }
 """Of the sources whose rows are quick to record and need no other package: how the rows' names begin."""
 
 
-PARTLY = {"liger"}
+PARTLY = {"liger", "llm_foundry", "opentau"}
 """Sources of which a part of the rows has been recorded."""
 
 
@@ -91,16 +92,21 @@ def test_every_source_weighs_the_same() -> None:
 
 
 def test_verdicts_count_both_ways() -> None:
-    """A run out of memory that was foreseen is right; one that was not, or foreseen for a run that fitted, is wrong."""
+    """A run out of memory that was foreseen is right; one that was not, or foreseen for a run that fitted, is wrong.
+
+    So it is where all that is known of a run is that it fitted.
+    """
     base = {"seconds": 1.0}
     rows = [
         {**base, "published_bytes": None, "predicted_bytes": None},
         {**base, "published_bytes": None, "predicted_bytes": 5},
         {**base, "published_bytes": 5, "predicted_bytes": None},
         {**base, "published_bytes": 5, "failed": "MissingExtra"},
+        {**base, "published_bytes": None, "ran": True, "predicted_bytes": 5},
+        {**base, "published_bytes": None, "ran": True, "predicted_bytes": None},
     ]
     scores = of_rows(rows)
-    assert (scores["verdicts"], scores["asked"], scores["failed"], scores["rows"]) == (1, 3, 1, 0)
+    assert (scores["verdicts"], scores["asked"], scores["failed"], scores["rows"]) == (2, 5, 1, 0)
 
 
 def test_quantiles_are_those_of_the_weights() -> None:

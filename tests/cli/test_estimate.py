@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from batchfinder.devices import find_gpu
+from batchfinder.training.strategies import BUCKET_ELEMENTS
 from batchfinder.units import MIB
 from tests.cli.command import Done, Run
 
@@ -95,7 +96,8 @@ def test_several_gpus(found: dict[str, Any]) -> None:
     for one in strategies:
         assert sum(one[f"{kind}_bytes"] for kind in (*KINDS, "communication")) == one["peak_bytes"]
     assert strategies[0]["communication_bytes"] == found["parameters_bytes"]
-    assert strategies[1]["optimizer_bytes"] == pytest.approx(found["optimizer_bytes"] / 4, abs=16)
+    assert found["optimizer_bytes"] / 4 <= strategies[1]["optimizer_bytes"] < found["optimizer_bytes"]
+    assert strategies[2]["peak_bytes"] > 4 * BUCKET_ELEMENTS  # DeepSpeed's bucket is as large for a tiny model
     assert strategies[3]["parameters_bytes"] == pytest.approx(found["parameters_bytes"] / 4, abs=16)
     assert not strategies[0]["fits"]  # the buckets take what one GPU alone had to spare
 

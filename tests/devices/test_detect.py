@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchfinder.devices import PresentGpu, detect, driver_version, find_gpu, host_name, present_gpus
-from batchfinder.devices.detect import _TIMEOUT_SECONDS, parse_nvidia_smi, parse_rocm_smi, visible_gpus
+from batchfinder.devices.detect import _TIMEOUT_SECONDS, mig_slices, parse_nvidia_smi, parse_rocm_smi, visible_gpus
 from batchfinder.units import MIB
 
 # In the format of nvidia-smi --query-gpu=index,uuid,name,memory.total,compute_cap --format=csv,noheader,nounits, with
@@ -90,7 +90,6 @@ def test_asks_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         ("GPU-1a", []),
         ("GPU-1a3,0", [1]),
         ("GPU-1a3,GPU-1a3c", []),
-        ("MIG-77", [0, 1]),
     ],
 )
 def test_visible_gpus(visible: str | None, indices: list[int]) -> None:
@@ -103,6 +102,36 @@ def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     fake_nvidia_smi(tmp_path, monkeypatch, f"printf '{TWO_CARDS}'")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert [gpu.name for gpu in present_gpus()] == ["Tesla V100-SXM2-16GB"]
+
+
+SLICED = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f)
+  MIG 1g.5gb      Device  0: (UUID: MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-69f10e26-3bd8-9f0e-3f6f-0e4c64e7a4a2)
+  MIG 3g.40gb     Device  0: (UUID: MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-1e1b9bb5-1ae9-5a14-9e3f-a6f8fbc6c1be)
+"""
+WHOLE = "0, GPU-5c89, NVIDIA A100-SXM4-40GB, 40960, 8.0\n1, GPU-69f1, NVIDIA H100 80GB HBM3, 81559, 9.0\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        ("MIG-cba663e8-9bed-5b25-b243-5985ef7c9beb", "H100 80GB MIG 3g.40gb"),
+        ("MIG-1e1b", "H100 80GB MIG 1g.10gb"),
+        ("MIG-c6d4,MIG-cba6", "A100 40GB MIG 1g.5gb"),
+    ],
+)
+def test_a_slice_is_a_gpu_of_the_catalog(
+    visible: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The one that the variable names; where nvidia-smi does not list it, whole GPUs are reported as before."""
+    script = f"if [ \"$1\" = -L ]; then printf '{SLICED}'; else printf '{WHOLE}'; fi"
+    fake_nvidia_smi(tmp_path, monkeypatch, script)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (found,) = present_gpus()
+    assert find_gpu(found.name).name == name
+    assert mig_slices(SLICED, parse_nvidia_smi(WHOLE), "MIG-77") == ()
 
 
 # As rocm-smi --showproductname --showmeminfo vram --json writes it: a card of today, one as older versions spell it,

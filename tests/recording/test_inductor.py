@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,25 @@ def test_a_table_is_read_by_indices(record: Record) -> None:
         return Workload(torch.compile(Decoded()), lambda batch_size, seq_len: torch.zeros(batch_size, WIDTH))
 
     assert record(build, 64, None, AMPERE).compiled
+
+
+def test_a_graph_without_a_backward_is_compiled(record: Record) -> None:
+    """Code that takes gradients inside the compiled function, as Liger's chunked losses do, and asked for Triton."""
+
+    def gradients(output: torch.Tensor, _: Any) -> torch.Tensor:
+        torch.utils._triton.has_triton()  # remembered by PyTorch, from before there is a card
+        return output.sum() + chunk(output.detach())[1]
+
+    @torch.compile
+    def chunk(x: torch.Tensor) -> Any:
+        return torch.func.grad_and_value(lambda x: torch.where(x > 0, x, 0).exp().exp().sum())(x)
+
+    def build() -> Workload:
+        return Workload(nn.Linear(WIDTH, WIDTH), lambda batch_size, seq_len: torch.zeros(batch_size, WIDTH), gradients)
+
+    trace = record(build, 64, None, AMPERE)
+    assert trace.compiled
+    assert not sizes_of(trace, "loss", "aten.exp.default")
 
 
 @pytest.mark.parametrize("part", ["model", "layers"])

@@ -132,6 +132,24 @@ def test_the_backward_of_a_softmax_holds_a_product(record: Record) -> None:
         assert len(blocks_of(trace, "aten._log_softmax_backward_data.default")) == 2
 
 
+def test_normalization_copies_what_is_not_contiguous() -> None:
+    """A transposed input, and the gradient that a sum hands on, which has the memory of one element; nothing else."""
+    x, grad = torch.empty(6, 4, device="meta"), torch.empty((), device="meta").expand(6, 4)
+    for name in ("native_layer_norm", "_fused_rms_norm"):
+        forward, backward = (SCRATCH[getattr(aten, name + end).default] for end in ("", "_backward"))
+        assert (forward(x), forward(torch.empty(4, 6, device="meta").t())) == ([], [96])
+        assert (backward(grad, x), backward(x, x)) == ([96], [])
+
+
+def test_fourier_transforms_of_whole_matrices_take_a_second_tensor() -> None:
+    """Of 6 x 8 numbers in fp32: 6 x 8 complex ones, or 6 x 5 of one side; and the way back copies its input."""
+    x, scratch = torch.empty(6, 8, device="meta"), SCRATCH[aten._fft_r2c.default]
+    assert (scratch(x, [0, 1], 0, False), scratch(x, [0, 1], 0, True), scratch(x, [1], 0, False)) == ([384], [240], [])
+    assert SCRATCH[aten._fft_c2r.default](torch.empty(6, 5, dtype=torch.complex64, device="meta"), [0, 1], 0, 8) == [
+        240
+    ]
+
+
 def test_scratch_comes_after_the_outputs_and_goes_at_once(record: Record) -> None:
     """The trace of an attention backward: three gradients, then delta, the product and its sum, then these released."""
     trace = record(attention, 2, LENGTH, capability=(6, 1), optimizer="sgd")

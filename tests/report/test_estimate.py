@@ -8,11 +8,11 @@ import pytest
 
 from batchfinder.devices import Card, Device
 from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import STAGES, sharded_step
+from batchfinder.estimate.sharding import buckets_of
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure, add_blocks
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import GIB, MIB
 
@@ -195,7 +195,8 @@ def test_no_card_was_named() -> None:
 
 def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     """What each of several GPUs takes, by strategy, and what is approximated."""
-    each = {name: on(1900 * MIB, sharded_step(TRACE, stage, 8)) for name, stage in STAGES.items()}
+    spread = {"DDP": add_blocks(TRACE, buckets_of(TRACE)), "ZeRO-3, FSDP": TRACE}
+    each = {name: on(1900 * MIB, trace) for name, trace in spread.items()}
     found = findings(on(20 * GIB))
     request = replace(found.request, card=replace(found.request.card, count=8))
     found = replace(found, request=request, strategies=each)
@@ -204,15 +205,14 @@ def test_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         == """\
 On 8 GPUs, each with a batch of 4 of its own
 
-strategy  each takes  model states  communication  smallest GPU  fits
-─────────────────────────────────────────────────────────────────────
-DDP         2.09 GiB    380.00 MiB     180.00 MiB      2.09 GiB  yes
-ZeRO-1      1.90 GiB    380.00 MiB     180.00 MiB      1.90 GiB  yes
-ZeRO-2      1.92 GiB    380.00 MiB     200.00 MiB      1.92 GiB  yes
+strategy      each takes  model states  communication  smallest GPU  fits
+─────────────────────────────────────────────────────────────────────────
+DDP             2.09 GiB    380.00 MiB     180.00 MiB      2.09 GiB  yes
+ZeRO-3, FSDP    1.92 GiB    380.00 MiB            0 B      1.92 GiB  yes
 
 model states: parameters, gradients and optimizer state at the peak
-communication: DDP's buckets; for ZeRO and FSDP what is gathered from shards or on its way to them
-2 assumptions; --explain lists them
+communication: DDP's buckets and ZeRO-2's; for FSDP what is gathered from shards or on its way to them
+1 assumption; --explain says which
 """
     )
 

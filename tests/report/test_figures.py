@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 from batchfinder.cli.main import main
 from batchfinder.devices import Card, Device
 from batchfinder.estimate.estimate import bytes_over_time, estimate
-from batchfinder.estimate.sharding import STAGES, sharded_step
+from batchfinder.estimate.sharding import buckets_of
 from batchfinder.report.estimate import EstimateFindings, EstimateRequest
 from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep
 from batchfinder.report.sweep import SweepRow
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure, add_blocks
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import GIB
 from tests.report.test_sweep import T4, V100, row
@@ -112,7 +112,8 @@ def test_an_estimate(figures: list[Any], tmp_path: Path) -> None:
     """It has a bar for each strategy, with all kinds in it, as long as the peak."""
     memory = DeviceMemory(20 * GIB, 20 * GIB)
     alone = estimate(_trace(), memory, GIB)
-    strategies = {name: estimate(sharded_step(_trace(), n, 4), memory, GIB) for name, n in STAGES.items()}
+    spread = {"DDP": add_blocks(_trace(), buckets_of(_trace())), "ZeRO-1": _trace(), "ZeRO-2": _trace()}
+    strategies = {name: estimate(trace, memory, GIB) for name, trace in spread.items()}
     card = Card(Device("V100 16GB", 21 * GIB, 20 * GIB, (7, 0)), "p3.8xlarge: 4 x V100 16GB", 4)
     request = EstimateRequest("bert", 8, 128, card, StepOptions(), 1, AllocatorSettings())
     found = EstimateFindings(request, alone, strategies)

@@ -53,17 +53,8 @@ SCRIPTS = {
 NOTES = {
     "embedding": "12.0 or 13.5 GiB of earlier measurements in the same process, alike in all rows of a setting",
     "rms_norm liger": "the buffer of the sum over rows, which PyTorch makes in its reduction kernel",
-    "rope": "the cuBLAS workspace: the rotary embedding of the time was a matrix product",
     "fused_linear_cross_entropy liger": "measured with the fp32 copy of each chunk, which the row's commit removes",
-    **dict.fromkeys(
-        (
-            "fused_linear_orpo_loss", "fused_linear_cpo_loss", "fused_linear_simpo_loss", "kto_loss",
-            "distill_jsd_loss", "distill_cosine_loss", "fused_linear_grpo_loss_token",
-            "fused_linear_grpo_loss_sequence",
-        ),
-        "Liger compiles the loss of a chunk with torch.compile; recorded as it runs eagerly",
-    ),
-}  # fmt: skip
+}
 FOLDERS = ("src", "benchmark/scripts", "test")
 STEPS = 3
 """A benchmark function calls what it measures ten times and takes the median; the third is as every later one."""
@@ -117,6 +108,7 @@ def cases() -> Iterator[Case]:
                 },
             ),
             step=StepConfig(optimizer="sgd", steps=STEPS),
+            without=("parameter", "gradient", "input"),  # of the module around the function, which has its own
             batch_size=int(float(row["x_value"])),
             seq_len=None,
             note=NOTES.get(row["kernel_name"], NOTES.get(f"{row['kernel_name']} {row['kernel_provider']}", "")),
@@ -174,7 +166,21 @@ def rotary_embedding(head: Any, device: Any = None, **settings: Any) -> Any:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = LlamaConfig(head_dim=head) if isinstance(head, int) else head
-    return LlamaRotaryEmbedding(settings.get("config", config)).to(device)
+    return with_product(LlamaRotaryEmbedding(settings.get("config", config)).to(device))
+
+
+def with_product(rotary: Any) -> Any:
+    """A rotary embedding that multiplies matrices for its angles, as transformers did then, and takes a workspace so.
+
+    Source: https://github.com/huggingface/transformers/blob/v4.55.0/src/transformers/models/llama/modeling_llama.py and
+    modeling_llama4.py beside it.
+    """
+
+    def multiply(module: Any, inputs: Any) -> None:
+        module.inv_freq[None, :, None].float() @ inputs[1][:1, None, :].float()
+
+    rotary.register_forward_pre_hook(multiply)
+    return rotary
 
 
 def workload(kernel: str, provider: str, mode: str, commit: str, config: str) -> Any:
@@ -183,11 +189,11 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
     The batch size stands for what the function calls `x`.
     """
     import torch
-    import torch._dynamo.config
 
     from batchfinder import Workload
+    from batchfinder.recording import fake_values
 
-    torch._dynamo.config.disable = True  # what a script compiles is recorded as it runs eagerly, as README.md says
+    fake_values._KNOWN_BYTES = 512 << 20  # the places of 32,768 tokens among 128 experts, as PyTorch's mixture has them
     folder = checkout(commit)
     sys.path[:0] = [str(folder / "src"), str(folder / "benchmark" / "scripts"), str(folder)]
     # Python's own `test`, and what a row of another commit, or before it in this process, has imported.
@@ -213,10 +219,14 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
         script.LlamaRotaryEmbedding = rotary_embedding
     if hasattr(script, "Llama4TextRotaryEmbedding"):  # it was given a device as well
         rotary = script.Llama4TextRotaryEmbedding
-        script.Llama4TextRotaryEmbedding = lambda config, device=None: rotary(config).to(device)
+        script.Llama4TextRotaryEmbedding = lambda config, device=None: with_product(rotary(config).to(device))
     if hasattr(script, "apply_rotary_pos_emb"):  # it was given the positions as well
         rotate = script.apply_rotary_pos_emb
         script.apply_rotary_pos_emb = lambda q, k, cos, sin, *_: rotate(q, k, cos, sin)
+    if hasattr(script, "TorchNeighborhoodAttention"):  # whose mask is filled one element at a time
+        script.TorchNeighborhoodAttention._create_neighborhood_mask = lambda _, length, device: torch.zeros(
+            length, length, device=device, dtype=torch.bool
+        )
     names = [name for name in vars(script) if name.startswith("bench_memory_")]
     name = f"bench_memory_{kernel}" if f"bench_memory_{kernel}" in names else names[0]
 
@@ -231,12 +241,17 @@ def workload(kernel: str, provider: str, mode: str, commit: str, config: str) ->
                     key: getattr(torch, value.removeprefix("torch.")) if str(value).startswith("torch.") else value
                     for key, value in json.loads(config).items()
                 }
+                if kernel == "fused_moe":  # the script first tries PyTorch's version, which takes both workspaces
+                    tried = {**settings, "sweep_dim": "T", "E": settings["K"]}
+                    script._setup_fused_moe(utils.SingleBenchmarkRunInput(1, "huggingface", mode, tried))[
+                        0
+                    ]().sum().backward()
                 asked = utils.SingleBenchmarkRunInput(batch.size(0), provider, mode, settings)
                 getattr(script, name)(asked)
-            return self.unused.sum()
+            return self.unused.view(())
 
     def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
         held[0]()
         return output
 
-    return Workload(Measured(), lambda batch_size, seq_len: torch.zeros(batch_size), loss)
+    return Workload(Measured(), lambda batch_size, seq_len: torch.zeros(()).expand(batch_size), loss)  # of 4 bytes

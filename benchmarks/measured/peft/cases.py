@@ -87,7 +87,7 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
 
             made: Any = create_lorafa_optimizer(model, r=asked["r"], lora_alpha=asked["lora_alpha"], lr=1e-4)
             return made
-        return ClippedAdamW(parameters, lr=1e-4, weight_decay=0.1)
+        return ClippedAdamW(parameters, model, lr=1e-4, weight_decay=0.1)
 
     return Workload(model, workload.make_batch, optimizer=make_optimizer, max_seq_len=workload.max_seq_len)
 
@@ -136,7 +136,8 @@ def build_flux(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Wor
         warnings.simplefilter("ignore")
         transformer: Any = Flux2Transformer2DModel(**_FLUX).to(torch.bfloat16)
         transformer.enable_gradient_checkpointing()
-        model = FluxTraining(_with_adapter(transformer, config, autocast_adapter_dtype))
+        transformer = _with_adapter(transformer, config, autocast_adapter_dtype)
+        model = FluxTraining(transformer)
 
     def make_batch(batch_size: int, seq_len: int | None) -> torch.Tensor:
         return torch.arange(batch_size, device="cpu")
@@ -144,7 +145,9 @@ def build_flux(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Wor
     return Workload(
         model,
         make_batch,
-        optimizer=lambda parameters: ClippedAdamW(model.transformer.parameters(), lr=1e-4, weight_decay=1e-4),
+        optimizer=lambda parameters: ClippedAdamW(
+            model.transformer.parameters(), transformer, lr=1e-4, weight_decay=1e-4
+        ),
         seq_len_unit="none",
         zero_grad_after_loss=True,
     )
@@ -215,9 +218,16 @@ def _unpacked(tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """Clips the gradients to a norm of 1 before each step, as the run does."""
+    """Clips the gradients to a norm of 1 before each step, as the run does, and lets AdaLoRA weigh its ranks after."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], model: Any, **settings: float) -> None:
+        super().__init__(parameters, **settings)
+        self._weigh_ranks = getattr(model, "update_and_allocate", None)
 
     def step(self, closure: Any = None) -> Any:
-        """Clip, then step."""
+        """Clip, step, weigh; the first of the run's steps, in which no rank is taken away yet."""
         torch.nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 1.0)
-        return super().step(closure)
+        result = super().step()
+        if self._weigh_ranks is not None:
+            self._weigh_ranks(1)
+        return result

@@ -1,0 +1,1 @@
+"""LLM Foundry's micro-batches under FSDP."""

@@ -1,0 +1,1 @@
+"""Megatron-LM's functional tests of its layers in plain PyTorch."""

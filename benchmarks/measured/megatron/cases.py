@@ -1,0 +1,47 @@
+"""Megatron-LM's functional tests in plain PyTorch, without pipeline parallelism; README.md says what was read where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchfinder.training.spec import StepConfig, WorkloadSpec
+from benchmarks.measured.case import ALLOCATED, Case, read_rows
+
+# The factory, its arguments, micro-batches of a step, and the tokens of a sample.
+CASES: dict[str, tuple[str, dict[str, int | bool], int, int]] = {
+    "gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather": (
+        "gpt", {"optimizers": 8}, 1, 1024,
+    ),
+    "gpt3_mcore_tp4_pp1": ("gpt", {"ranks": 4, "wide": True}, 2, 1024),
+    "gpt3_mcore_tp4_pp1_resume_torch": ("gpt", {"ranks": 4}, 2, 1024),
+    "gpt3_mcore_tp4_pp1_resume_torch_dist": ("gpt", {"ranks": 4}, 2, 1024),
+    "t5_mcore_tp1_pp1_vp1": ("t5", {}, 1, 512),
+    "t5_mcore_tp2_pp1_vp1": ("t5", {"ranks": 2}, 2, 512),
+}  # fmt: skip
+_CARDS = {"h100": "H100 80GB", "gb200": "B200"}
+# CUBLAS_WORKSPACE_CONFIG=:4096:8, of the forward's thread and the backward's, where PyTorch takes less on its own.
+_WORKSPACES = 2 * (8 * 4096 * 1024 - 8519680)
+
+
+def cases() -> list[Case]:
+    """All rows, each the most allocated by the last iteration."""
+    found = []
+    for row in read_rows(Path(__file__).parent):
+        case = row["case"].partition("/")[2]
+        builder, arguments, micro_batches, length = CASES[case]
+        card = next((card for name, card in _CARDS.items() if f"dgx_{name}" in row["gpu"]), "A100 80GB")
+        found.append(
+            Case(
+                name=f"{case}, {row['golden'].removeprefix('golden_values_').removesuffix('.json')}",
+                technique="eager" if row["tensor_parallel"] == "1" else "tensor parallel",
+                gpu=card,
+                statistic=ALLOCATED,
+                published_bytes=int(row["mem_max_allocated_last"]),
+                workload=WorkloadSpec(f"benchmarks.measured.megatron.model:{builder}", arguments),
+                step=StepConfig(precision="bf16-true", micro_batches=micro_batches),
+                batch_size=4,
+                seq_len=length,
+                outside_bytes=_WORKSPACES if card.startswith("A100") else 0,
+            )
+        )
+    return found

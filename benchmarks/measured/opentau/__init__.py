@@ -1,0 +1,1 @@
+"""OpenTau's ladders of micro-batches under ZeRO."""
