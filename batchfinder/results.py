@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from batchfinder.errors import OutOfMemory
@@ -59,6 +60,10 @@ class Measurement:
         needed_bytes: what a size that failed would have taken, where that is known.
         resting_bytes: held as a later step begins: weights, optimizer state, live gradients; None if unknown.
         forward_bytes: the most the first forward, loss included, took beyond what was held before; None if unknown.
+        step_seconds: the median time of a step of one micro-batch, its optimizer step included and the making of its
+            batch left out; None where steps were not timed.
+        micro_batch_seconds: that of a micro-batch which is followed by another one in its step; None where a step had
+            a single one. A step of k takes `(k - 1) * micro_batch_seconds + step_seconds`.
     """
 
     verdict: Verdict
@@ -69,6 +74,8 @@ class Measurement:
     needed_bytes: int | None = None
     resting_bytes: int | None = None
     forward_bytes: int | None = None
+    step_seconds: float | None = None
+    micro_batch_seconds: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -108,6 +115,68 @@ class StopReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast one size trains.
+
+    Attributes:
+        batch_size: samples in a micro-batch.
+        samples_per_second: the median of its timings, in steps of one device: forward, backward and optimizer step.
+        spread: how far timings lie from it, as a share: their scaled median absolute deviation, which is the standard
+            deviation of normal ones.
+    """
+
+    batch_size: int
+    samples_per_second: float
+    spread: float
+
+    @property
+    def figures(self) -> str:
+        """Samples per second and their spread."""
+        rate = self.samples_per_second
+        return f"{f'{rate:,.0f}' if rate >= 100 else f'{rate:.3g}'} ± {100 * self.spread:.1f} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """The smallest size at full speed, of the sizes up to the largest that fits.
+
+    Attributes:
+        batch_size: the smallest within 3 % of the best; where that is not certain, the largest that was timed.
+        best_batch_size: the size with the highest rate.
+        rates: of all sizes that were timed, by size.
+        certain: whether the timings were steady enough to tell.
+        rounds: how often each size was timed that was near the best.
+        error: standard error of the comparison that decided, as a share.
+    """
+
+    batch_size: int
+    best_batch_size: int
+    rates: tuple[Rate, ...]
+    certain: bool
+    rounds: int
+    error: float
+
+    def rate(self, batch_size: int) -> Rate:
+        """The rate of a size that was timed."""
+        return next(rate for rate in self.rates if rate.batch_size == batch_size)
+
+    @property
+    def scatter(self) -> float:
+        """How far timings lie from each other where it is decided, as a share: what gives `error` over all rounds.
+
+        The standard error of a median of n normal values is sqrt(pi / 2 / n) times their standard deviation.
+        """
+        return self.error * math.sqrt(max(1, self.rounds - 1) / (math.pi / 2))
+
+    def __str__(self) -> str:
+        if not self.certain:
+            return f"full speed: cannot tell, the timings scatter by {100 * self.scatter:.1f} %"
+        chosen, best = self.rate(self.batch_size), self.rate(self.best_batch_size)
+        said = f"full speed from {chosen.batch_size} on, at {chosen.figures} samples/s"
+        return said if chosen is best else f"{said} (best: {best.figures} at {best.batch_size})"
+
+
+@dataclass(frozen=True, slots=True)
 class SearchResult:
     """What a search found.
 
@@ -119,6 +188,7 @@ class SearchResult:
         source: `simulated`, `measured`, `cache`, or `checkpoint` where a Lightning run went on from one.
         unmodelled: what a simulated figure leaves out, in words.
         free_bytes: what was free on a real device when the search began; None on a simulated one.
+        throughput: the smallest size at full speed; None where sizes were not timed.
         trained_bytes: peak allocated and peak reserved of the last training that ended with this answer; None before.
     """
 
@@ -130,4 +200,5 @@ class SearchResult:
     source: str = "measured"
     unmodelled: tuple[str, ...] = ()
     free_bytes: int | None = None
+    throughput: Throughput | None = None
     trained_bytes: tuple[int | None, int | None] | None = None

@@ -1,40 +1,173 @@
-"""Writes accuracy.md from `batchfinder reproduce all`: `python docs/make_accuracy.py`. A test keeps it up to date."""
+"""Writes accuracy.md and accuracy.png from benchmarks/results/measured: `PYTHONPATH=. python docs/make_accuracy.py`.
+
+A test keeps the page up to date.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
+import importlib
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from batchfinder.report.plots import COLOURS, GREY, drawn
+from batchfinder.units import GIB, format_bytes
+from benchmarks.measured.__main__ import RESULTS
+from benchmarks.measured.scores import of_all, of_rows
 
 PAGE = Path(__file__).with_name("accuracy.md")
+PICTURE = Path(__file__).with_name("accuracy.png")
 
 HEAD = """\
 # Accuracy
 
-Every published figure that this project answers to, beside ours. This page is what
+How near batchfinder comes to memory that others have measured. Each source is a folder of `benchmarks/measured` with
+its figures as published, their URL, licence, hardware and versions, and the settings of each run with where they were
+read. A predicted figure is what the tool says for those settings on a machine without a GPU; no constant was fitted
+to a figure. {rows} figures and {verdicts} verdicts from {sources} sources:
 
-```sh
-batchfinder reproduce all
+```{{image}} accuracy.png
+:alt: Predicted against measured memory on logarithmic axes, one colour for each technique
 ```
 
-prints on a machine without a GPU: no figure was typed by hand. The simulated figures have not been compared with a real
-GPU of today yet. Those of 2018 and 2019 were measured on real ones, by others, and are quoted as they stand.
+`median` and `p90` are of the absolute relative error, `bias` is its mean. `fits?` is how often it was said rightly
+whether the run fits. Of `brackets`, a size that ran and the next larger one which did not, a hit has both right.
+`failures` is xMem's measure: a wrong verdict, or a run that is out of memory with the estimate as its limit. Where the
+source repeated the run with limits it is known. Elsewhere an estimate below the measured figure counts as a failure
+unless the recorded step runs with a limit that is lower still by the same: as if all that it is short of had been in
+use. Over all, every source weighs the same.
 
 """
+AFTER = """
+## Where the limits are
+
+- Peak allocated is exact where all tensors are known. Peak reserved depends on how blocks of the caching allocator were
+  split before, and scatters between two runs of one job: by 19 % where batches are of different lengths.
+- cuDNN picks algorithms on the card. Their workspaces are not modelled (`cuDNN workspaces` with `--explain`): models
+  with convolutions can take more than the answer, 0.35 to 1 GiB on the cards above where it was seen.
+- Old figures contain an old CUDA context: `--context`.
+- Sharded training on several GPUs has few published figures, and the largest errors.
+
+[simulator.md](simulator.md) says what is left out and in which direction it errs;
+[reproductions.md](reproductions.md) has the published tables that have a model of their own in this project.
+
+## Add a source
+
+A folder `benchmarks/measured/NAME` with `rows.csv` (the figures as published, nothing computed), README.md (URL with
+commit, licence, hardware, versions, and which setting of the run was read where), `__init__.py`, and `cases.py`,
+whose `cases()` makes a `Case` of each row. A builder makes the model with the source's own code, or with its equal:
+say which. Then:
+
+```sh
+python -m benchmarks.measured NAME --resume   # records, and writes benchmarks/results/measured/NAME.json
+PYTHONPATH=. python docs/make_accuracy.py       # this page
+```
+
+Figures that look wrong stay in. What explains a row goes into its `note`; nothing in the package may know a row.
+
+## Submit a measurement of your own
+
+`python benchmarks/cuda_check.py` in a clone takes eight minutes of a CUDA card: it measures training steps of six
+models and the largest batches, sets them beside what is predicted, and writes a result file with the card, the driver
+and the versions. Send it with a pull request. It is not a command of the package: it carries 1,600 lines that only
+read a card's memory.
+"""
+
+GROUPS = {
+    "one operation": ("PyTorch", "Liger"),
+    "LoRA, QLoRA, adapters": ("LoRA", "QLoRA", "FLUX.2-klein"),
+    "checkpointing": ("checkpointing",),
+    "compile": ("compile",),
+    "several GPUs": ("FSDP", "ZeRO", "DDP", "tensor", "pipeline"),
+    "eager": ("eager",),
+}
 
 
-def page(tables: str) -> str:
-    """The page's text.
+def group_of(technique: str, source: str) -> str:
+    """What a row's technique counts as here."""
+    if source == "peft":
+        return "LoRA, QLoRA, adapters"
+    last = technique.rpartition(", ")[2]
+    return next((name for name, parts in GROUPS.items() if last.startswith(parts)), "other")
 
-    Args:
-        tables: what `reproduce all --markdown` wrote.
-    """
-    return HEAD + tables
+
+def line(name: str, score: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    errors = [f"{100 * score[each]:.2f} %" if each in score else "" for each in ("median", "p90", "bias")]
+    counts = [f"{score['verdicts']} / {score['asked']}" if score["asked"] else ""]
+    counts.append(f"{score['failures']} / {score['capped']}" if "capped" in score else "")
+    if "brackets" in score:
+        counts.append(f"{score['hit']} / {score['brackets']} ({score['below']} below)")
+    else:
+        counts.append("")
+    return f"| {' | '.join([name, str(score['rows']), *errors, *counts])} |\n"
+
+
+def worst(rows: Mapping[str, Sequence[Mapping[str, Any]]], most: int = 10, each: int = 2) -> str:
+    """The rows that are off most, at most so many of a source."""
+    found: list[tuple[float, str, Mapping[str, Any]]] = []
+    for source, its in rows.items():
+        off = sorted((row for row in its if "error" in row), key=lambda row: -abs(row["error"]))
+        found += [(abs(row["error"]), source, row) for row in off[:each]]
+    lines = ["| source | row | measured | predicted | off by | why |\n|---|---|---:|---:|---:|---|\n"]
+    for _, source, row in sorted(found, key=lambda item: item[:2], reverse=True)[:most]:
+        cases = importlib.import_module(f"benchmarks.measured.{source}.cases").cases()
+        note = next((case.note for case in cases if case.name == row["name"]), "")
+        why = note or f"not known, or in `benchmarks/measured/{source}/README.md`"
+        figures = [format_bytes(row["published_bytes"]), format_bytes(row["predicted_bytes"])]
+        name = row["name"].replace("|", "/")
+        lines.append(f"| {source} | {name} | {' | '.join(figures)} | {100 * row['error']:+.1f} % | {why} |\n")
+    return "".join(lines)
+
+
+def draw(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Predicted over measured, in GiB."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for source, its in rows.items():
+        for row in its:
+            if "error" in row:
+                point = row["published_bytes"] / GIB, row["predicted_bytes"] / GIB
+                points.setdefault(group_of(row["technique"], source), []).append(point)
+    with drawn("accuracy", str(PICTURE), width=7.0, height=6.0) as (axes,):
+        ends = 1e-2, 2e2  # smaller figures are those of single operations
+        axes.plot(ends, ends, color=GREY, linewidth=1, zorder=1)
+        for (name, its), colour in zip(sorted(points.items(), key=lambda item: -len(item[1])), COLOURS, strict=False):
+            axes.scatter(
+                *zip(*its, strict=True), s=14, color=colour, alpha=0.7, linewidths=0, label=f"{name} ({len(its)})"
+            )
+        axes.set(xlim=ends, ylim=ends)
+        axes.set(xscale="log", yscale="log", xlabel="measured, GiB", ylabel="predicted, GiB", title="Training memory")
+        axes.legend()
+
+
+def page() -> str:
+    """The page's text, from the results that are there."""
+    rows = {path.stem: json.loads(path.read_text(encoding="utf-8"))["rows"] for path in sorted(RESULTS.glob("*.json"))}
+    total = of_all(rows)
+    text = HEAD.format(rows=total["rows"], verdicts=total["asked"], sources=len(rows))
+    heads = ("", "figures", "median", "p90", "bias", "fits?", "failures", "brackets")
+    titles = f"| {' | '.join(heads)} |\n|---|{(len(heads) - 1) * '---:|'}\n"
+    text += titles + "".join(line(name, of_rows(its)) for name, its in rows.items()) + line("**all alike**", total)
+    groups: dict[str, list[Any]] = {}
+    for source, its in rows.items():
+        for row in its:
+            groups.setdefault(group_of(row["technique"], source), []).append(row)
+    text += "\n## By technique\n\n" + titles + "".join(line(name, of_rows(its)) for name, its in sorted(groups.items()))
+    text += "\n## Other estimators on the same runs\n\n"
+    text += "Their answers as published with the runs, and formulas where their source says so.\n\n" + titles
+    for source, its in rows.items():
+        others = getattr(importlib.import_module(f"benchmarks.measured.{source}.cases"), "others", dict)()
+        if others:
+            text += line(f"{source}: batchfinder", of_rows(its))
+            text += "".join(line(f"{source}: {name}", of_rows(answers)) for name, answers in others.items())
+    text += "\n## The rows that are off most\n\nAt most two of a source.\n\n" + worst(rows)
+    return text + AFTER
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "all.md"
-        subprocess.run([sys.executable, "-m", "batchfinder", "reproduce", "all", "--markdown", str(file)], check=True)
-        PAGE.write_text(page(file.read_text(encoding="utf-8")), encoding="utf-8")
+    results = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))["rows"] for path in sorted(RESULTS.glob("*.json"))
+    }
+    draw(results)
+    PAGE.write_text(page(), encoding="utf-8")

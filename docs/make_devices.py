@@ -18,7 +18,9 @@ larger one too. `--budget 12GiB` names a limit instead, or lowers a card's.
 
 *Total* is what the driver reports to PyTorch. *Usable* is that less what the CUDA context and libraries take before
 the first tensor, for one process and no display. A tilde marks a context that was not measured on this card but follows
-from the others. Each row's source stands beside it in `batchfinder/devices/gpus.toml` and `instances.toml`.
+from the others. Each row's source stands beside it in `batchfinder/devices/gpus.toml` and `instances.toml`. They are
+those of a CUDA that loads kernels as they are used, which is usual since 11.7; before, it was 1 GiB and more:
+`--context 1.3GiB` takes another size than the table's.
 
 ## GPUs
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
-from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
+from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 
-SCHEMA = 4
-"""Raised, too, when what counts as fitting or the meaning of a key changes: 4 has the shorter fingerprint."""
+SCHEMA = 5
+"""Raised, too, when what counts as fitting or the meaning of a key changes: 5 has gradients summed in place."""
 
 
 MAX_BATCH_SIZE = 1 << 40
@@ -88,17 +88,32 @@ def result_as_json(result: SearchResult) -> dict[str, Json]:
         "source": result.source,
         "unmodelled": list(result.unmodelled),
         "free_bytes": _index(result.free_bytes),
+        **({} if result.throughput is None else {"throughput": throughput_as_json(result.throughput)}),
         **({} if trained is None else {"trained_bytes": [_index(size) for size in trained]}),
+    }
+
+
+def throughput_as_json(found: Throughput) -> dict[str, Json]:
+    """The smallest size at full speed as a record has it; a rate is [batch_size, samples_per_second, spread]."""
+    return {
+        "batch_size": operator.index(found.batch_size),
+        "best_batch_size": operator.index(found.best_batch_size),
+        "rates": [[operator.index(rate.batch_size), rate.samples_per_second, rate.spread] for rate in found.rates],
+        "certain": found.certain,
+        "rounds": found.rounds,
+        "error": found.error,
     }
 
 
 def measurement_as_json(seen: Measurement) -> list[Json]:
     """[verdict, peak_allocated_bytes, peak_reserved_bytes, seconds, message, needed_bytes, resting_bytes,
-    forward_bytes]; in a trial the batch size and the sequence length stand before them.
+    forward_bytes], and where steps were timed step_seconds and micro_batch_seconds; in a trial the batch size and the
+    sequence length stand before them.
     """
     peaks = _index(seen.peak_allocated_bytes), _index(seen.peak_reserved_bytes)
     more = _index(seen.needed_bytes), _index(seen.resting_bytes), _index(seen.forward_bytes)
-    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, *more]
+    timed = [] if seen.step_seconds is None else [seen.step_seconds, seen.micro_batch_seconds]
+    return [seen.verdict.name, *peaks, float(seen.seconds), seen.message, *more, *timed]
 
 
 def _index(value: int | None) -> int | None:
@@ -192,6 +207,8 @@ def _check_sense(record: Record) -> None:
         raise DamagedRecord(f"its measurement {'fits' if seen.fits else 'does not fit'}, and its result is {size}")
     last = {trial.batch_size: trial.fits for trial in result.trials}
     ran, failed = ([tried for tried, fits in last.items() if fits is wanted] for wanted in (True, False))
+    if result.throughput is not None and result.throughput.batch_size > size:
+        raise DamagedRecord(f"its size at full speed is above its result of {size}")
     contradicted = False
     if size and seen is None:  # it was lowered when training ran out of memory
         contradicted = max(failed, default=0) <= size
@@ -212,12 +229,12 @@ def result_from_json(value: object) -> SearchResult:
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(value, "outcome", dict)
     trained = _of(body.get("trained_bytes"), "trained_bytes", list, NoneType)
-    if body.keys() - {"trained_bytes"} != names or len(trained or (0, 0)) != 2:
+    if body.keys() - {"throughput", "trained_bytes"} != names or len(trained or (0, 0)) != 2:
         raise DamagedRecord(f"its outcome is {shown(value)}")
     trials = []
     for trial in _of(body["trials"], "trials", list):
         row = _of(trial, "trial", list)
-        if len(row) != 10:
+        if len(row) not in (10, 12):
             raise DamagedRecord(f"its trial is {shown(trial)}")
         shape = Shape(_of(row[1], "seq_len", int, NoneType))
         trials.append(Trial(_of(row[0], "batch_size", int), shape, measurement_from_json(row[2:])))
@@ -230,10 +247,34 @@ def result_from_json(value: object) -> SearchResult:
         source=_of(body["source"], "source", str),
         unmodelled=tuple(_of(text, "unmodelled", str) for text in _of(body["unmodelled"], "unmodelled", list)),
         free_bytes=_of(body["free_bytes"], "free_bytes", int, NoneType),
+        throughput=_throughput_from_json(body["throughput"]) if "throughput" in body else None,
         trained_bytes=None
         if trained is None
         else (_of(trained[0], "trained_bytes", int, NoneType), _of(trained[1], "trained_bytes", int, NoneType)),
     )
+
+
+def _throughput_from_json(value: object) -> Throughput:
+    body = _of(value, "throughput", dict)
+    rates = [_of(row, "rate", list) for row in _of(body.get("rates"), "rates", list)]
+    if set(body) != {field.name for field in fields(Throughput)} or any(len(row) != 3 for row in rates):
+        raise DamagedRecord(f"its throughput is {shown(value)}")
+    found = Throughput(
+        batch_size=_of(body["batch_size"], "batch_size", int),
+        best_batch_size=_of(body["best_batch_size"], "best_batch_size", int),
+        rates=tuple(
+            Rate(_of(size, "batch_size", int), _of(rate, "rate", float), _of(spread, "spread", float))
+            for size, rate, spread in rates
+        ),
+        certain=_of(body["certain"], "certain", bool),
+        rounds=_of(body["rounds"], "rounds", int),
+        error=_of(body["error"], "error", float),
+    )
+    if not {found.batch_size, found.best_batch_size} <= {rate.batch_size for rate in found.rates}:
+        raise DamagedRecord("its size at full speed was not timed")
+    if min(min(rate.batch_size, rate.samples_per_second) for rate in found.rates) <= 0:
+        raise DamagedRecord("a size has no speed")
+    return found
 
 
 def measurement_from_json(value: object) -> Measurement:
@@ -243,7 +284,7 @@ def measurement_from_json(value: object) -> Measurement:
         DamagedRecord: it is something else.
     """
     row = _of(value, "measurement", list)
-    if len(row) != 8:
+    if len(row) not in (8, 10):
         raise DamagedRecord(f"its measurement is {shown(value)}")
     return Measurement(
         verdict=_of(row[0], "verdict", Verdict),
@@ -254,6 +295,8 @@ def measurement_from_json(value: object) -> Measurement:
         needed_bytes=_of(row[5], "needed_bytes", int, NoneType),
         resting_bytes=_of(row[6], "resting_bytes", int, NoneType),
         forward_bytes=_of(row[7], "forward_bytes", int, NoneType),
+        step_seconds=_of(row[8], "step_seconds", float) if len(row) > 8 else None,
+        micro_batch_seconds=_of(row[9], "micro_batch_seconds", float, NoneType) if len(row) > 8 else None,
     )
 
 

@@ -86,6 +86,7 @@ def lower(entry: ResultEntry, batch_size: int, message: str, to: int | None = No
                 stop=StopReason.TOLERANCE,
                 measurement=None,
                 trials=(*(trial for trial in still if trial.batch_size != batch_size), failed),
+                throughput=None,
             )
         )
     return lowered

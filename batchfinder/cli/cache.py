@@ -110,6 +110,9 @@ def list_table(records: Sequence[Record], url: str) -> Table:
         "source": [record.result.source for record in records],
         "found": [f"{record.created:%Y-%m-%d}" for record in records],
     }
+    if any(record.result.throughput is not None for record in records):
+        found = [record.result.throughput for record in records]
+        columns["full speed"] = ["" if one is None else str(one.batch_size) if one.certain else "?" for one in found]
     if any(record.result.trained_bytes for record in records):
         columns["peak in training"] = [_in_training(record.result) for record in records]
     short = {heading: [printable(cell, _MOST_LETTERS) for cell in cells] for heading, cells in columns.items()}
@@ -131,6 +134,16 @@ def record_tables(record: Record) -> Iterator[Table]:
         {"depends on": names, "value": values},
         assumptions((printable(text, 400) for text in result.unmodelled), explain=True),
     )
+    if result.throughput is not None:
+        rates = result.throughput.rates
+        yield Table(
+            "Sizes timed",
+            (str(result.throughput),),
+            {
+                "batch size": [str(rate.batch_size) for rate in rates],
+                "samples/s": [rate.figures for rate in rates],
+            },
+        )
     if result.trials:
         seen = [trial.measurement for trial in result.trials]
         yield Table(

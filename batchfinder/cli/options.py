@@ -27,7 +27,7 @@ from batchfinder.training.spec import (
     StepOptions,
     WorkloadFacts,
 )
-from batchfinder.units import format_bytes, parse_budget
+from batchfinder.units import format_bytes, parse_budget, parse_bytes
 
 MAX_READ_BYTES = 64 << 20
 """What is read of a file at most: an exported cache of tens of thousands of results."""
@@ -159,49 +159,55 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     return options
 
 
-def card(gpu: str | None, budget: str | None, count: int = 1) -> Card:
-    """A GPU by name, a budget alone, or a budget on a GPU.
+def card(gpu: str | None, budget: str | None, count: int = 1, context: str | None = None) -> Card:
+    """A GPU by name, a budget alone, or a budget on a GPU; `context` is what the CUDA context takes of a named one.
 
     Raises:
         UnknownName: no such GPU.
-        InvalidValue: the budget is not a size.
+        InvalidValue: the budget or the context is not a size, the context leaves nothing, or there is no GPU for it.
     """
     found = find_gpu(gpu) if gpu is not None else None
+    context_bytes = None if context is None else parse_bytes(context, "--context")
+    if context_bytes is not None and (found is None or context_bytes >= found.memory_bytes):
+        named = "a --gpu or an --instance with it, of whose memory it is taken"
+        expected = named if found is None else f"less than the {format_bytes(found.memory_bytes)} of {found.name}"
+        raise InvalidValue("--context", context, expected)
     if budget is not None:
-        device = device_with_budget(parse_budget(budget, "--budget"), found)
+        device = device_with_budget(parse_budget(budget, "--budget"), found, context_bytes)
     elif found is not None:
-        device = device_for(found)
+        device = device_for(found, context_bytes)
     else:
         raise InvalidValue("--gpu", None, "a GPU's name or a --budget")
     return Card(device, device.name, count)
 
 
-def instance_card(name: str, budget: str | None, count: int | None = None) -> Card:
+def instance_card(name: str, budget: str | None, count: int | None = None, context: str | None = None) -> Card:
     """The GPUs of a cloud instance, all of them or `count`.
 
     Raises:
-        InvalidValue: the instance has fewer, or the budget is not a size.
+        InvalidValue: the instance has fewer, or the budget or the context is not a size.
         UnknownName: no such instance.
     """
     instance = find_instance(name)
     if count is not None and count > instance.num_gpus:
         raise InvalidValue("--gpus", count, f"at most {instance.num_gpus}, the GPUs of {instance.name}")
-    one = card(instance.gpu.name, budget, count or instance.num_gpus)
+    one = card(instance.gpu.name, budget, count or instance.num_gpus, context)
     return replace(one, name=f"{instance.name}: {one.count} x {one.name}")
 
 
 def asked_card(arguments: argparse.Namespace, count: int | None = None) -> Card:
-    """What `--gpu`, `--budget` and `--instance` ask for, a Titan X without any of them; `count` is of GPUs.
+    """What `--gpu`, `--budget`, `--context` and `--instance` ask for, of a Titan X by default; `count` is of GPUs.
 
     Raises:
         InvalidValue: a GPU and an instance, or more GPUs than the instance has, or no size for a budget.
         UnknownName: no such GPU or instance.
     """
     if arguments.instance is None:
-        return card(arguments.gpu or (None if arguments.budget else DEFAULT_GPU), arguments.budget, count or 1)
+        gpu = arguments.gpu or (None if arguments.budget else DEFAULT_GPU)
+        return card(gpu, arguments.budget, count or 1, arguments.context)
     if arguments.gpu is not None:
         raise InvalidValue("--gpu", arguments.gpu, "either a --gpu or an --instance, not both")
-    return instance_card(arguments.instance, arguments.budget, count)
+    return instance_card(arguments.instance, arguments.budget, count, arguments.context)
 
 
 def one_of(option: str, value: str, allowed: Sequence[str]) -> str:

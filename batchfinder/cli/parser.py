@@ -96,6 +96,13 @@ _STEP: Options = {
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}
+_CONTEXT: Options = {
+    "--context": {
+        "metavar": "SIZE",
+        "help": "what the CUDA context takes of a GPU with a name, such as 1.3GiB (default: the catalogue's, of "
+        "today's CUDA, which loads kernels as they are used; it was 1 GiB and more before CUDA 11.7)",
+    }
+}
 _PLOT: Options = {
     "--plot": {"metavar": "FILE", "help": "also draw the results: a .png or .svg (needs matplotlib)"},
     "--explain": {"action": "store_true", "help": "list what the figures assume and leave out"},
@@ -134,6 +141,7 @@ SWEEP = Command(
             },
             "--instance": {"metavar": "NAME", "help": "simulate a cloud instance's GPUs, such as p4d.24xlarge"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, or of the RAM, such as 12GiB"},
+            **_CONTEXT,
         },
         "the step": _STEP,
         "the search": {
@@ -160,6 +168,10 @@ SWEEP = Command(
             "--multiple-of": {
                 "metavar": "N",
                 "help": "try multiples of this only (default: 1; of lengths: 128)",
+            },
+            "--throughput": {
+                "action": "store_true",
+                "help": "also time sizes up to the largest, and print the smallest at full speed; measured only",
             },
             "--tolerance": {
                 "metavar": "SHARE",
@@ -212,6 +224,7 @@ ESTIMATE = Command(
             "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
             "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
+            **_CONTEXT,
         },
         "the step": _STEP,
         "the output": {
@@ -229,9 +242,14 @@ PROFILE = Command(
     {
         "what is profiled": {
             **_ONE_SIZE,
+            "--seq-len": {
+                "metavar": "N[,N]",
+                "help": "tokens, or pixels for images (default: 128 or 224); 96,128: of one step after the other",
+            },
             "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
             "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},
+            **_CONTEXT,
         },
         "the step": _STEP,
         "the output": {
@@ -252,6 +270,7 @@ PLAN = Command(
             "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
             "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, each with a copy of the model"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
+            **_CONTEXT,
             "--keep": {
                 "action": "append",
                 "metavar": "NAME",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
@@ -30,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     model, options = arguments.model, step_options(arguments)
     batch_size = whole_number("--batch-size", arguments.batch_size)
     micro_batches = whole_number("--accumulation", arguments.accumulation)
-    asked = whole_number("--seq-len", arguments.seq_len)
+    asked = tuple(whole_number("--seq-len", each) for each in (arguments.seq_len or "").split(",") if arguments.seq_len)
     device = asked_card(arguments, whole_number("--gpus", arguments.gpus)).device
     settings = AllocatorSettings.from_environment()
     check_model_name(model)
@@ -43,14 +44,17 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.snapshot is not None:
         check_file("--snapshot", arguments.snapshot)
     spec, step = options.workload(model), options.step(micro_batches)
+    if len(asked) > 1:
+        step = replace(step, lengths=asked, steps=len(asked))
     with StatusLine() as line, Simulation(spec, step) as simulation:
         line.update(f"building {model}")
-        (seq_len,) = seq_lens_of(model, () if asked is None else (asked,), simulation.facts())
+        seq_len = seq_lens_of(model, asked, simulation.facts())[-1]
         line.update(f"recording {model}")
         probe = simulation.probe(device, [seq_len], settings)
         later = probe.steady_state(batch_size, Shape(seq_len), exact=True)
     timeline = later.timeline
-    size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {seq_len}")
+    lengths = ", then ".join(map(str, step.lengths or (seq_len,)))
+    size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {lengths}")
     title = f"{model} at {size} on {device.name}, simulated"
     memory = bytes_over_time(probe.trace(batch_size, Shape(seq_len), exact=True))
     if arguments.plot is not None:

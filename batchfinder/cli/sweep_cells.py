@@ -234,6 +234,8 @@ class MeasuredCells:
             min_batch_size=request.min_batch_size,
             multiple_of=request.multiple_of,
             certify=request.certify,
+            goal="throughput" if request.throughput else "memory",
+            accumulation=request.step.micro_batches,
         )
         self._tuner = Tuner(
             self.free_bytes,
@@ -243,12 +245,18 @@ class MeasuredCells:
             on_trial=lambda trial: status(
                 f"{self._cell}: {trial.batch_size} {'runs' if trial.fits else 'does not run'}"
             ),
+            time_steps=self._time_steps,
         )
 
     def close(self) -> None:
         """End the child process."""
         if self._probe is not None:
             self._probe.close()
+
+    def _time_steps(self, steps: int) -> None:
+        """Have the child, which has been started, time so many steps at least in each try from now on."""
+        if self._probe is not None:
+            self._probe.timed_steps = steps
 
     def free_bytes(self) -> int:
         """What may be used of the device now."""
@@ -278,7 +286,8 @@ class MeasuredCells:
                 seen = replace(result.measurement, needed_bytes=needed)
                 result = replace(result, measurement=seen, unmodelled=(*result.unmodelled, *unmodelled))
         self._longer = None if result.stop is StopReason.CAP else result
-        return SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached, raised=found.raised)
+        row = SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached, raised=found.raised)
+        return replace(row, throughput=found.throughput)
 
     def _predicted(self, shape: Shape, max_peak_bytes: int) -> int | None:
         """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before.

@@ -78,10 +78,12 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         if asked not in ("auto", SIMULATED):
             raise InvalidValue("--device", asked, "simulated or auto with --gpu or --instance, which are simulated")
         count = None if arguments.strategy is not None else whole_number("--gpus", arguments.gpus)
-        cards = [card(gpu, arguments.budget, count or 1) for gpu in arguments.gpu or ()]
+        cards = [card(gpu, arguments.budget, count or 1, arguments.context) for gpu in arguments.gpu or ()]
         if arguments.instance is not None:
-            cards.append(instance_card(arguments.instance, arguments.budget, count))
+            cards.append(instance_card(arguments.instance, arguments.budget, count, arguments.context))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
+    if arguments.context is not None:
+        raise InvalidValue("--context", arguments.context, "a --gpu or an --instance with it, which are simulated")
     if asked == CPU:
         return _host(budget_bytes)
     if asked not in ("auto", SIMULATED):
@@ -169,6 +171,7 @@ class SweepRequest:
         tolerance: how far below the largest a measured result may be, as a share.
         cache: where results are kept; None for nowhere.
         certify: whether a cached measured result is tried once before it is used.
+        throughput: whether sizes are timed as well, for the smallest at full speed.
     """
 
     models: tuple[str, ...]
@@ -186,6 +189,7 @@ class SweepRequest:
     certify: bool = True
     min_batch_size: int = 1
     multiple_of: int = 1
+    throughput: bool = False
 
     @property
     def step(self) -> StepConfig:
@@ -223,6 +227,8 @@ class SweepRequest:
             words.append(f"multiples of {self.multiple_of}")
         if self.target_batch_size is not None:
             words.append(f"for an effective batch of {self.target_batch_size}, so with two micro-batches to a step")
+        if self.throughput:
+            words.append("speed of forward, backward and step on one device, without loader and communication")
         if self.place.device == CPU:
             return tuple(words)
         usual = asdict(AllocatorSettings())
@@ -260,7 +266,13 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         certify=not arguments.no_certify,
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
+        throughput=arguments.throughput,
     )
+    if request.throughput and request.place.device == SIMULATED:
+        expected = "--device cuda or cpu with it: a simulated step takes no time, so its speed is not known"
+        raise InvalidValue("--throughput", True, expected)
+    if request.throughput and request.options.mode != "train":
+        raise InvalidValue("--throughput", True, f"--mode train with it, not {request.options.mode}")
     if request.options.gpus > 1:
         if request.place.device != SIMULATED:
             expected = "a --gpu or --instance, or --device simulated with it: several GPUs are simulated"

@@ -248,10 +248,17 @@ class Card:
     count: int = 1
 
 
-def device_for(gpu: Gpu) -> Device:
-    """A whole card with nothing else on it."""
+def device_for(gpu: Gpu, context_bytes: int | None = None) -> Device:
+    """A whole card with nothing else on it.
+
+    Args:
+        context_bytes: what the CUDA context and libraries take of it; None for what the catalog says, of today's CUDA.
+
+    Raises:
+        InvalidValue: the context is negative or leaves nothing.
+    """
     capability = gpu.compute_capability
-    return Device(
+    device = Device(
         gpu.name,
         gpu.memory_bytes,
         gpu.usable_bytes,
@@ -259,9 +266,16 @@ def device_for(gpu: Gpu) -> Device:
         assumed_capability=capability is None,
         context_bytes=gpu.context_bytes,
     )
+    if context_bytes is None:
+        return device
+    if not 0 <= context_bytes < gpu.memory_bytes:
+        expected = f"less than the {format_bytes(gpu.memory_bytes)} of {gpu.name}"
+        raise InvalidValue("context", format_bytes(context_bytes), expected)
+    name = f"{gpu.name}, {format_bytes(context_bytes)} context"
+    return replace(device, name=name, usable_bytes=gpu.memory_bytes - context_bytes, context_bytes=context_bytes)
 
 
-def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
+def device_with_budget(budget_bytes: int, gpu: Gpu | None = None, context_bytes: int | None = None) -> Device:
     """A device of which the caching allocator of one process may reserve so many bytes in all.
 
     It is the limit of `torch.cuda.set_per_process_memory_fraction`: the CUDA context is not counted
@@ -270,19 +284,20 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None) -> Device:
 
     Args:
         gpu: the card it is a part of; None for no card in particular.
+        context_bytes: as in `device_for`.
 
     Raises:
-        InvalidValue: the budget is not positive.
+        InvalidValue: the budget is not positive, or the context leaves nothing.
     """
     if budget_bytes <= 0:
         raise InvalidValue("budget", budget_bytes, "a positive number of bytes")
     budget = f"{format_bytes(budget_bytes)} budget"
     if gpu is None:
         return Device(budget, budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY, assumed_capability=True)
-    card = device_for(gpu)
+    card = device_for(gpu, context_bytes)
     return replace(
         card,
-        name=f"{gpu.name}, {budget}",
+        name=f"{card.name}, {budget}",
         total_bytes=min(budget_bytes, card.total_bytes),
         usable_bytes=min(budget_bytes, card.usable_bytes),
     )

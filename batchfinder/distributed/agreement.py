@@ -196,7 +196,8 @@ def agree(seen: list[Measurement]) -> Measurement:
     """The measurement of one size that holds for all ranks, of each rank's own, by rank.
 
     Returns:
-        The largest peaks; where it failed, the verdict of the first rank it failed on, which the message names.
+        The largest peaks and the slowest rank's times; where it failed, the verdict of the first rank it failed on,
+        which the message names.
     """
     if len(seen) == 1:
         return seen[0]
@@ -205,8 +206,9 @@ def agree(seen: list[Measurement]) -> Measurement:
         if not one.fits:
             return replace(one, seconds=seconds, message=f"on rank {rank}: {one.message}")
     largest: dict[str, Any] = {}
-    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "resting_bytes", "forward_bytes"):
-        known = [nbytes for one in seen if (nbytes := getattr(one, name)) is not None]
+    times = ("step_seconds", "micro_batch_seconds")
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "resting_bytes", "forward_bytes", *times):
+        known = [value for one in seen if (value := getattr(one, name)) is not None]
         largest[name] = max(known, default=None)
     return replace(seen[0], seconds=seconds, **largest)
 

@@ -59,6 +59,7 @@ class TrainerStep:
                 trainer.training_step(model, inputs, num_items)
             if not last:
                 self._call_back("on_substep_end")
+                micro_batches.ended()
         limit = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else float("inf")
         trainer.accelerator.clip_grad_norm_(model.parameters(), limit)
         self._call_back("on_pre_optimizer_step")

@@ -99,6 +99,9 @@ class BatchFinder(Accumulating):
     Args:
         target_batch_size: samples per optimizer step, made up of micro-batches that fit by accumulation. None to set
             the largest size and leave accumulation as the trainer has it.
+        goal: `memory` to train with the largest size that fits, or `throughput` with the smallest of those up to it
+            that trains at full speed, within 3 % of the best samples per second. Loading data and communication are not
+            timed. An evaluation (`also`) gets the largest size all the same.
         exact: meet the target exactly, however small the micro-batch that divides it. Else 254 with 64 fitting is made
             up as 64 x 4 = 256, which the summary says; see `plan_accumulation`.
         seq_lens: lengths to find sizes for; the loader gets the size of the longest. None for the longest in the data,
@@ -148,6 +151,7 @@ class BatchFinder(Accumulating):
         self,
         target_batch_size: int | None = None,
         *,
+        goal: str = "memory",
         exact: bool = False,
         seq_lens: Sequence[int] | None = None,
         make_batch: Callable[[int, int | None], Any] | None = None,
@@ -170,6 +174,7 @@ class BatchFinder(Accumulating):
         super().__init__()
         self.options = FinderOptions(
             target_batch_size=target_batch_size,
+            goal=goal,
             exact=exact,
             seq_lens=None if seq_lens is None else tuple(sorted(seq_lens, reverse=True)),
             make_batch=make_batch,
@@ -388,7 +393,8 @@ class BatchFinder(Accumulating):
                 {f"batchfinder/{name}": float(value) for name, value in metrics.items() if value is not None},
                 step=trainer.global_step,
             )
-        if found.entry is not None and trainer.is_global_zero:
+        of_the_answer = found.throughput is None or size == found.result.max_batch_size
+        if found.entry is not None and of_the_answer and trainer.is_global_zero:
             with suppress(CacheFailed):  # of which the search has warned
                 known = found.entry.get()
                 if known is not None and known.max_batch_size == found.result.max_batch_size:

@@ -69,7 +69,7 @@ class DryRun:
             make_batch,
             PEAK_STEPS * micro_batches,
             length,
-            check.goes_on,
+            check,
             trainer.accumulate_grad_batches,
             # Manual optimization steps when it likes.
             lambda: module.automatic_optimization or loop.epoch_loop.global_step >= steps,
@@ -101,7 +101,7 @@ class DryRun:
         else:
             silence(trainer, self.callbacks.active)
             loop = new_evaluation_loop(trainer)
-        set_loader(loop, ProbeLoader(make_batch, PEAK_STEPS, length, check.goes_on))
+        set_loader(loop, ProbeLoader(make_batch, PEAK_STEPS, length, check))
         with local_only(trainer):
             loop.run()
 
@@ -111,13 +111,13 @@ class ProbeLoader:
     """An iterable that ends when enough steps were taken, and says it is longer, so that no epoch comes to its end.
 
     It gives `least` batches. Then, after each step of `micro_batches`, it gives more until `has_stepped`, up to
-    `MAX_BATCHES_WITHOUT_STEP`, and while it is to `keep_going`.
+    `MAX_BATCHES_WITHOUT_STEP`, and while the check goes on.
     """
 
     make_batch: MakeBatch
     least: int
     length: int
-    keep_going: Callable[[], bool]
+    check: SteadyStateCheck
     micro_batches: int = 1
     has_stepped: Callable[[], bool] = field(default=lambda: True)
 
@@ -129,9 +129,13 @@ class ProbeLoader:
         while True:
             more = given - self.least
             after_a_step = more >= 0 and more % self.micro_batches == 0
-            if after_a_step and (given >= MAX_BATCHES_WITHOUT_STEP or (self.has_stepped() and not self.keep_going())):
+            if after_a_step and (
+                given >= MAX_BATCHES_WITHOUT_STEP or (self.has_stepped() and not self.check.goes_on())
+            ):
                 return
-            yield self.make_batch()
+            with self.check.loading():
+                batch = self.make_batch()
+            yield batch
             given += 1
 
 
@@ -224,6 +228,7 @@ class LightningProbe:
                 session.reserve_bytes,
                 session.held_bytes,
                 stepping=session.stepping,
+                timed_steps=session.timed_steps,
             )
         except Exception as error:
             if dry_run.callbacks.inactive:

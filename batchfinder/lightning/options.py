@@ -35,6 +35,7 @@ class FinderOptions:
     """
 
     target_batch_size: int | None
+    goal: str
     exact: bool
     seq_lens: tuple[int, ...] | None
     make_batch: Callable[[int, int | None], Any] | None
@@ -63,6 +64,9 @@ class FinderOptions:
                 getattr(self, name),
                 "1 with split_batches=, where a batch's last micro-batch is what is left of it",
             )
+        if self.split_batches and self.goal != "memory":
+            expected = "memory with split_batches=, where lengths and not sizes differ from one micro-batch to the next"
+            raise InvalidValue("goal", self.goal, expected)
         if self.seq_lens is not None and (not self.seq_lens or min(self.seq_lens) < 1):
             raise InvalidValue("seq_lens", self.seq_lens, "lengths of at least 1, or None for the data's own")
         for stage in self.also:
@@ -90,6 +94,7 @@ class FinderOptions:
                 "min_batch_size": self.min_batch_size,
                 "multiple_of": self.multiple_of,
                 "target_batch_size": self.target_batch_size,
+                "goal": self.goal,
                 "exact": self.exact,
                 "certify": self.certify,
                 # A split batch's last micro-batch may be one sample.

@@ -130,7 +130,11 @@ class StageTuner:
         self.longest_seq_len: int | None = max((length for length in lengths if length is not None), default=None)
         self._callbacks = active_callbacks(trainer, finder, options.probe_callbacks, extra_callbacks)
         self._limits = options.limits(
-            max_batch_size=cap, target_batch_size=config.target_batch_size, num_devices=config.num_devices
+            max_batch_size=cap,
+            target_batch_size=config.target_batch_size,
+            num_devices=config.num_devices,
+            goal=options.goal if config.stage == "fit" else "memory",
+            accumulation=config.accumulation,
         ).with_memory(self._free_bytes())
         self._session = TrialSession(
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
@@ -175,6 +179,7 @@ class StageTuner:
                 hint=self._predict,
                 on_trial=on_trial,
                 held_bytes=self._memory.held_bytes(),
+                time_steps=self._session.time_steps,
                 warn=lambda error: rank_zero_warn(
                     f"BatchFinder cannot use the cache at {error.url}: {error.reason.rstrip('.')}. Results of this run "
                     "are not cached. Pass BatchFinder(cache=...) a place that can be written, or cache=False."

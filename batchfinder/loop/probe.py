@@ -136,16 +136,18 @@ class LoopProbe:
         """
         session, config, target = self._session, self._config, self._target
 
-        def batches() -> Iterator[Any]:
-            while True:
-                yield config.make_batch(batch_size, shape.seq_len)
-
         def steps(check: SteadyStateCheck) -> None:
+            def batches() -> Iterator[Any]:
+                while True:
+                    with check.loading():
+                        batch = config.make_batch(batch_size, shape.seq_len)
+                    yield batch
+
             one, count = batches(), PEAK_MICRO_BATCHES if batch_size < (target or 0) else 1
             with self._counter.counting():
                 while True:
                     # As in a loop, a batch lives until the next has been made.
-                    given = next(one) if target is None else MicroBatches(batches, count)
+                    given = next(one) if target is None else MicroBatches(batches, count, check.micro_batch_ended)
                     config.train_step(given)
                     if isinstance(given, MicroBatches) and given.given < count:
                         name = getattr(config.train_step, "__qualname__", type(config.train_step).__qualname__)
@@ -163,6 +165,7 @@ class LoopProbe:
                 session.reserve_bytes,
                 session.held_bytes,
                 stepping=session.stepping,
+                timed_steps=session.timed_steps,
             )
         except InvalidValue:
             raise

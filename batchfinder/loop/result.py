@@ -23,14 +23,18 @@ class MicroBatches:
     Args:
         batches: gives them, from the first.
         count: how many there are.
+        ended: called where a step that has made all of them first goes on to the next one.
 
     Attributes:
         given: how many the step has asked for so far.
     """
 
-    def __init__(self, batches: Callable[[], Iterator[Any]], count: int) -> None:
+    def __init__(
+        self, batches: Callable[[], Iterator[Any]], count: int, ended: Callable[[], object] = lambda: None
+    ) -> None:
         self._batches = batches
         self._count = count
+        self.ended = ended
         self.given = 0
 
     def __len__(self) -> int:

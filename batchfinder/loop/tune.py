@@ -133,7 +133,15 @@ def tune_loop(
         for replica in config.replicas:
             opened.callback(forget_used_parameters, replica)
         held = memory.held_bytes()
-        tuner = Tuner(free_bytes, limits, open_probe, on_trial=on_trial, warn=warn_not_cached, held_bytes=held)
+        tuner = Tuner(
+            free_bytes,
+            limits,
+            open_probe,
+            on_trial=on_trial,
+            warn=warn_not_cached,
+            held_bytes=held,
+            time_steps=session.time_steps,
+        )
         keys = [] if store is None else _keys(config, limits, memory, shapes, make_key, ranks)
         each = (time.perf_counter() - started) / len(shapes)
         for index, shape in enumerate(shapes):
@@ -172,6 +180,7 @@ def tune_batch_size(
     state: Any,
     *,
     device: torch.device | str | None = None,
+    goal: str = "memory",
     seq_lens: Sequence[int] | None = None,
     target_batch_size: int | None = None,
     num_devices: int | None = None,
@@ -207,6 +216,8 @@ def tune_batch_size(
             weights, counters; any object will do. What can be reached from these, from variables of closures, and
             from the objects that bound methods belong to, need not be named. Module-level names cannot be reached.
         device: `cpu`, `cuda` or `cuda:N`; None for where the model is.
+        goal: `memory` for the largest size that fits, or `throughput` for the smallest of those up to it that trains at
+            full speed, within 3 % of the best samples per second. `make_batch` and communication are not timed.
         seq_lens: lengths to find sizes for, the longest first; None for data of one fixed shape.
         target_batch_size: samples per optimizer step, on all devices together, made up of micro-batches that fit; None
             for no target.
@@ -247,6 +258,7 @@ def tune_batch_size(
         num_devices=world_size() if num_devices is None else num_devices,
         exact=exact,
         certify=certify,
+        goal=goal,
     )
     budget_bytes = None if budget is None else parse_budget(budget)
     named = tuple(state) if isinstance(state, list | tuple) else (state,)

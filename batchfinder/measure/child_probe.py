@@ -67,6 +67,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
 
     Attributes:
         limit_bytes: as it was given; may be changed until the first probe.
+        timed_steps: how many steps a probe times at least, after those that show the peak.
 
     Example:
         >>> spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": "bert-base"})  # doctest: +SKIP
@@ -88,6 +89,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
     ) -> None:
         self.spec = spec
         self.limit_bytes = limit_bytes
+        self.timed_steps = 0
         self.device = device
         self._open = {
             "builder": spec.builder,
@@ -139,7 +141,8 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
         if self._child is None:
             self._child = Child(WORKER, environment=self._environment)
         child = self._child
-        requests: list[dict[str, Any]] = [{"probe": {"batch_size": batch_size, "seq_len": shape.seq_len}}]
+        timed = {"timed_steps": self.timed_steps} if self.timed_steps else {}
+        requests: list[dict[str, Any]] = [{"probe": {"batch_size": batch_size, "seq_len": shape.seq_len, **timed}}]
         if not self._opened:
             requests.insert(0, {"open": {**self._open, "limit_bytes": self.limit_bytes}})
         for request in requests:

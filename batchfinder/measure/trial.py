@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,40 +28,109 @@ from batchfinder.results import Measurement, Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
 
+_MOST_TIMED, _TIMED_SECONDS = 20, 0.05
+"""Steps are timed up to this number while they take less than so much in all: the clock and what a process does
+besides count for more in a short step."""
+
+_EMPTY_SHARE = 0.01
+"""Share of a step below which no micro-batch ran between two batches: they were made one after another."""
+
 
 class SteadyStateCheck:
-    """Lets a trial take more steps until one goes by in which the allocator kept its cache.
+    """Lets a trial take more steps until one goes by in which the allocator kept its cache, and times some.
+
+    The steps before it is asked for the first time are the warm-up. Each one that it asks for is timed, from one
+    question to the next, without what is `loading` meanwhile.
+
+    Args:
+        retries: says how often the allocator has given its cache back.
+        timed_steps: how many steps to time at least; 0 for none, and more are taken only for the steady state.
+        device: which to wait for before the clock is read; None for none, as on a CPU.
 
     Attributes:
         settled: False once `MORE_STEPS` were taken, each of which gave it back.
     """
 
-    def __init__(self, retries: Callable[[], int]) -> None:
+    def __init__(self, retries: Callable[[], int], timed_steps: int = 0, device: torch.device | None = None) -> None:
         self._retries = retries
         self._before = self._last = retries()
         self._more = 0
         self.settled = True
+        self._timed_steps = timed_steps
+        self._device = device
+        self._since: float | None = None  # when what is timed began; None before the first step that is
+        self._parts: list[float] = []  # of the step that runs: what lies between its batches
+        self._batches = 0
+        self._steps: list[tuple[float, float | None]] = []  # seconds of a last micro-batch, and of one before it
 
     def goes_on(self) -> bool:
         """Whether the trial needs another step: to be asked after the least it takes, and after each one more."""
+        more_to_time = self._timed_steps > 0 and self._step_ended()
+        return not self._settles() or more_to_time
+
+    def _settles(self) -> bool:
+        """Whether the allocator kept its cache since this was asked the last time, or `MORE_STEPS` were taken."""
         last, self._last = self._last, self._retries()
         if self._last == last:
-            return False
-        if self._more == MORE_STEPS:
-            self.settled = False
-            return False
+            return True
         self._more += 1
-        return True
+        self.settled = self._more <= MORE_STEPS
+        return not self.settled
 
     def message(self) -> str:
         """What to say of a size that is thrashing; empty for one that reached a steady state.
 
         Steps that never asked have not reached it either, where the cache was given back.
         """
-        if self.settled and not self.goes_on():
+        if self.settled and self._settles():
             return ""
         times = self._last - self._before
         return f"it ran, but only by giving back all cached memory {'once' if times == 1 else f'{times} times'}"
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context around the making of each batch, which is not part of a step's time."""
+        if self._since is not None:
+            self.micro_batch_ended()
+            self._batches += 1
+        yield
+        if self._since is not None:
+            self._since = self._now()
+
+    def micro_batch_ended(self) -> None:
+        """Say that a micro-batch has ended, where its step has made the next one before."""
+        if self._since is not None:
+            now = self._now()
+            self._parts.append(now - self._since)
+            self._since = now
+
+    def seconds(self) -> tuple[float | None, float | None]:
+        """`step_seconds` and `micro_batch_seconds` of a `Measurement`."""
+        if not self._steps:
+            return None, None
+        earlier = [seconds for _, seconds in self._steps if seconds is not None]
+        return statistics.median(last for last, _ in self._steps), statistics.median(earlier) if earlier else None
+
+    def _step_ended(self) -> bool:
+        """Note the step's time, if it was to be timed, and say whether another one is."""
+        if self._since is not None:
+            self.micro_batch_ended()
+            total = sum(self._parts)
+            ran = [part for part in self._parts if part > _EMPTY_SHARE * total]
+            if self._batches < 2:
+                self._steps.append((total, None))
+            else:  # two micro-batches stand for any number
+                earlier = ran[0] if len(ran) > 1 else total / self._batches
+                self._steps.append((total - (self._batches - 1) * earlier, earlier))
+        self._parts, self._batches, self._since = [], 0, self._now()
+        timed = sum(last + (earlier or 0.0) for last, earlier in self._steps)
+        few = len(self._steps) < self._timed_steps
+        return few or (timed < _TIMED_SECONDS and len(self._steps) < _MOST_TIMED)
+
+    def _now(self) -> float:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 @dataclass(eq=False)
@@ -184,6 +254,7 @@ def run_trial(
     held_bytes: int = 0,
     readings: StageReadings | None = None,
     stepping: SteppingCheck | None = None,
+    timed_steps: int = 0,
 ) -> Measurement:
     """Take steps from a clean slate, put everything back, and say what they took.
 
@@ -194,6 +265,7 @@ def run_trial(
         held_bytes: held on the device by what training will not have, such as the copies that `restore` needs.
         readings: read by the steps themselves; None to read them by hooks on backward and on optimizers.
         stepping: of these trials, where a user's own steps might catch an out-of-memory error.
+        timed_steps: how many steps to time at least, after the others; see `SteadyStateCheck`.
 
     Raises:
         Exception: whatever the steps raised that is not about the size, unchanged, after `restore`.
@@ -201,7 +273,7 @@ def run_trial(
     clear(device)
     memory.reset_peak()
     ooms_before = _ooms(device)
-    check, started = SteadyStateCheck(memory.retries), time.perf_counter()
+    check, started = SteadyStateCheck(memory.retries, timed_steps, device), time.perf_counter()
 
     def limited() -> None:
         with memory.limited(reserve_bytes, held_bytes), nullcontext() if stepping is None else stepping.watched():
@@ -230,7 +302,9 @@ def run_trial(
         return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, _NOT_STEPPED)
     resting, forward = readings.resting_bytes, readings.forward_bytes
     resting = None if resting is None else resting - held_bytes
-    return Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
+    step, micro_batch = check.seconds()
+    seen = Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
+    return replace(seen, step_seconds=step, micro_batch_seconds=micro_batch)
 
 
 def _ooms(device: torch.device) -> int:
@@ -242,7 +316,7 @@ class TrialSession(AbstractContextManager["TrialSession"]):
     """A copy of the training state, made when something is tried for the first time, and let go of at the end.
 
     `held_bytes` are what the copy takes on the device, which training will not have; 0 before. `stepping` is for its
-    trials.
+    trials, each of which times `timed_steps` at least.
     """
 
     def __init__(
@@ -253,6 +327,7 @@ class TrialSession(AbstractContextManager["TrialSession"]):
         self.reserve_bytes = reserve_bytes
         self.held_bytes = 0
         self.stepping = SteppingCheck()
+        self.timed_steps = 0
         self._capture = capture
         self._state: TrainingState | None = None
         self._start_bytes = 0
@@ -280,6 +355,10 @@ class TrialSession(AbstractContextManager["TrialSession"]):
             self._start_bytes = self.memory.held_bytes()
             self.held_bytes = min(self._state.nbytes, max(0, self._start_bytes - before))
         return self._state
+
+    def time_steps(self, steps: int) -> None:
+        """Time so many steps at least in each trial from now on; none for 0."""
+        self.timed_steps = steps
 
     def max_peak_bytes(self) -> int:
         """What a peak may come to now: the limit, less the headroom and what earlier trials have left behind."""

@@ -26,9 +26,10 @@ from batchfinder.errors import (
 )
 from batchfinder.find import find_max_batch_size
 from batchfinder.probe import Probe
-from batchfinder.results import SearchResult, Shape, Trial
+from batchfinder.results import SearchResult, Shape, Throughput, Trial
 from batchfinder.search import Bounds, Capped, Floored, Multiples, Search, Secant
 from batchfinder.search.base import check_tolerance
+from batchfinder.search.throughput import find_full_speed, sizes_to_time
 from batchfinder.units import format_bytes
 
 _BELOW_A_FAILURE = 0.95
@@ -37,6 +38,12 @@ _BELOW_A_FAILURE = 0.95
 _AFTER_A_LEAK, _MOST_AFTER_A_LEAK = 0.02, 0.05
 """The least tolerance of a search that goes on because trials have left memory behind, doubled each time up to the
 second: each further trial leaves more, so that a finer search would end lower."""
+
+
+GOALS = ("memory", "throughput")
+
+_TIMED_STEPS = 3
+"""Steps that are timed at least each time that a size is."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,11 @@ class SearchLimits:
         exact: whether the target is met exactly, however slow; see `plan_accumulation`.
         certify: whether a cached result is tried once before it is used, however much memory is free.
         from_two: whether to go on from 2 samples where 1 raises and 2 run, which is for want of a second sample.
+        goal: one of `GOALS`: the largest size that fits, or the smallest of those up to it that trains at full speed.
+        accumulation: micro-batches per optimizer step where there is no target.
 
     Raises:
-        InvalidValue: a size is below 1, or the target cannot be made up of such sizes.
+        InvalidValue: a size is below 1, the target cannot be made up of such sizes, or there is no such goal.
     """
 
     max_batch_size: int | None = None
@@ -71,6 +80,8 @@ class SearchLimits:
     exact: bool = False
     certify: bool = True
     from_two: bool = True
+    goal: str = "memory"
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         target, step = self.target_batch_size, self.multiple_of
@@ -83,6 +94,8 @@ class SearchLimits:
         if target is not None and target < self.min_batch_size:
             raise InvalidValue("target_batch_size", target, f"at least the min_batch_size of {self.min_batch_size}")
         check_tolerance(self.tolerance)
+        if self.goal not in GOALS:
+            raise InvalidValue("goal", self.goal, f"one of {', '.join(GOALS)}")
 
     @property
     def cap(self) -> int | None:
@@ -111,7 +124,7 @@ class TuningResult:
 
     Attributes:
         result: the largest size that runs, 0 when none does. Its trials are those of this start, and its source is
-            `cache` where nothing was searched.
+            `cache` where nothing was searched. Its `throughput` may be known though it was not asked for.
         plan: how the target is made up; None without one.
         entry: where the result is cached; None without a cache.
         seconds: what it took.
@@ -121,6 +134,8 @@ class TuningResult:
         earlier_trials: those of earlier starts, from the cache.
         raised: what a single sample raised, where sizes from 2 on were searched for that; else empty.
         held_bytes: what the process held before the first trial; None where it is not known.
+        throughput: the smallest size at full speed, where that was the goal; None where it was not.
+        timings: how often a size was timed in this start.
     """
 
     result: SearchResult
@@ -133,11 +148,15 @@ class TuningResult:
     earlier_trials: tuple[Trial, ...] = ()
     raised: str = ""
     held_bytes: int | None = None
+    throughput: Throughput | None = None
+    timings: int = 0
 
     @property
     def batch_size(self) -> int:
-        """The size to train with: the plan's micro-batch, or the largest."""
-        return self.result.max_batch_size if self.plan is None else self.plan.micro_batch_size
+        """The size to train with: the plan's micro-batch, the smallest at full speed, or the largest."""
+        if self.plan is not None:
+            return self.plan.micro_batch_size
+        return self.result.max_batch_size if self.throughput is None else self.throughput.batch_size
 
     def raise_if_nothing_fits(self) -> None:
         """Raise `OutOfMemory` where not even the smallest size runs: with it, the device's words and advice."""
@@ -147,7 +166,7 @@ class TuningResult:
             raise _out_of_memory(smallest, self.limit_bytes - self.reserve_bytes, self.held_bytes)
 
     def __str__(self) -> str:
-        """Size, peak, headroom, accumulation, trials and seconds, on one line."""
+        """Size, peak, headroom, speed, accumulation, trials and seconds, on one line."""
         result, seen = self.result, self.result.measurement
         length = "" if result.shape.seq_len is None else f" at seq_len {result.shape.seq_len}"
         parts = [f"batch size {result.max_batch_size}{length}"]
@@ -159,6 +178,8 @@ class TuningResult:
         parts.append(f"limit {limit}" if peak is None else f"peak {format_bytes(peak)} of {limit}")
         if self.reserve_bytes:
             parts.append(f"headroom {format_bytes(self.reserve_bytes)}")
+        if self.throughput is not None:
+            parts.append(str(self.throughput))
         if self.plan is not None:
             parts.append(f"accumulation {self.plan}")
         if self.lowered_by is not None:
@@ -170,6 +191,8 @@ class TuningResult:
         how = f"{count} probe{'s' * (count != 1)}"
         if result.source == "cache":
             how = f"from the cache, certified with {how}" if count else "from the cache"
+        if self.timings:
+            how += f" and {self.timings} timings"
         parts.append(f"{how} in {self.seconds:.2f} s")
         return "; ".join(parts)
 
@@ -186,6 +209,8 @@ class Tuner:
         on_trial: called after each trial.
         warn: called once when results cannot be cached; None to raise the `CacheFailed` instead.
         held_bytes: what the process holds, for the message where nothing fits; None where it is not known.
+        time_steps: has the probe time so many steps each time from now on, or none for 0; needed where the goal is
+            throughput.
     """
 
     def __init__(
@@ -198,8 +223,10 @@ class Tuner:
         on_trial: Callable[[Trial], object] | None = None,
         warn: Callable[[CacheFailed], object] | None = None,
         held_bytes: int | None = None,
+        time_steps: Callable[[int], object] = lambda steps: None,
     ) -> None:
         self._limits = limits
+        self._time_steps = time_steps
         self._bounds = limits.bounds
         self._open_probe = open_probe
         self._hint = hint
@@ -213,6 +240,7 @@ class Tuner:
         self._limit_bytes = free_bytes()
         self._free_bytes = max(0, self._limit_bytes - limits.reserve_bytes)
         self._trials: list[Trial] = []
+        self._timed: list[Trial] = []
 
     def find(self, shape: Shape, entry: ResultEntry | None = None) -> TuningResult:
         """Look the answer up and certify it; search on a miss, where it does not run, or where more would fit now.
@@ -223,7 +251,7 @@ class Tuner:
             Exception: whatever the user's code raised that is not about the size, unchanged.
         """
         started = time.perf_counter()
-        self._trials = []
+        self._trials, self._timed = [], []
         known, result, failed = None, None, None
         if entry is not None:
             with self._cache_errors():
@@ -245,9 +273,19 @@ class Tuner:
         then = result.free_bytes
         result = replace(result, free_bytes=self._free_bytes if then is None else min(self._free_bytes, then))
         earlier = result.trials if cached else ()
-        plan = self._plan(result)
+        if known is not None and known.max_batch_size == result.max_batch_size:
+            result = replace(result, throughput=known.throughput)
+        elif result.throughput is not None:  # a cached size was lowered to a multiple
+            result = replace(result, throughput=None)
+        if self._limits.goal == "throughput" and result.max_batch_size:
+            # A checkpoint's result, which has no free bytes, stays as it is: the size is not to change within a run.
+            resumed = cached and then is None
+            if result.throughput is None or not (result.throughput.certain or resumed):
+                result = replace(result, throughput=self._find_full_speed(result))
+        throughput = result.throughput if self._limits.goal == "throughput" else None
+        plan = self._plan(result, throughput)
         ran_larger = any(trial.fits and trial.batch_size > result.max_batch_size for trial in self._trials)
-        if entry is not None and self._trials and not ran_larger:  # else the next start searches anew
+        if entry is not None and (self._trials or self._timed) and not ran_larger:  # else the next start searches anew
             last = {trial.batch_size: trial for trial in (*earlier, *self._trials)}
             with self._cache_errors():
                 entry.put(replace(result, trials=tuple(last.values())))
@@ -262,7 +300,32 @@ class Tuner:
             earlier_trials=earlier,
             raised=self._raised,
             held_bytes=self._held_bytes,
+            throughput=throughput,
+            timings=len(self._timed),
         )
+
+    def _find_full_speed(self, result: SearchResult) -> Throughput | None:
+        """Time sizes up to the largest, or with a target the plans of such sizes; None where none runs."""
+        plans = self._plans(result.max_batch_size)
+        probe, _ = self._open()
+
+        def rate(size: int) -> float | None:
+            trial = Trial(size, result.shape, probe(size, result.shape))
+            self._timed.append(trial)
+            if self._on_trial is not None:
+                self._on_trial(trial)
+            step, earlier = trial.measurement.step_seconds, trial.measurement.micro_batch_seconds
+            if not trial.fits or step is None:
+                return None
+            plan = plans[size]
+            count = self._limits.accumulation if plan is None else plan.accumulation
+            return count * size / (step + (count - 1) * (step if earlier is None else earlier))
+
+        self._time_steps(_TIMED_STEPS)
+        try:
+            return find_full_speed(sorted(plans), rate)
+        finally:
+            self._time_steps(0)
 
     def _search(
         self, shape: Shape, known: SearchResult | None, failed: Trial | None
@@ -364,27 +427,50 @@ class Tuner:
         if self._on_trial is not None:
             self._on_trial(trial)
 
-    def _plan(self, result: SearchResult) -> AccumulationPlan | None:
-        """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
-        limits, limit, smallest = self._limits, result.max_batch_size, self._bounds.first
-        if limits.target_batch_size is None or limit == 0:
+    def _plan_within(self, batch_size: int) -> AccumulationPlan | None:
+        """The plan of micro-batches up to a size; None without a target."""
+        limits = self._limits
+        if limits.target_batch_size is None:
             return None
-        while True:
-            plan = plan_accumulation(
-                limits.target_batch_size,
-                limit,
-                limits.num_devices,
-                min_batch_size=smallest,
-                multiple_of=limits.multiple_of,
-                exact=limits.exact,
-            )
-            seen = {trial.batch_size: trial for trial in (*result.trials, *self._trials)}
+        return plan_accumulation(
+            limits.target_batch_size,
+            batch_size,
+            limits.num_devices,
+            min_batch_size=self._bounds.first,
+            multiple_of=limits.multiple_of,
+            exact=limits.exact,
+        )
+
+    def _plans(self, largest: int) -> dict[int, AccumulationPlan | None]:
+        """Micro-batches up to a size to choose from at full speed, each with its plan; None without a target."""
+        plans: dict[int, AccumulationPlan | None] = {}
+        for size in sizes_to_time(largest, self._bounds):
+            try:
+                plan = self._plan_within(size)
+            except InvalidValue:  # the target cannot be made up of such small ones
+                continue
+            plans.setdefault(size if plan is None else plan.micro_batch_size, plan)
+        return plans
+
+    def _plan(self, result: SearchResult, throughput: Throughput | None) -> AccumulationPlan | None:
+        """The plan whose micro-batch was itself tried, since a smaller size does not always take less."""
+        limit = result.max_batch_size
+        if self._limits.target_batch_size is None or limit == 0:
+            return None
+        if throughput is not None:
+            plan = self._plans(limit).get(throughput.batch_size)
+            if plan is not None:
+                return plan
+            limit = throughput.batch_size  # timed for another plan
+        seen = {trial.batch_size: trial for trial in (*result.trials, *self._trials)}
+        while (plan := self._plan_within(limit)) is not None:
             trial = seen.get(plan.micro_batch_size) or self._try(plan.micro_batch_size, result.shape)
             if trial.fits:
-                return plan
+                break
             limit = plan.micro_batch_size - 1
-            if limit < smallest:
-                raise _out_of_memory(trial, self._limit_bytes - limits.reserve_bytes, self._held_bytes)
+            if limit < self._bounds.first:
+                raise _out_of_memory(trial, self._limit_bytes - self._limits.reserve_bytes, self._held_bytes)
+        return plan
 
     @contextmanager
     def _cache_errors(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from batchfinder.errors import InvalidValue
 from batchfinder.measure import host_limits
 from batchfinder.measure.device_memory import CudaMemory, numbered
-from batchfinder.measure.trial import Failure, StageReadings, attempt, clear, run_trial
+from batchfinder.measure.trial import Failure, StageReadings, SteadyStateCheck, attempt, clear, run_trial
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.training.child_process import (
     answer,
@@ -46,7 +46,7 @@ from batchfinder.training.child_process import (
 )
 from batchfinder.training.optimizers import InBackward
 from batchfinder.training.spec import PEAK_MICRO_BATCHES, PEAK_STEPS, StepConfig
-from batchfinder.training.step import OnStage, Step, Workload
+from batchfinder.training.step import Loading, OnStage, Step, Workload
 from batchfinder.units import format_bytes
 
 
@@ -57,11 +57,14 @@ class CudaProbe:
     gradients, optimizer state, random numbers) is the caller's to restore.
 
     Args:
-        steps: takes at least two optimizer steps, given batch size, sequence length, `on_stage` and `more`, as
-            `Step.run` does.
+        steps: takes at least two optimizer steps, given batch size, sequence length, `on_stage`, `more` and `loading`,
+            as `Step.run` does.
         device: where they run.
         limit_bytes: bytes the allocator may reserve in all, so that a large card answers for a smaller one; None for
             what the card has.
+
+    Attributes:
+        timed_steps: how many steps to time at least, after those.
 
     Raises:
         InvalidValue: the limit is not positive.
@@ -72,7 +75,7 @@ class CudaProbe:
 
     def __init__(
         self,
-        steps: Callable[[int, int | None, OnStage, Callable[[], bool]], object],
+        steps: Callable[[int, int | None, OnStage, Callable[[], bool], Loading], object],
         device: torch.device,
         limit_bytes: int | None = None,
     ) -> None:
@@ -81,6 +84,7 @@ class CudaProbe:
         self._steps = steps
         self._device = device
         self._memory = CudaMemory(device, limit_bytes)
+        self.timed_steps = 0
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size, from a clean slate.
@@ -89,10 +93,11 @@ class CudaProbe:
         """
         readings = StageReadings(self._memory.held_bytes, lambda: self._memory.peaks()[0] or 0)
         return run_trial(
-            lambda check: self._steps(batch_size, shape.seq_len, readings, check.goes_on),
+            lambda check: self._steps(batch_size, shape.seq_len, readings, check.goes_on, check.loading),
             self._memory,
             self._device,
             readings=readings,
+            timed_steps=self.timed_steps,
         )
 
     def is_dead(self) -> bool:
@@ -184,15 +189,16 @@ class WorkerState:
         else:
             self.cuda = CudaProbe(self._steps, device, limit_bytes)
 
-    def probe(self, batch_size: int, seq_len: int | None) -> dict[str, Any]:
-        """Try one size."""
+    def probe(self, batch_size: int, seq_len: int | None, timed_steps: int = 0) -> dict[str, Any]:
+        """Try one size; time so many steps at least, after those that show the peak."""
         if self.device.type != "cpu":
+            self.cuda.timed_steps = timed_steps
             return measurement_to_json(self.cuda(batch_size, Shape(seq_len)))
         limit = self.limit_bytes
         if limit is not None and self.held_bytes > limit:
             message = f"the model alone takes {format_bytes(self.held_bytes)} of {format_bytes(limit)}"
             return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
-        seen = in_fork(partial(self.limited, batch_size, seq_len, limit))
+        seen = in_fork(partial(self.limited, batch_size, seq_len, limit, timed_steps))
         if limit is None or seen.get("exit", -signal.SIGKILL) == -signal.SIGKILL:
             return seen
         # Native code that does not check its allocations crashes at the limit. Does it with a little more, too?
@@ -202,7 +208,9 @@ class WorkerState:
         message = f"it crashed (exit code {seen['exit']}) for want of memory: with 1/{_MORE} more it did not"
         return measurement_to_json(Measurement(Verdict.OUT_OF_MEMORY, message=message))
 
-    def limited(self, batch_size: int, seq_len: int | None, limit_bytes: int | None) -> dict[str, Any]:
+    def limited(
+        self, batch_size: int, seq_len: int | None, limit_bytes: int | None, timed_steps: int = 0
+    ) -> dict[str, Any]:
         """Take the steps within a limit on model and steps together. The model is left changed: for a fork."""
         torch.set_num_threads(self.threads)
         self._start_threads_and_math_library()
@@ -212,10 +220,12 @@ class WorkerState:
             lambda: host_limits.size_bytes() - base_bytes, lambda: host_limits.size_bytes("VmPeak") - base_bytes
         )
 
+        check = SteadyStateCheck(lambda: 0, timed_steps)
+
         def steps() -> None:
             # The limit is lifted while the error unwinds: recognising it takes memory too.
             with host_limits.limited_to(total):
-                self._steps(batch_size, seq_len, readings)
+                self._steps(batch_size, seq_len, readings, check.goes_on, check.loading)
 
         start = time.perf_counter()
         outcome = attempt(steps, "cpu")
@@ -225,8 +235,9 @@ class WorkerState:
         # What came before the limit may have peaked above it.
         peak = min(host_limits.size_bytes("VmPeak"), total) - base_bytes
         resting, forward = readings.resting_bytes, readings.forward_bytes
+        step, micro_batch = check.seconds()
         seen = Measurement(Verdict.FITS, None, peak, seconds, resting_bytes=resting, forward_bytes=forward)
-        return measurement_to_json(seen)
+        return measurement_to_json(replace(seen, step_seconds=step, micro_batch_seconds=micro_batch))
 
     def _start_threads_and_math_library(self) -> None:
         """Take what a process takes once: stacks of OpenMP's threads, buffers of MKL and oneDNN.
@@ -245,7 +256,7 @@ class WorkerState:
             loss.backward()
 
     def _steps(
-        self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool] = lambda: False
+        self, batch_size: int, seq_len: int | None, on_stage: OnStage, more: Callable[[], bool], loading: Loading
     ) -> None:
         on_gpu = self.device.type != "cpu"
         if on_gpu:
@@ -253,7 +264,7 @@ class WorkerState:
             self.workload.model.to(self.device, self.step.weights_dtype)
         try:
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if self.flash else nullcontext():
-                self.step.run(batch_size, seq_len, on_stage, more)
+                self.step.run(batch_size, seq_len, on_stage, more, loading)
         except RuntimeError as error:
             if not self.flash or _NO_KERNEL not in str(error):
                 raise

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format  # Python's `Tensor::suggest_memory_format`, in torch 2.13
 from torch.utils.flop_counter import flop_registry
 
 from batchfinder.errors import InvalidValue
@@ -105,6 +106,51 @@ def _ctc_loss(
     return log_probs.new_empty(batch), log_probs.new_empty((batch, frames, 2 * longest + 1))
 
 
+# What the fake kernel of torch 2.13 asks, in torch/_subclasses/fake_impls.py.
+_layout_of_backend = torch._C._conv_determine_backend_memory_format
+
+
+def lay_out_convolutions(compiled: bool) -> str:
+    """Let fake convolutions be laid out as CUDA's are, for good, where no code is compiled; returns what is assumed.
+
+    PyTorch says that those of a backend outside of its tree are contiguous, and what Inductor makes for it relies on
+    that.
+    """
+
+    def as_on_cuda(data: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+        if compiled or backend != torch._C._ConvBackend.Overrideable:  # type: ignore[attr-defined]
+            layout: torch.memory_format = _layout_of_backend(data, weight, backend)
+            return layout
+        return convolution_format(data, weight)
+
+    torch._C._conv_determine_backend_memory_format = as_on_cuda  # type: ignore[assignment]
+    SCRATCH.pop(aten.convolution.default, None)
+    SCRATCH.pop(aten.convolution_backward.default, None)
+    if not compiled:
+        SCRATCH[aten.convolution.default] = _convolution_copies
+        SCRATCH[aten.convolution_backward.default] = _backward_copies
+    return "convolutions of compiled code are taken to be contiguous, not channels last" if compiled else ""
+
+
+def convolution_format(data: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """How CUDA's convolution lays its tensors out: channels last where the input or the weight is, else contiguous.
+
+    Depthwise convolutions run in cuDNN where they are channels last, and in PyTorch's kernel, which is contiguous,
+    where not.
+
+    Args:
+        data: (batch, channels, ...), of any number of spatial dimensions; one is a row for cuDNN, and contiguous.
+
+    Source: `cudnn_conv_suggest_memory_format` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/ConvUtils.h and `_convolution`,
+    `use_cudnn_depthwise` in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp.
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
+    if last is None or torch.float64 in (data.dtype, weight.dtype):
+        return torch.contiguous_format
+    return last if last in (suggest_memory_format(data), suggest_memory_format(weight)) else torch.contiguous_format
+
+
 # Operators that have no fake kernel, or one that leaves out memory or types, with what makes their outputs instead.
 # `rnn.register` adds cuDNN's.
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -185,6 +231,30 @@ def _fft_r2c(x: torch.Tensor, dim: list[int], normalization: int, onesided: bool
         return []
     length = x.size(dim[-1])
     return [2 * x.nbytes // length * (length // 2 + 1 if onesided else length)]
+
+
+def _convolution_copies(data: torch.Tensor, weight: torch.Tensor, *_: Any) -> list[int]:
+    """Copies of what is laid out otherwise than the convolution is."""
+    if weight.dim() not in (4, 5):
+        return []
+    layout = convolution_format(data, weight)
+    return [tensor.nbytes for tensor in (data, weight) if not tensor.is_contiguous(memory_format=layout)]
+
+
+def _backward_copies(grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> list[int]:
+    """The same; the input is only copied for the gradient of the weight, and the weight for that of the input.
+
+    Source: `convolution_backward` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Convolution.cpp and
+    `cudnn_convolution_backward` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cudnn/ConvShared.cpp.
+    """
+    if weight.dim() not in (4, 5):
+        return []
+    needed = rest[-1]
+    read = [grad, *([data] if needed[1] else []), *([weight] if needed[0] else [])]
+    layout = convolution_format(data, weight)
+    return [tensor.nbytes for tensor in read if not tensor.is_contiguous(memory_format=layout)]
 
 
 # `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's.

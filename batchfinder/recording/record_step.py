@@ -17,7 +17,16 @@ from batchfinder.errors import BatchFinderError, RecordingFailed
 from batchfinder.estimate.sharding import buckets_of
 from batchfinder.models import quantization
 from batchfinder.models.build import allow_fake_weights
-from batchfinder.recording import autocast, distributed, fake_device, fake_values, rnn, sdpa, user_kernels
+from batchfinder.recording import (
+    autocast,
+    distributed,
+    fake_device,
+    fake_values,
+    kernel_memory,
+    rnn,
+    sdpa,
+    user_kernels,
+)
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
@@ -69,6 +78,7 @@ def record_step(
     with mode:
         quantization.replace_bitsandbytes(workload.model)
     compiled = compiled_modules(workload.model)
+    layout = kernel_memory.lay_out_convolutions(compiled=bool(compiled))
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
     others = {device_for(gpu).compute_capability for gpu in all_gpus()} - {capability}
@@ -144,6 +154,8 @@ def record_step(
             recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
     cudnn = ("cuDNN workspaces",) if any(name.startswith(_CUDNN) for name in structure.operators) else ()
+    if layout and any(name.startswith("aten.convolution") for name in structure.operators):
+        cudnn = (*cudnn, layout)
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
     fft = ("cuFFT work areas",) if any(name.startswith("aten._fft_") for name in structure.operators) else ()

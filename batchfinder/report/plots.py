@@ -189,12 +189,18 @@ _NAME_WIDTH = 0.025
 
 
 def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
-    """Draw the largest batch over the length, and memory over the batch size; a series is one model on one GPU."""
+    """Draw the largest batch over the length, and memory over the batch size; a series is one model on one GPU.
+
+    Where sizes were timed, samples per second over the batch size as well, each with its spread.
+    """
     series: dict[tuple[str, str], list[SweepRow]] = {}
     for row in rows:
         series.setdefault((row.cell.model, row.cell.card.name), []).append(row)
     several = len({gpu for _, gpu in series}) > 1
-    with drawn("--plot", path, columns=2, width=12.0, height=5.2) as (sizes, memory):
+    timed = any(row.throughput is not None for row in rows)
+    with drawn("--plot", path, columns=2 + timed, width=12.0 + 6.0 * timed, height=5.2) as (sizes, memory, *speeds):
+        for axes in speeds:
+            _draw_speed(axes, rows)
         for ((model, gpu), found), colour, marker in zip(series.items(), cycle(COLOURS[:6]), cycle(MARKERS)):
             # The series' largest batches, and the published ones beside them.
             label = f"{model}, {gpu}" if several else model
@@ -255,6 +261,31 @@ def draw_sweep(rows: Sequence[SweepRow], title: str, path: str) -> None:
         if memory.figure is not None:
             memory.figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         sizes.legend(loc="best")
+
+
+def _draw_speed(axes: Axes, rows: Sequence[SweepRow]) -> None:
+    """Samples per second over the batch size, with the smallest size at full speed marked where it can be told."""
+    for row, colour, marker in zip(rows, cycle(COLOURS[:6]), cycle(MARKERS)):
+        found = row.throughput
+        if found is None:
+            continue
+        sizes = [rate.batch_size for rate in found.rates]
+        speed = [rate.samples_per_second for rate in found.rates]
+        errors = [rate.samples_per_second * rate.spread for rate in found.rates]
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.2}
+        label = row.cell.where if found.certain else f"{row.cell.where}, cannot tell"
+        axes.errorbar(sizes, speed, errors, **look, label=label)
+        if found.certain:
+            at = found.batch_size, found.rate(found.batch_size).samples_per_second
+            axes.plot(*at, marker="o", markersize=11, markerfacecolor="none", color=colour)
+            axes.annotate(str(at[0]), at, (0, 10), textcoords="offset points", ha="center", weight="bold")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("samples per second")
+    axes.set_title("speed over batch size, full speed circled", loc="left")
+    axes.legend(loc="best")
 
 
 def _points(row: SweepRow) -> list[tuple[int, int]]:

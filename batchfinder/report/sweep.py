@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
@@ -14,7 +14,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.estimate.estimate import OverTime
 from batchfinder.report.estimate import Alternative
 from batchfinder.report.table import Columns, Table, assumptions
-from batchfinder.results import Measurement, SearchResult, StopReason, Trial, Verdict
+from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
 
@@ -68,6 +68,7 @@ class SweepRow:
         curve: (batch size, peak reserved bytes) for the picture, where one was asked for; not part of the JSON.
         over_time: the memory of the largest batch, for a page, where one was asked for; not part of the JSON.
         changes: what other options would change, likewise.
+        throughput: the smallest size at full speed, where it was asked for.
     """
 
     cell: Cell
@@ -80,6 +81,7 @@ class SweepRow:
     curve: tuple[tuple[int, int], ...] = ()
     over_time: OverTime | None = None
     changes: tuple[Alternative, ...] | None = None
+    throughput: Throughput | None = None
 
     @property
     def at_max(self) -> Measurement | None:
@@ -101,6 +103,8 @@ class SweepRow:
     def plan(self) -> AccumulationPlan | None:
         """How the effective batch is made up, where one was asked for and sizes that may be tried make it up."""
         cell, size = self.cell, self.result.max_batch_size
+        if self.throughput is not None:
+            size = self.throughput.batch_size
         if cell.target_batch_size is None or not size:
             return None
         try:
@@ -128,7 +132,8 @@ class SweepRow:
         `measured` or `cache`; `found_by` is never `cache`. `stop` says why the search ended: `exact` (the next size
         failed), `tolerance` (one a little larger did) or `cap` (no larger one was tried). `stopped_by` is how the
         smallest size above the largest batch failed. `trials` and `failed_trials` are those of this run. `message` is
-        the device's own, where the largest batch is 0.
+        the device's own, where the largest batch is 0. `throughput` has the speed of all sizes that were timed; the
+        `full_speed_batch_size` is null where it cannot be told, and `samples_per_second` is that of the largest then.
         """
         cell, result, seen, stopped_by = self.cell, self.result, self.result.measurement, self.stopped_by
         row = {
@@ -156,6 +161,13 @@ class SweepRow:
         }
         sizes = {"min_batch_size": cell.min_batch_size, "multiple_of": cell.multiple_of}
         row |= {name: size for name, size in sizes.items() if size > 1}
+        if self.throughput is not None:
+            found = self.throughput
+            rate = found.rate(found.batch_size)
+            row["full_speed_batch_size"] = found.batch_size if found.certain else None
+            row["samples_per_second"] = rate.samples_per_second
+            row["samples_per_second_spread"] = rate.spread
+            row["throughput"] = asdict(found)
         if cell.options.packed:
             row["tokens_per_step"] = self.tokens_per_step
         if cell.target_batch_size is not None:
@@ -209,6 +221,12 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         else:
             needs = "-" if row.needed_bytes is None else f"{row.cell.smallest} needs {format_bytes(row.needed_bytes)}"
             columns["peak reserved"].append(needs)
+    if any(row.throughput is not None for row in rows):
+        columns["full speed"], columns["samples/s"] = [], []
+        for row in rows:
+            found = row.throughput
+            columns["full speed"].append("-" if found is None else str(found.batch_size) if found.certain else "?")
+            columns["samples/s"].append("-" if found is None else str(found.rate(found.batch_size).figures))
     if any(cell.target_batch_size is not None for cell in cells):
         columns["micro-batch x accumulation"] = plans = []
         for row in rows:
@@ -229,6 +247,11 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
             f"the effective batch of {missed[0].target_batch_size} is missed by up to {off}, where no large "
             f"micro-batch divides it: {len(missed)} of {len(rows)} rows"
         )
+    if timed := [row for row in rows if row.throughput is not None]:
+        notes.append("full speed: the smallest batch within 3 % of the best samples/s, ± how far timings scatter")
+        notes += [
+            f"{row.cell.where}, {row.throughput}" for row in timed if row.throughput and not row.throughput.certain
+        ]
     if capped := sorted({row.result.max_batch_size for row in rows if row.result.stop is StopReason.CAP}):
         notes.append(f"nothing above {' or '.join(map(str, capped))} was tried: --max-batch-size")
     if near := sum(row.result.stop is StopReason.TOLERANCE for row in rows):
@@ -253,8 +276,8 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
 
 
 def comma_separated(rows: Sequence[SweepRow]) -> str:
-    """All figures as CSV with a heading; lists are joined by semicolons."""
-    values = [row.to_json() for row in rows]
+    """All figures as CSV with a heading; lists are joined by semicolons, and the speed is that of one size alone."""
+    values = [{name: value for name, value in row.to_json().items() if name != "throughput"} for row in rows]
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in values for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -24,7 +24,8 @@ class Workload:
         model: the module, on the CPU (or made of fake tensors); it is moved to the device by the step.
         make_batch: `make_batch(batch_size, seq_len)` returns one micro-batch of CPU tensors: a mapping is passed to the
             model as keywords, a tuple or list as positional arguments, anything else as the one argument. `seq_len` is
-            None for data of one fixed shape.
+            None for data of one fixed shape. It is called for each micro-batch in turn, so that steps can be of
+            different lengths; `profile --seq-len 96,128` asks for them.
         loss: `loss(output, batch)` returns a scalar; by default the output's `.loss`, `["loss"]`, its first element, or
             the output itself where that is a scalar, else the mean of its floating-point elements.
         optimizer: `optimizer(parameters)` returns an optimizer; None leaves the choice to the caller's options.
@@ -57,6 +58,7 @@ class Workload:
 
 
 OnStage = Callable[[int, str, int], None]
+Loading = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,10 @@ class Step:
         self.optimizer: torch.optim.Optimizer | None = None
         self._move = move or (lambda tensor, dtype: tensor.to(device, dtype))
 
-    def batch(self, batch_size: int, seq_len: int | None) -> Any:
-        """One micro-batch on the device."""
-        batch = self.workload.make_batch(batch_size, seq_len)
+    def batch(self, batch_size: int, seq_len: int | None, loading: Loading = nullcontext) -> Any:
+        """One micro-batch on the device, made within the context `loading()`."""
+        with loading():
+            batch = self.workload.make_batch(batch_size, seq_len)
 
         def move(leaf: Any) -> Any:
             return self._move(leaf, self.precision.input_type(leaf)) if isinstance(leaf, torch.Tensor) else leaf
@@ -135,6 +138,7 @@ class Step:
         seq_len: int | None,
         on_stage: OnStage = lambda step, stage, micro_batch: None,
         more: Callable[[], bool] = lambda: False,
+        loading: Loading = nullcontext,
     ) -> None:
         """Take the steps.
 
@@ -143,6 +147,7 @@ class Step:
             seq_len: tokens per sample, or None.
             on_stage: called with (step, stage, micro-batch) as each stage begins.
             more: asked after the config's optimizer steps, and after each further one, for another.
+            loading: returns a context for the making of each batch.
         """
         model, config = self.workload.model, self.config
         if config.mode != "train":
@@ -165,12 +170,14 @@ class Step:
         late = self.workload.zero_grad_after_loss
         step = 0
         while step < config.steps or more():
+            if config.lengths:
+                seq_len = config.lengths[min(step, len(config.lengths) - 1)]
             if not late:
                 on_stage(step, "zero_grad", 0)
                 optimizer.zero_grad()
             for micro_batch in range(config.micro_batches):
                 on_stage(step, "batch", micro_batch)
-                batch = self.batch(batch_size, seq_len)
+                batch = self.batch(batch_size, seq_len, loading)
                 if config.strategy is not None and config.micro_batches > 1:
                     sum_gradients(model, now=micro_batch == config.micro_batches - 1)
                 with self.precision.context(self.device):

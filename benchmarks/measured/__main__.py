@@ -14,6 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 from batchfinder.devices import host_name
 from batchfinder.units import format_bytes
-from benchmarks.measured.case import Case, record
+from benchmarks.measured.case import RESERVED, Case, record
 from benchmarks.measured.scores import of_all, of_rows, table
 
 HERE = Path(__file__).parent
@@ -75,11 +76,19 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
         }
         if case.ran:
             row["ran"] = True
+        if case.bracket:
+            row["bracket"] = case.bracket
         try:
             if isinstance(trace, Exception):
                 raise trace
             predicted = case.predicted_bytes(trace)
             row["predicted_bytes"] = predicted
+            row["seconds"] = round(time.perf_counter() - start, 2)
+            if predicted is not None and case.published_bytes is not None and case.statistic == RESERVED:
+                row["unsafe"] = case.is_unsafe(trace, predicted)
+            for context_bytes in case.other_contexts:
+                other = replace(case, context_bytes=context_bytes).predicted_bytes(trace)
+                row.setdefault("with_context", {})[format_bytes(context_bytes)] = other
             words = "out of memory" if predicted is None else format_bytes(predicted)
             if predicted is not None and case.published_bytes is not None:
                 row["error"] = predicted / case.published_bytes - 1
@@ -87,7 +96,7 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"
             words = row["failed"].splitlines()[0][:100]
-        row["seconds"] = round(time.perf_counter() - start, 2)
+        row.setdefault("seconds", round(time.perf_counter() - start, 2))
         start = time.perf_counter()
         rows[case.name] = row
         published = "ran" if case.ran else "out of memory"

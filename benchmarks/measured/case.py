@@ -48,6 +48,10 @@ class Case:
             the figure is the most reserved before and after that.
         note: what is to be known of the row, such as why it is off.
         ran: whether the run went well although there is no figure.
+        context_bytes: what the CUDA context took of the card; None for what the catalog says of today's.
+        other_contexts: more of them, with which the verdict is asked for as well.
+        limits_tried: limits on what the allocator may reserve that the run was repeated with, and whether it ran.
+        bracket: of a pair of sizes of which one ran and the next did not, what they are a pair of.
     """
 
     name: str
@@ -64,14 +68,17 @@ class Case:
     empties_cache: bool = False
     note: str = ""
     ran: bool = False
+    context_bytes: int | None = None
+    other_contexts: tuple[int, ...] = ()
+    limits_tried: tuple[tuple[int, bool], ...] = ()
+    bracket: str = ""
 
     def predicted_bytes(self, trace: Trace) -> int | None:
         """The same figure of a recorded step; None where it runs out of memory on that card."""
         device = device_for(find_gpu(self.gpu))
-        memory = DeviceMemory(device.total_bytes, device.usable_bytes)
-        sizes = [
-            0 if kind in self.without else size for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True)
-        ]
+        usable = device.usable_bytes if self.context_bytes is None else device.total_bytes - self.context_bytes
+        memory = DeviceMemory(device.total_bytes, usable)
+        sizes = self.sizes(trace)
         if self.empties_cache:
             return reserved_with_emptied_cache(trace.structure, sizes, CachingAllocator(memory)) + self.outside_bytes
         timeline = replay(trace.structure, sizes, CachingAllocator(memory))
@@ -79,6 +86,27 @@ class Case:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
         return peak + self.outside_bytes
+
+    def sizes(self, trace: Trace) -> list[int]:
+        """Of the blocks of a recorded step, in bytes; 0 for those that the figure does not hold."""
+        return [
+            0 if kind in self.without else size for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True)
+        ]
+
+    def is_unsafe(self, trace: Trace, predicted_bytes: int) -> bool:
+        """Whether the run would be out of memory if the allocator could reserve no more than was predicted.
+
+        That is what `torch.cuda.set_per_process_memory_fraction` does. Where the run was repeated with a limit, and no
+        limit in between is open, it is known. Elsewhere the recorded step is replayed with a limit that is lower by as
+        much as the prediction is below the figure: as if all that it is short of had been in use.
+        """
+        if any(ran and limit <= predicted_bytes for limit, ran in self.limits_tried):
+            return False
+        if any(not ran and limit >= predicted_bytes for limit, ran in self.limits_tried):
+            return True
+        short = max(0, (self.published_bytes or 0) - predicted_bytes)
+        limit = max(1, predicted_bytes - self.outside_bytes - short)
+        return replay(trace.structure, self.sizes(trace), CachingAllocator(DeviceMemory(limit, limit))).oom is not None
 
 
 def reserved_with_emptied_cache(structure: TraceStructure, sizes: Sequence[int], allocator: CachingAllocator) -> int:

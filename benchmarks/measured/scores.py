@@ -2,7 +2,8 @@
 
 A row is a mapping: `published_bytes` (None where the run ran out of memory, or has no figure but `ran`),
 `predicted_bytes` (None where the simulated run ran out of memory), `error` where both have a figure, `failed` where the
-recording ended with an error, and `seconds`.
+recording ended with an error, and `seconds`. `unsafe` says that the run would be out of memory with its estimate as the
+limit. Rows with the same `bracket` are a size that ran and the next larger one, which did not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
     Returns:
         `rows`, those with two figures; `median` and `p90` of their absolute relative errors, `worst` and `bias`, the
         mean of the errors; `verdicts`, how many said rightly whether the run fits, of `asked`; `low`, the share of the
-        figures that are below the published ones; `failed`; and `seconds`, the median of a row.
+        figures that are below the published ones; `failed`; and `seconds`, the median of a row. Of `capped` rows, for
+        which it is known whether the run goes well with its estimate as the limit or the verdict was wrong already,
+        `failures` is how many do not: xMem's measure. Of `brackets`, `hit` are those whose two verdicts are right,
+        `below` those where the size that ran is said not to, and `above` the rest.
     """
     errors = [row["error"] for row in rows if "error" in row]
     asked = [row for row in rows if "predicted_bytes" in row]
@@ -37,10 +41,29 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
             "low": sum(error < 0 for error in errors) / len(errors),
         }
     scores |= {"verdicts": right, "asked": len(asked), "failed": sum("failed" in row for row in rows)}
+    if any("unsafe" in row for row in asked):
+        wrong = len(asked) - right
+        scores["capped"] = sum("unsafe" in row or "error" not in row for row in asked)
+        scores["failures"] = wrong + sum(bool(row.get("unsafe")) for row in asked)
+    scores |= _of_brackets(asked)
     seconds = [row["seconds"] for row in rows if "seconds" in row]
     if seconds:
         scores["seconds"] = statistics.median(seconds)
     return scores
+
+
+def _of_brackets(rows: Sequence[Row]) -> dict[str, Any]:
+    """How many pairs of sizes there are, and on which side of them the largest size that is said to run lies."""
+    pairs: dict[str, dict[bool, bool]] = {}
+    for row in rows:
+        if "bracket" in row:
+            pairs.setdefault(row["bracket"], {})[bool(row.get("ran"))] = row["predicted_bytes"] is not None
+    whole = [pair for pair in pairs.values() if len(pair) == 2]
+    if not whole:
+        return {}
+    below = sum(not pair[True] for pair in whole)
+    above = sum(pair[True] and pair[False] for pair in whole)
+    return {"brackets": len(whole), "hit": len(whole) - below - above, "below": below, "above": above}
 
 
 def of_all(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
@@ -80,13 +103,15 @@ def weighted_quantile(values: Sequence[float], weights: Sequence[float], share: 
 def table(scores: Mapping[str, Mapping[str, Any]]) -> str:
     """One line for each name."""
     columns = ("median", "p90", "worst", "bias")
-    lines = [
-        f"{'':<20} {'rows':>5} {' '.join(f'{each:>8}' for each in columns)} {'low':>6} {'verdicts':>9} {'s/row':>6}"
-    ]
+    heads = f"{'':<20} {'rows':>5} {' '.join(f'{each:>8}' for each in columns)} {'low':>6}"
+    lines = [f"{heads} {'verdicts':>9} {'s/row':>6} {'failures':>9} {'brackets':>9}"]
     for name, score in scores.items():
         figures = " ".join(f"{score[each]:8.2%}" if each in score else f"{'':>8}" for each in columns)
         low = f"{score['low']:6.0%}" if "low" in score else f"{'':>6}"
         verdicts = f"{score['verdicts']}/{score['asked']}"
-        seconds = f"{score['seconds']:6.1f}" if "seconds" in score else ""
-        lines.append(f"{name:<20} {score['rows']:>5} {figures} {low} {verdicts:>9} {seconds}")
+        seconds = f"{score['seconds']:6.1f}" if "seconds" in score else f"{'':>6}"
+        failures = f"{score['failures']}/{score['capped']}" if "capped" in score else ""
+        brackets = f"{score['hit']}/{score['brackets']}" if "brackets" in score else ""
+        counts = f"{verdicts:>9} {seconds} {failures:>9} {brackets:>9}".rstrip()
+        lines.append(f"{name:<20} {score['rows']:>5} {figures} {low} {counts}")
     return "\n".join(lines)

@@ -28,7 +28,7 @@ SAMPLED = {
 """Of the sources whose rows are quick to record and need no other package: how the rows' names begin."""
 
 
-PARTLY = {"liger", "llm_foundry", "opentau"}
+PARTLY = {"liger", "opentau", "timm"}
 """Sources of which a part of the rows has been recorded."""
 
 
@@ -107,6 +107,32 @@ def test_verdicts_count_both_ways() -> None:
     ]
     scores = of_rows(rows)
     assert (scores["verdicts"], scores["asked"], scores["failed"], scores["rows"]) == (2, 5, 1, 0)
+
+
+def test_failures_are_wrong_verdicts_and_estimates_that_are_no_limit() -> None:
+    """Of five rows one has a wrong verdict and one does not run within its estimate; one was not tried."""
+    figure = {"published_bytes": 100, "predicted_bytes": 99, "error": -0.01}
+    rows = [
+        {**figure, "unsafe": False},
+        {**figure, "unsafe": True},
+        figure,
+        {"published_bytes": None, "predicted_bytes": None},
+        {"published_bytes": None, "predicted_bytes": 5},
+    ]
+    scores = of_rows(rows)
+    assert (scores["failures"], scores["capped"]) == (2, 4)
+
+
+def test_brackets_are_hit_by_two_right_verdicts() -> None:
+    """Below is a size that ran and is said not to, above a next one that is said to; half a pair does not count."""
+
+    def pair(name: str, first: int | None, second: int | None) -> list[dict[str, object]]:
+        ran = {"bracket": name, "ran": True, "published_bytes": None, "predicted_bytes": first}
+        return [ran, {"bracket": name, "published_bytes": None, "predicted_bytes": second}]
+
+    rows = [*pair("hit", 5, None), *pair("below", None, None), *pair("above", 5, 6), pair("half", 5, None)[0]]
+    scores = of_rows(rows)
+    assert [scores[each] for each in ("brackets", "hit", "below", "above")] == [3, 1, 1, 1]
 
 
 def test_quantiles_are_those_of_the_weights() -> None:

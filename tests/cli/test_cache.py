@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from batchfinder.cache import Record, Store
 from batchfinder.cli.main import main
-from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
+from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 from tests.cache.conftest import FIELDS, CacheKey
 
 DAY = datetime(2026, 11, 20, 21, 16, 5, tzinfo=UTC)
@@ -59,6 +60,20 @@ record        model      GPU      seq len  precision  mode   max batch  source  
     printed = json.loads(out)
     assert (code, printed["url"]) == (0, "memory://of-test-cache")
     assert [record["outcome"]["max_batch_size"] for record in printed["records"]] == [269, 134]
+
+
+def test_the_size_at_full_speed_is_listed_where_it_is_known(cache: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """And shown with every size that was timed."""
+    record = _record(64, 269)
+    rates = Rate(190, 808.0, 0.01), Rate(269, 816.0, 0.02)
+    timed = replace(record.result, throughput=Throughput(190, 269, rates, True, 5, 0.004))
+    cache.put_record(replace(record, result=timed))
+    _, out, _ = _run(capsys, "list")
+    heading, _, one, other = out.splitlines()[2:]
+    assert heading.endswith("found  full speed")
+    assert (one.split()[-2:], other.split()[-1]) == (["2026-11-20", "190"], "2026-11-20")
+    _, out, _ = _run(capsys, "show", record.key.digest[:12])
+    assert "full speed from 190 on, at 808 ± 1.0 % samples/s (best: 816 ± 2.0 % at 269)" in out
 
 
 def test_an_empty_cache(cache: Store, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.options import card, seq_lens_of, step_options, write_file
+from batchfinder.cli.options import card, instance_card, seq_lens_of, step_options, write_file
 from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS
 from batchfinder.errors import InvalidValue
@@ -26,6 +26,19 @@ def test_card() -> None:
     assert both.device.compute_capability == whole.device.compute_capability == (7, 5)
     with pytest.raises(InvalidValue, match="--gpu"):
         card(None, None)
+
+
+def test_context() -> None:
+    """What the CUDA context takes of a card, an instance's too, is not usable, and stands in the name."""
+    usual, old = card("t4", None).device, card("t4", None, context="1.5GiB")
+    assert old.name == "T4, 1.50 GiB context"
+    assert old.device.usable_bytes == usual.total_bytes - 1.5 * GIB < usual.usable_bytes
+    assert old.device.context_bytes == 1.5 * GIB
+    assert card("t4", "4GiB", context="1.5GiB").name == "T4, 1.50 GiB context, 4.00 GiB budget"
+    assert instance_card("g4dn.xlarge", None, context="1.5GiB").device == old.device
+    for gpu, context in ((None, "1GiB"), ("t4", "40GiB"), ("t4", "much")):
+        with pytest.raises(InvalidValue, match="--context"):
+            card(gpu, "4GiB", context=context)
 
 
 def test_step() -> None:

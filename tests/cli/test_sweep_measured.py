@@ -81,6 +81,17 @@ def test_a_measured_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not probe(row["max_batch_size"] * 4 // 3, Shape(16)).fits
 
 
+@pytest.mark.slow
+def test_sizes_up_to_the_largest_are_timed(run: Run) -> None:
+    """By the child that takes the steps; whether it can be told here or not, each size has its speed in the row."""
+    options = ("sweep", "--device", "cpu", "--budget", "128MiB", "--model", "mine:tiny", "--seq-len", "16")
+    row = run(*options, "--max-batch-size", "2", "--throughput", "--json").row
+    rates = row["throughput"]["rates"]
+    assert [rate["batch_size"] for rate in rates] == [1, 2]
+    assert row["full_speed_batch_size"] in ((1, 2) if row["throughput"]["certain"] else (None,))
+    assert row["samples_per_second"] in [rate["samples_per_second"] for rate in rates]
+
+
 def test_a_model_that_needs_two_samples_is_searched_from_two(run: Run) -> None:
     """BatchNorm raises with one; the table says so."""
     done = run("sweep", "--device", "cpu", "--budget", "64MiB", "--model", "mine:normed", "--max-batch-size", "64")

@@ -173,10 +173,15 @@ def test_headroom_that_leaves_nothing() -> None:
             "--min-batch-size 4 --target-batch-size 3",
             "--target-batch-size: invalid value 3; expected at least 4, as each micro-batch has to be.",
         ),
+        (
+            "--throughput",
+            "--throughput: invalid value True; expected --device cuda or cpu with it: a simulated step takes no time, "
+            "so its speed is not known.",
+        ),
     ],
 )
 def test_sizes_of_which_none_is_left(options: str, said: str) -> None:
-    """Limits that leave nothing to try, or no micro-batch for the target, are refused before anything is built."""
+    """Limits that leave nothing to try, no micro-batch for the target, or nothing to time, are refused at once."""
     with pytest.raises(InvalidValue) as caught:
         request_for(options)
     assert str(caught.value) == said

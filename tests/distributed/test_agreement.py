@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
-from batchfinder.distributed.agreement import Ranks
+from batchfinder.distributed.agreement import Ranks, agree
 from batchfinder.errors import RankFailed, RankLost
+from batchfinder.results import Measurement, Verdict
 from tests.forks import Forks, forks
 
 
@@ -30,6 +32,14 @@ def test_one_process_alone() -> None:
         assert (alone.barrier_call(lambda: 7, "counted"), alone.all_gather_call(lambda: 7, "counted")) == (7, [7])
         with pytest.raises(ZeroDivisionError):
             alone.barrier_call(lambda: 1 // 0, "counted")
+
+
+def test_the_slowest_rank_says_how_long_a_step_takes() -> None:
+    """As the fullest says what it takes."""
+    ranks = [Measurement(Verdict.FITS, 7, 9, step_seconds=0.5, micro_batch_seconds=0.3) for _ in range(2)]
+    slower = replace(ranks[1], peak_reserved_bytes=8, step_seconds=0.6)
+    seen = agree([ranks[0], slower])
+    assert (seen.step_seconds, seen.micro_batch_seconds, seen.peak_reserved_bytes) == (0.6, 0.3, 9)
 
 
 def test_an_error_holds_nothing_once_it_was_handled() -> None:

@@ -60,6 +60,24 @@ def test_the_readmes_lines_of_python_can_be_called() -> None:
         inspect.signature(getattr(batchfinder, name)).bind(*call.args, **keywords)
 
 
+def test_the_readme_has_the_figures_of_the_page_on_accuracy() -> None:
+    """How many figures and answers from how many sources, the median and the 90th percentile, and the wrong answers."""
+    page, readme = (DOCS / "accuracy.md").read_text(), " ".join(README.read_text().split())
+    counted = re.search(r"(\d+) figures and (\d+) verdicts from (\d+) sources", page)
+    scores = re.search(r"all alike\*\* \| \d+ \| ([\d.]+ %) \| ([\d.]+ %) \| \S+ % \| (\d+) / (\d+)", page)
+    assert counted
+    assert scores
+    figures, verdicts, sources = counted.groups()
+    median, ninetieth, right, asked = scores.groups()
+    assert asked == verdicts
+    for words in (
+        f"On {figures} memory figures that others measured, from {sources} sources",
+        f"the median error is {median}, and a tenth are off by more than {ninetieth}",
+        f'of {verdicts} answers to "does it fit?" {int(asked) - int(right)} are wrong',
+    ):
+        assert words in readme
+
+
 def test_the_gallery_shows_its_scripts_commands() -> None:
     """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order, and they parse."""
     commands = [command for case in _script("make_gallery").CASES for command in case.commands]
@@ -72,3 +90,8 @@ def test_the_gallery_shows_its_scripts_commands() -> None:
 def test_coverage_page_is_up_to_date() -> None:
     """docs/coverage.md is what `python docs/make_coverage.py` writes."""
     assert (DOCS / "coverage.md").read_text(encoding="utf-8") == _script("make_coverage").page()
+
+
+def test_the_page_on_accuracy_is_up_to_date() -> None:
+    """docs/accuracy.md is what `python docs/make_accuracy.py` makes of the committed results."""
+    assert (DOCS / "accuracy.md").read_text(encoding="utf-8") == _script("make_accuracy").page()

@@ -72,7 +72,7 @@ def test_the_fullest_moment(bert: Trace) -> None:
     assert found.peak.tensor.operator == bert.structure.operators[block]
     assert found.peak.tensor.shape == bert.shapes[block]
     assert found.peak.to_json() == {
-        "step": 1,
+        "step": 0,
         "stage": found.peak.moment.stage,
         "micro_batch": 0,
         "module": bert.structure.modules[block],
@@ -136,13 +136,13 @@ def test_fits_by_how_much(frugal: Trace) -> None:
 def test_does_not_fit(frugal: Trace) -> None:
     """On a card that is too small all figures are as on an unlimited one, and the failure is kept."""
     whole = estimate(frugal, CARD, CONTEXT)
-    small = DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT - 2 * MIB)
+    small = DeviceMemory(16 * GIB, whole.required_bytes - CONTEXT - 64 * MIB)
     found = estimate(frugal, small, CONTEXT)
     assert not found.fits
     assert found.oom is not None
     assert "CUDA out of memory" in found.oom.message
     assert (found.kinds, found.peak_bytes, found.peak) == (whole.kinds, whole.peak_bytes, whole.peak)
-    assert found.required_bytes == whole.required_bytes == found.capacity_bytes + 2 * MIB
+    assert found.required_bytes == whole.required_bytes == found.capacity_bytes + 64 * MIB
 
 
 def test_a_limit_counts_as_the_card(bert: Trace) -> None:

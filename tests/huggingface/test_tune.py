@@ -47,6 +47,18 @@ def test_the_effective_batch_is_the_arguments_own_or_the_target(tmp_path: Path) 
     assert trainer.state.train_batch_size == 5
 
 
+@pytest.mark.slow
+def test_with_throughput_for_a_goal_plans_of_the_effective_batch_are_timed(tmp_path: Path) -> None:
+    """Its micro-batch is one that was timed, whichever is at full speed here; the effective batch stays."""
+    trainer = make_trainer(tmp_path)
+    found = tune_trainer(trainer, goal="throughput", tolerance=0, cache=False)
+    throughput = found.tuning.throughput
+    assert throughput is not None
+    assert [rate.batch_size for rate in throughput.rates] == [1, 2, 4]
+    assert found.batch_size == throughput.batch_size
+    assert sizes(trainer) == (found.batch_size, 24 // found.batch_size, found.batch_size)
+
+
 def test_a_target_that_no_large_micro_batch_divides(tmp_path: Path) -> None:
     """Is met nearly, or exactly where that is asked for; what the arguments make up is always met exactly."""
     trainer = make_trainer(tmp_path)

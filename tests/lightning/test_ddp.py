@@ -134,12 +134,12 @@ def test_one_of_four_is_killed(run: Run) -> None:
 
 
 def test_the_second_start_of_several_ranks(run: Run) -> None:
-    """It tries the answer once, and the first rank alone reads and writes the cache.
+    """It tries the answer once, and the first rank alone reads and writes the cache: as a fit begins and as it ends.
 
     The key says how many ranks there were, and those that differ from the first.
     """
     first, second = run(2, "cached")
-    assert first == [5, True, [5], ["measured", "cache"], 2, 2, [2], 2]
+    assert first == [5, True, [5], ["measured", "cache"], 4, 4, [2], 2]
     assert second == [5, True, [5], ["measured", "cache"], 0, 0, None, 0]
 
 

@@ -121,6 +121,12 @@ def test_what_is_served() -> None:
         ({"certify": "no"}, "certify: invalid value 'no'; expected True or False."),
         ({"predict": 1}, "predict: invalid value 1; expected True, False, or None for on a GPU only."),
         ({"recover": 1}, "recover: invalid value 1; expected True, False, or None for with a single process only."),
+        ({"goal": "speed"}, "goal: invalid value 'speed'; expected one of memory, throughput."),
+        (
+            {"goal": "throughput", "split_batches": True},
+            "goal: invalid value 'throughput'; expected memory with split_batches=, where lengths and not sizes differ "
+            "from one micro-batch to the next.",
+        ),
         ({"tolerance": 1}, "tolerance: invalid value 1; expected a share from 0 (exact) to below 1, such as 0.01."),
         ({"budget": "much"}, "budget: invalid value 'much'; expected a positive size such as 12GiB, 900MiB or 24GB."),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -60,7 +62,7 @@ def fed(more: list[bool], least: int, micro_batches: int = 1, stepped: list[bool
         lambda: None,
         least,
         1000,
-        lambda: next(answers),
+        SimpleNamespace(goes_on=lambda: next(answers), loading=nullcontext),  # type: ignore[arg-type]
         micro_batches,
         (lambda: next(steps)) if stepped else (lambda: True),
     )

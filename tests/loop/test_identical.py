@@ -48,8 +48,14 @@ def test_losses_and_weights_are_those_of_a_loop_without_it(net: str, target: int
     assert train(loop, found.batch_size, found.accumulation) == plain
 
 
-@pytest.mark.parametrize("net", loops.NETS)
-def test_every_object_is_as_it_was(net: str) -> None:
+@pytest.mark.parametrize(
+    ("net", "goal"),
+    [
+        *((net, "memory") for net in loops.NETS),
+        pytest.param(next(iter(loops.NETS)), "throughput", marks=pytest.mark.slow),
+    ],
+)
+def test_every_object_is_as_it_was(net: str, goal: str) -> None:
     """In the middle of training too, with gradients alive: each object in reach holds what it held, and the process."""
     loop = loops.make_loop(net, most=3)
     train(loop, 2, 1)
@@ -59,5 +65,6 @@ def test_every_object_is_as_it_was(net: str) -> None:
     list(model.parameters())[-1].grad = None
     digest = Digester(keep=True)
     before = digest(state=loop.state, step=loop.train_step)
-    tune_batch_size(loop.train_step, loop.make_batch, loop.state, max_batch_size=8, tolerance=0)
+    found = tune_batch_size(loop.train_step, loop.make_batch, loop.state, goal=goal, max_batch_size=8, tolerance=0)
+    assert (found.result.max_batch_size, found.tuning.timings > 0) == (3, goal == "throughput")
     assert differences(digest(state=loop.state, step=loop.train_step), before) == []

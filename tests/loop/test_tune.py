@@ -412,3 +412,31 @@ def test_a_real_card() -> None:
 def test_the_names_are_public() -> None:
     """They are where users look for them."""
     assert {"tune_batch_size", "TunedBatchSize", "TunedBatchSizes"} <= set(batchfinder.__all__)
+
+
+@pytest.mark.slow
+def test_the_size_at_full_speed_repeats_within_a_step_or_cannot_be_told() -> None:
+    """Of a real training on this CPU, three times; what was found stands in the summary either way."""
+    loop, threads = Loop(lambda seq_len: 64), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = [
+            tune_batch_size(
+                loop.train_step,
+                loop.make_batch,
+                loop.state,
+                goal="throughput",
+                min_batch_size=4,
+                max_batch_size=64,
+                cache=False,
+            ).tuning
+            for _ in range(3)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    sizes = [4, 6, 8, 11, 16, 23, 32, 45, 64]
+    speeds = [each.throughput for each in found if each.throughput is not None]
+    assert [[rate.batch_size for rate in speed.rates] for speed in speeds] == [sizes] * 3
+    told = [sizes.index(speed.batch_size) for speed in speeds if speed.certain]
+    assert max(told, default=0) - min(told, default=0) <= 1
+    assert all(str(speed) in str(each) for speed, each in zip(speeds, found, strict=True))

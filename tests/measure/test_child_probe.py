@@ -48,6 +48,19 @@ def test_a_bug_is_the_users_and_the_child_goes_on():
     assert "batchfinder/measure" not in text
 
 
+def test_steps_are_timed_where_that_is_asked_for():
+    """In the child, apart for a micro-batch that another follows; and no longer once it is not asked for."""
+    spec = WorkloadSpec("tests.measure.workloads:misbehaving", {"deed": "raise", "at": 8, "once": ""})
+    with CpuProbe(spec, StepConfig(micro_batches=2), LIMIT, threads=1) as probe:
+        probe.timed_steps = 3
+        timed = probe(4, Shape())
+        probe.timed_steps = 0
+        untimed = probe(4, Shape())
+    assert 0 < timed.micro_batch_seconds < timed.seconds
+    assert 0 < timed.step_seconds < timed.seconds
+    assert (untimed.step_seconds, untimed.micro_batch_seconds) == (None, None)
+
+
 def test_killed_twice_is_the_hosts_memory():
     """A SIGKILL is taken for the kernel's out-of-memory killer, once it has come twice; the next probe runs."""
     with _probe("SIGKILL") as probe:

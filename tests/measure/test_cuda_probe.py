@@ -42,7 +42,7 @@ def test_memory_is_cleared_after_the_failed_step_is_dead(cuda):
     """When the device is cleared, every tensor of the failed step is dead already."""
     references, alive = [], []
 
-    def steps(batch_size, seq_len, on_stage, more):
+    def steps(batch_size, *arguments):
         tensor = torch.ones(batch_size)
         references.append(weakref.ref(tensor))
         raise torch.OutOfMemoryError(OOM)
@@ -81,7 +81,7 @@ def test_steps_that_go_on_until_the_cache_is_kept_fit(cuda):
     """Steps that take another as long as they are told to are judged by the last of them."""
     steps = []
 
-    def take(batch_size, seq_len, on_stage, more):
+    def take(batch_size, seq_len, on_stage, more, loading):
         steps.append("two")
         cuda.retries = [1, 2, 2]
         while more():
@@ -132,7 +132,7 @@ def test_a_limit_must_be_positive(cuda):
 def test_what_stages_say_is_in_the_measurement(cuda):
     """Steps that tell of their stages get what stays and what the forward took measured."""
     stages = ((0, "batch", 0), (0, "backward", 0), (1, "batch", 0))
-    seen = CudaProbe(lambda size, seq_len, on_stage, more: [on_stage(*stage) for stage in stages], CARD)(8, Shape())
+    seen = CudaProbe(lambda size, seq_len, on_stage, *_: [on_stage(*stage) for stage in stages], CARD)(8, Shape())
     assert (seen.resting_bytes, seen.forward_bytes) == (120, 180)
     silent = CudaProbe(lambda *arguments: None, CARD)(8, Shape())
     assert (silent.resting_bytes, silent.forward_bytes) == (None, None)

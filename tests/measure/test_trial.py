@@ -216,3 +216,89 @@ def test_a_part_that_never_settled_is_not_forgotten() -> None:
         given_back += 1
     assert not settling.goes_on()
     assert settling.message()
+
+
+class Clock:
+    """Stands for the clock that a try reads."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of tries."""
+    made = Clock()
+    monkeypatch.setattr("batchfinder.measure.trial.time", made)
+    return made
+
+
+def step_in(check: SteadyStateCheck, clock: Clock, *micro_batches: float, loading: float = 5.0) -> None:
+    """One step that takes so many seconds for each micro-batch, and `loading` for the making of each."""
+    for seconds in micro_batches:
+        with check.loading():
+            clock.now += loading
+        clock.now += seconds
+
+
+def test_steps_after_the_warm_up_are_timed_without_their_loading(clock: Clock) -> None:
+    """Three at least, of which the median counts; how long the first two took does not matter."""
+    check = SteadyStateCheck(lambda: 0, timed_steps=3)
+    for seconds in (60.0, 30.0):
+        step_in(check, clock, seconds)
+    taken = []
+    while check.goes_on():
+        taken.append([1.0, 9.0, 2.0][len(taken)])
+        step_in(check, clock, taken[-1])
+    assert taken == [1.0, 9.0, 2.0]
+    assert check.seconds() == (2.0, None)
+
+
+def test_short_steps_are_timed_more_often(clock: Clock) -> None:
+    """Until they have taken 50 ms in all, or there are twenty of them."""
+    for seconds, steps in ((0.009, 6), (0.001, 20)):
+        check = SteadyStateCheck(lambda: 0, timed_steps=3)
+        count = 0
+        while check.goes_on():
+            step_in(check, clock, seconds)
+            count += 1
+        assert count == steps
+
+
+@pytest.mark.parametrize("fetched_first", [False, True])
+def test_a_micro_batch_is_timed_apart_from_the_last(clock: Clock, fetched_first: bool) -> None:
+    """The last one has the optimizer step; where all are fetched first, the step says when one has ended."""
+    check = SteadyStateCheck(lambda: 0, timed_steps=3)
+    while check.goes_on():
+        if fetched_first:
+            step_in(check, clock, 0.0, 0.0)
+            clock.now += 4.0
+            check.micro_batch_ended()
+            clock.now += 6.0
+        else:
+            step_in(check, clock, 4.0, 6.0)
+    assert check.seconds() == (6.0, 4.0)
+
+
+def test_without_a_word_between_them_micro_batches_take_equal_parts(clock: Clock) -> None:
+    """Of the whole step, as in a loop that makes a list of them first."""
+    check = SteadyStateCheck(lambda: 0, timed_steps=3)
+    while check.goes_on():
+        step_in(check, clock, 0.0, 10.0)
+    assert check.seconds() == (5.0, 5.0)
+
+
+def test_a_step_is_timed_on_a_card_that_needs_more_of_them() -> None:
+    """Steps for the steady state and timed ones are the same steps: as many as either asks for."""
+    given_back, steps = [0], 0
+    check = SteadyStateCheck(lambda: sum(given_back), timed_steps=3)
+    given_back.append(1)
+    while check.goes_on():
+        steps += 1
+        given_back.append(1 if steps < 5 else 0)
+    assert steps >= 5
+    assert check.seconds()[0] is not None
+    assert check.message() == ""

@@ -506,3 +506,98 @@ def test_the_text_says_where_it_comes_from() -> None:
     assert str(TuningResult(cached, None, None, 0.01, 12 * GIB, 0)) == f"{head} in 0.01 s"
     certified = replace(cached, trials=FOUND.trials[1:])
     assert str(TuningResult(certified, None, None, 0.01, 12 * GIB, 0)) == f"{head}, certified with 1 probe in 0.01 s"
+
+
+class TimedDevice(Device):
+    """Trains `rate(size)` samples a second where it is to time steps; the optimizer takes a second more."""
+
+    def __init__(self, rate: Callable[[int], float], **settings: Any) -> None:
+        super().__init__(affine, **settings)
+        self.rate, self.timed_steps = rate, 0
+        self.fails: set[int] = set()
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        if not self.timed_steps:
+            return super().__call__(batch_size, shape)
+        if batch_size in self.fails:
+            return Measurement(Verdict.OUT_OF_MEMORY, message=MESSAGE)
+        seconds = batch_size / self.rate(batch_size)
+        return Measurement(Verdict.FITS, step_seconds=seconds + 1.0, micro_batch_seconds=seconds)
+
+    def tuner(self, hint: Any = None, warn: Any = None, **limits: Any) -> Tuner:
+        """With the goal of throughput, unless another is given."""
+        given = SearchLimits(**{"tolerance": 0.0, "goal": "throughput", **limits})
+
+        def time_steps(steps: int) -> None:
+            self.timed_steps = steps
+
+        return Tuner(self.free_bytes, given, self.open, time_steps=time_steps)
+
+
+def busy_from_16(size: int) -> float:
+    """Samples per second of a device that is busy with 16, where an optimizer step takes a second more."""
+    return size / (max(1.0, size / 16) * 20 - 1.0)
+
+
+def test_the_smallest_size_at_full_speed_is_what_training_gets() -> None:
+    """The largest stays the answer of the search, which is what the cache certifies; both are in the summary."""
+    entry, device = CacheEntry(), TimedDevice(busy_from_16)
+    found = device.tuner().find(Shape(), entry)
+    assert (found.result.max_batch_size, found.batch_size) == (128, 16)
+    assert "batch size 128; peak 996 B of 1000 B; full speed from 16 on, at 0.8 ± 0.0 % samples/s; " in str(found)
+    assert device.timed_steps == 0
+    assert {trial.batch_size for trial in found.result.trials} == set(device.sizes)
+    again = device.tuner().find(Shape(), entry)
+    assert (again.batch_size, sizes_of(again), again.timings) == (16, [128], 0)
+
+
+def test_a_search_for_memory_neither_uses_nor_forgets_the_speed() -> None:
+    """It answers with the largest; the next search for speed finds what was timed before."""
+    entry, device = CacheEntry(), TimedDevice(busy_from_16)
+    device.tuner().find(Shape(), entry)
+    largest = device.tuner(goal="memory").find(Shape(), entry)
+    assert (largest.batch_size, largest.throughput) == (128, None)
+    assert device.tuner().find(Shape(), entry).timings == 0
+    assert lower(entry, 16, MESSAGE) == 15
+    assert entry.result is not None
+    assert entry.result.throughput is None
+
+
+def test_where_it_cannot_tell_the_answer_is_the_largest_and_is_not_kept_as_certain() -> None:
+    """The next start times again; a run that goes on from a checkpoint keeps its size."""
+    numbers, entry = random.Random(1), CacheEntry()
+    device = TimedDevice(lambda size: numbers.uniform(1, 10))
+    found = device.tuner().find(Shape(), entry)
+    assert found.batch_size == 128
+    assert "full speed: cannot tell, the timings scatter by " in str(found)
+    assert device.tuner().find(Shape(), entry).timings > 0
+    assert entry.result is not None
+    entry.result = replace(entry.result, free_bytes=None)
+    assert device.tuner().find(Shape(), entry).timings == 0
+
+
+def test_with_a_target_whole_steps_of_its_plans_are_compared() -> None:
+    """The optimizer's second counts once a step: 512 of 64 x 8 take 264 s, and of 128 x 4 260 s, as good."""
+    device = TimedDevice(lambda size: 2.0 * min(1.0, size / 8))
+    found = device.tuner(target_batch_size=512).find(Shape())
+    assert found.plan == AccumulationPlan(512, 8, 64)
+    assert found.throughput is not None
+    assert found.throughput.rate(8).samples_per_second == pytest.approx(512 / (256 + 1))
+    again = device.tuner(target_batch_size=512).find(Shape())
+    assert again.batch_size == found.batch_size == 8
+
+
+def test_a_size_that_fails_while_it_is_timed_is_not_the_answer() -> None:
+    """Neither the largest, where it does so, nor one below."""
+    device = TimedDevice(lambda size: float(size))
+    device.fails = {128}
+    found = device.tuner().find(Shape())
+    assert (found.result.max_batch_size, found.batch_size) == (128, 91)
+    device.fails = set(range(1, 129))
+    assert (device.tuner().find(Shape()).batch_size, device.timed_steps) == (128, 0)
+
+
+def test_an_unknown_goal_is_refused() -> None:
+    """With the two that there are."""
+    with pytest.raises(InvalidValue, match="goal: invalid value 'speed'; expected one of memory, throughput"):
+        SearchLimits(goal="speed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +64,24 @@ def odd_heads() -> Workload:
     return Workload(Odd(), lambda batch_size, seq_len: (torch.zeros(batch_size, seq_len or LENGTH, WIDTH),))
 
 
+class Convolutions(nn.Module):
+    """One that is no matrix product, and a depthwise one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(4, 8, 3, padding=1, bias=False)
+        self.each = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.each(self.one(x).relu())
+
+
+def convolutions(layout: torch.memory_format) -> Workload:
+    """Images laid out so; the weights are contiguous."""
+    images = torch.zeros(2, 4, 16, 16).contiguous(memory_format=layout)
+    return Workload(Convolutions(), lambda *_: (images,), seq_len_unit="none")
+
+
 def blocks_of(trace: Trace, operator: str) -> list[int]:
     """The blocks that an operator made, outputs and scratch."""
     return [i for i, name in enumerate(trace.structure.operators) if name == operator]
@@ -102,6 +121,27 @@ def test_products_with_an_output_type_ask_for_cublas() -> None:
         for overload in packet.overloads():
             if "out" not in overload:
                 assert getattr(packet, overload) in kernel_memory.MATRIX_PRODUCTS
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"), [(torch.contiguous_format, [16384, 16384]), (torch.channels_last, [16384, 1152, 16384])]
+)
+def test_convolutions_stay_channels_last(record: Record, layout: torch.memory_format, sizes: list[int]) -> None:
+    """As on CUDA an output is laid out like its input: nothing after it is copied but a weight that lies otherwise."""
+    trace = record(partial(convolutions, layout), 2, None, mode="forward")
+    assert [trace.sizes[i] for i in blocks_of(trace, "aten.convolution.default")] == sizes
+    assert "convolutions of compiled code are taken to be contiguous, not channels last" not in trace.unmodelled
+
+
+def test_a_convolution_copies_what_lies_otherwise() -> None:
+    """The backward reads gradient and input for the weight's gradient, and the weight for the input's."""
+    data = torch.empty(2, 4, 8, 8, device="meta").contiguous(memory_format=torch.channels_last)
+    grad, weight = torch.empty(2, 8, 8, 8, device="meta"), torch.empty(8, 4, 3, 3, device="meta")
+    rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    copies = kernel_memory._backward_copies
+    assert copies(grad, data, weight, *rest, [True, True, False]) == [grad.nbytes, weight.nbytes]
+    assert copies(grad, data.contiguous(), weight, *rest, [True, True, False]) == []
+    assert copies(grad.double(), data.double(), weight.double(), *rest, [False, True, False]) == [data.nbytes * 2]
 
 
 def test_safe_softmax_keeps_the_softmax_and_two_masks() -> None:

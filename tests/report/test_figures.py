@@ -18,6 +18,7 @@ from batchfinder.estimate.sharding import buckets_of
 from batchfinder.report.estimate import EstimateFindings, EstimateRequest
 from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep
 from batchfinder.report.sweep import SweepRow
+from batchfinder.results import Rate, Throughput
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure, add_blocks
@@ -137,6 +138,18 @@ def test_a_sweep(figures: list[Any], tmp_path: Path) -> None:
     assert lines["gpt2, V100"] == [(64, 128), (128, 64), (256, 32), (320, 25), (384, 21), (512, 16)]
     assert lines["gpt2, V100, published"] == [(64, 64)]
     assert len(lines["gpt2-medium, T4"]) == 5  # the last one fits nothing
+
+
+def test_speeds_have_a_picture_of_their_own(figures: list[Any], tmp_path: Path) -> None:
+    """Where sizes were timed: a curve with its spread, the size at full speed named, or that it cannot be told."""
+    rates = (Rate(8, 100.0, 0.02), Rate(16, 198.0, 0.01), Rate(32, 200.0, 0.01))
+    speeds = Throughput(16, 32, rates, True, 5, 0.005), Throughput(32, 32, rates, False, 15, 0.05)
+    rows = [replace(found, throughput=speed) for found, speed in zip(_rows(), speeds, strict=False)]
+    draw_sweep([*rows, *_rows()[2:]], "Largest training batch, measured", str(tmp_path / "sweep.png"))
+    assert {"gpt2 at 64", "gpt2 at 128, cannot tell", "16", "samples per second"} <= _assert_legible(figures[0])
+    speed = figures[0].axes[2]
+    assert [container.has_yerr for container in speed.containers] == [True, True]
+    assert list(speed.containers[0].lines[0].get_ydata()) == [100.0, 198.0, 200.0]
 
 
 def test_models_of_one_shape(figures: list[Any], tmp_path: Path) -> None:

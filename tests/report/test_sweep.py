@@ -9,7 +9,7 @@ import pytest
 
 from batchfinder.devices import Card, Device
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
-from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
+from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
 
 GIB = 1 << 30
@@ -215,3 +215,31 @@ def test_csv() -> None:
     assert first.startswith("bert-base,64,T4,")
     assert first.endswith("one; two,0,exact,,0,0,,simulated,,,,,,,")
     assert second.endswith("workspaces,0,exact,,0,0,,simulated,,,8,4,2,1,8")
+
+
+RATES = (Rate(50, 300.0, 0.004), Rate(71, 408.0, 0.005), Rate(100, 412.0, 0.012))
+
+
+def test_the_size_at_full_speed_stands_beside_the_largest() -> None:
+    """With its samples per second and their spread; "?" and the reason where it cannot be told, "-" where not asked."""
+    known = replace(row(source="measured"), throughput=Throughput(71, 100, RATES, True, 5, 0.004))
+    unsure = replace(row(source="measured", seq_len=32), throughput=Throughput(100, 100, RATES, False, 15, 0.03))
+    table = sweep_table([known, unsure, row(source="measured")])
+    assert table.columns["full speed"] == ["71", "?", "-"]
+    assert table.columns["samples/s"] == ["408 ± 0.5 %", "412 ± 1.2 %", "-"]
+    assert any("at 32, full speed: cannot tell, the timings scatter by 9.0 %" in note for note in table.notes)
+    found, not_told = known.to_json(), unsure.to_json()
+    assert (found["full_speed_batch_size"], found["samples_per_second"], found["samples_per_second_spread"]) == (
+        *(71, 408.0),
+        0.005,
+    )
+    assert [rate["batch_size"] for rate in found["throughput"]["rates"]] == [50, 71, 100]
+    assert not_told["full_speed_batch_size"] is None
+    assert "throughput" not in comma_separated([known]).splitlines()[0].split(",")
+
+
+def test_a_plan_is_made_of_the_size_at_full_speed() -> None:
+    """Of 100 that fit, 64 x 4 where 71 are as fast."""
+    known = replace(row(target_batch_size=256), throughput=Throughput(71, 100, RATES, True, 5, 0.004))
+    assert known.plan is not None
+    assert (known.plan.micro_batch_size, known.plan.accumulation) == (64, 4)

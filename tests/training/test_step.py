@@ -76,6 +76,20 @@ def test_takes_more_steps_when_asked() -> None:
     ]
 
 
+def test_steps_of_different_lengths() -> None:
+    """A step's micro-batches are of its own length, further steps of the last; without lengths all are of one."""
+    asked: list[int | None] = []
+
+    def of_length(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(seq_len)
+        return batch(batch_size, seq_len)
+
+    given = Workload(Regression(), of_length)
+    Step(given, StepConfig(steps=3, micro_batches=2, lengths=(5, 7)), CPU).run(6, 9)
+    Step(given, StepConfig(steps=1), CPU).run(6, 9)
+    assert asked == [5, 5, 7, 7, 7, 7, 9]
+
+
 def test_accumulation_divides_the_loss() -> None:
     """Two micro-batches of the same samples give the gradient of one."""
     once, twice = workload(), workload()

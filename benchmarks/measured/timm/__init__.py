@@ -1,0 +1,1 @@
+"""timm's training benchmark on an RTX 3090."""
