@@ -189,7 +189,7 @@ class SearchResult:
         unmodelled: what a simulated figure leaves out, in words.
         free_bytes: what was free on a real device when the search began; None on a simulated one.
         throughput: the smallest size at full speed; None where sizes were not timed.
-        trained_bytes: peak allocated and peak reserved of the last training that ended with this answer; None before.
+        trained: batch size, peak allocated and peak reserved bytes of the last training that ended; None before.
     """
 
     shape: Shape
@@ -201,4 +201,4 @@ class SearchResult:
     unmodelled: tuple[str, ...] = ()
     free_bytes: int | None = None
     throughput: Throughput | None = None
-    trained_bytes: tuple[int | None, int | None] | None = None
+    trained: tuple[int, int | None, int | None] | None = None

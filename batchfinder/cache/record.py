@@ -75,7 +75,7 @@ def encode(record: Record) -> bytes:
 
 def result_as_json(result: SearchResult) -> dict[str, Json]:
     """A search's result as a record has it; what few records have is left out of the others."""
-    trained = result.trained_bytes
+    trained = result.trained
     return {
         "seq_len": _index(result.shape.seq_len),
         "max_batch_size": operator.index(result.max_batch_size),
@@ -89,7 +89,7 @@ def result_as_json(result: SearchResult) -> dict[str, Json]:
         "unmodelled": list(result.unmodelled),
         "free_bytes": _index(result.free_bytes),
         **({} if result.throughput is None else {"throughput": throughput_as_json(result.throughput)}),
-        **({} if trained is None else {"trained_bytes": [_index(size) for size in trained]}),
+        **({} if trained is None else {"trained": [_index(value) for value in trained]}),
     }
 
 
@@ -178,11 +178,14 @@ def _check_sense(record: Record) -> None:
         "max_batch_size": (result.max_batch_size, 0, most_samples),
         "seq_len": (result.shape.seq_len, 1, MAX_BATCH_SIZE),
         "free_bytes": (result.free_bytes, 0, MAX_BYTES),
-        "allocated in training": ((result.trained_bytes or (None, None))[0], 0, MAX_BYTES),
-        "reserved in training": ((result.trained_bytes or (None, None))[1], 0, MAX_BYTES),
         **{name: (getattr(key, name), 0, MAX_BYTES) for name in ("total_bytes", "usable_bytes", "headroom_bytes")},
         **{name: (getattr(key, name), 1, MAX_BATCH_SIZE) for name in ("accumulation", "floor", "multiple_of")},
     }
+    if result.trained is not None:
+        bounds = ((1, MAX_BATCH_SIZE), (0, MAX_BYTES), (0, MAX_BYTES))
+        names = ("batch size", "peak allocated", "peak reserved")
+        for name, value, (least, most) in zip(names, result.trained, bounds, strict=True):
+            numbers[f"{name} in training"] = (value, least, most)
     for number, trial in enumerate(result.trials, 1):
         numbers[f"batch_size in trial {number}"] = (trial.batch_size, 1, MAX_BATCH_SIZE)
     for name, (value, least, most) in numbers.items():
@@ -228,8 +231,8 @@ def result_from_json(value: object) -> SearchResult:
     """
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(value, "outcome", dict)
-    trained = _of(body.get("trained_bytes"), "trained_bytes", list, NoneType)
-    if body.keys() - {"throughput", "trained_bytes"} != names or len(trained or (0, 0)) != 2:
+    trained = _of(body.get("trained"), "trained", list, NoneType)
+    if body.keys() - {"throughput", "trained"} != names or (trained is not None and len(trained) != 3):
         raise DamagedRecord(f"its outcome is {shown(value)}")
     trials = []
     for trial in _of(body["trials"], "trials", list):
@@ -248,9 +251,13 @@ def result_from_json(value: object) -> SearchResult:
         unmodelled=tuple(_of(text, "unmodelled", str) for text in _of(body["unmodelled"], "unmodelled", list)),
         free_bytes=_of(body["free_bytes"], "free_bytes", int, NoneType),
         throughput=_throughput_from_json(body["throughput"]) if "throughput" in body else None,
-        trained_bytes=None
+        trained=None
         if trained is None
-        else (_of(trained[0], "trained_bytes", int, NoneType), _of(trained[1], "trained_bytes", int, NoneType)),
+        else (
+            _of(trained[0], "trained", int),
+            _of(trained[1], "trained", int, NoneType),
+            _of(trained[2], "trained", int, NoneType),
+        ),
     )
 
 

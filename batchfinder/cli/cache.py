@@ -113,7 +113,7 @@ def list_table(records: Sequence[Record], url: str) -> Table:
     if any(record.result.throughput is not None for record in records):
         found = [record.result.throughput for record in records]
         columns["full speed"] = ["" if one is None else str(one.batch_size) if one.certain else "?" for one in found]
-    if any(record.result.trained_bytes for record in records):
+    if any(record.result.trained for record in records):
         columns["peak in training"] = [_in_training(record.result) for record in records]
     short = {heading: [printable(cell, _MOST_LETTERS) for cell in cells] for heading, cells in columns.items()}
     return Table(f"Cached results at {url}", (), short)
@@ -160,13 +160,14 @@ def record_tables(record: Record) -> Iterator[Table]:
 
 
 def _in_training(result: SearchResult) -> str:
-    """The peak reserved of the last training, and that of the answer when it was tried."""
-    trained = None if result.trained_bytes is None else result.trained_bytes[1]
-    seen = result.measurement
-    tried = None if seen is None or not seen.fits else seen.peak_reserved_bytes
-    if trained is None:
+    """The peak reserved of the last training, and that of its size when it was tried."""
+    if result.trained is None:
         return ""
-    return format_bytes(trained) + ("" if tried is None else f" (tried: {format_bytes(tried)})")
+    size, _, reserved = result.trained
+    if reserved is None:
+        return ""
+    tried = {trial.batch_size: trial.measurement.peak_reserved_bytes for trial in result.trials}.get(size)
+    return f"{format_bytes(reserved)} at {size}" + ("" if tried is None else f" (tried: {format_bytes(tried)})")
 
 
 def _text(value: object, is_bytes: bool = False) -> str:

@@ -393,12 +393,11 @@ class BatchFinder(Accumulating):
                 {f"batchfinder/{name}": float(value) for name, value in metrics.items() if value is not None},
                 step=trainer.global_step,
             )
-        of_the_answer = found.throughput is None or size == found.result.max_batch_size
-        if found.entry is not None and of_the_answer and trainer.is_global_zero:
+        if found.entry is not None and trainer.is_global_zero:
             with suppress(CacheFailed):  # of which the search has warned
                 known = found.entry.get()
                 if known is not None and known.max_batch_size == found.result.max_batch_size:
-                    found.entry.put(replace(known, trained_bytes=(allocated, reserved)))
+                    found.entry.put(replace(known, trained=(size, allocated, reserved)))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the size of `trainer.validate`, `test` or `predict`; its loaders have been asked for already."""

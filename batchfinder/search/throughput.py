@@ -141,15 +141,12 @@ def compare(rates: Sequence[Mapping[int, float]], in_play: Sequence[int]) -> Com
     return Comparison(ratios, errors, answer, smaller, answer == in_play[-1], level)
 
 
-def find_full_speed(
-    sizes: Sequence[int], rate: Callable[[int], float | None], on_round: Callable[[int], object] | None = None
-) -> Throughput | None:
+def find_full_speed(sizes: Sequence[int], rate: Callable[[int], float | None]) -> Throughput | None:
     """Time sizes until it can be told which is the smallest at full speed.
 
     Args:
         sizes: in ascending order; the largest is the answer where it cannot be told.
         rate: times a size once and returns its samples per second; None where it does not run, and is not timed again.
-        on_round: called with the number of each round as it begins, from 1.
 
     Returns:
         None where no size runs.
@@ -159,8 +156,6 @@ def find_full_speed(
     seen: Comparison | None = None
     order = random.Random(0)  # the same on every rank
     while len(rates) < _MOST_ROUNDS:
-        if on_round is not None:
-            on_round(len(rates) + 1)
         timed: dict[int, float] = {}
         for size in order.sample(in_play, len(in_play)):
             measured = rate(size)

@@ -103,9 +103,7 @@ class StepConfig:
     optimizer_in_backward: bool = False  # whether each parameter is stepped as soon as its gradient is there
     gpus: int = 1  # that train together, each with a micro-batch of its own
     strategy: str | None = None  # of `STRATEGIES`; None for one GPU, or where the workload brings its own
-    lengths: tuple[
-        int, ...
-    ] = ()  # of the steps one after the other, the last for all further ones; empty for one length
+    lengths: tuple[int, ...] = ()  # of one step after the other, the last of all further ones; empty for one length
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,10 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
                 row["error"] = predicted / case.published_bytes - 1
                 words = f"{words:>10} {row['error']:+8.2%}"
         except Exception as error:
-            row["failed"] = f"{type(error).__name__}: {error}"
-            words = row["failed"].splitlines()[0][:100]
+            # What failed, and with what: the traceback between them names places of this machine.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            row["failed"] = " ".join([f"{type(error).__name__}:", *lines[:1], *lines[1:][-1:]])
+            words = row["failed"][:100]
         row.setdefault("seconds", round(time.perf_counter() - start, 2))
         start = time.perf_counter()
         rows[case.name] = row

@@ -82,7 +82,7 @@ outcomes = st.builds(
     unmodelled=st.lists(st.text(), max_size=3).map(tuple),
     free_bytes=sizes,
     throughput=st.none() | throughputs,
-    trained_bytes=st.none() | st.tuples(sizes, sizes),
+    trained=st.none() | st.tuples(st.integers(1, 1 << 40), sizes, sizes),
 ).map(_sensible)
 
 
@@ -110,7 +110,7 @@ def test_no_field_of_an_outcome_is_forgotten():
             "unmodelled",
             "free_bytes",
             "throughput",
-            "trained_bytes",
+            "trained",
         ),
         Measurement: (
             *("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),

@@ -75,9 +75,9 @@ def test_the_peak_of_training_is_compared(caplog: pytest.LogCaptureFixture, tmp_
         lines[0],
     )
     (record,) = cache.records()
-    assert record.result.trained_bytes is not None
-    allocated, reserved = record.result.trained_bytes
-    assert allocated is None
+    assert record.result.trained is not None
+    size, allocated, reserved = record.result.trained
+    assert (size, allocated) == (4, None)
     assert reserved is not None
     logged = (tmp_path / "of_3/metrics.csv").read_text().splitlines()
     assert dict(zip(logged[0].split(","), logged[-1].split(","), strict=True))[
@@ -86,8 +86,21 @@ def test_the_peak_of_training_is_compared(caplog: pytest.LogCaptureFixture, tmp_
     tried = record.result.measurement
     assert tried is not None
     assert tried.peak_reserved_bytes is not None
-    shown = f"{format_bytes(reserved)} (tried: {format_bytes(tried.peak_reserved_bytes)})"
+    shown = f"{format_bytes(reserved)} at 4 (tried: {format_bytes(tried.peak_reserved_bytes)})"
     assert list_table([record], cache.url).columns["peak in training"] == [shown]
+
+
+def test_the_peak_of_a_plans_micro_batch_is_compared_with_that_of_the_micro_batch(tmp_path: Path) -> None:
+    """And not with that of the largest size, which did not train."""
+    cache = Store(str(tmp_path))
+    finder = BatchFinder(4, max_batch_size=3, cache=cache)
+    nets.trainer(callbacks=[finder], max_steps=1).fit(nets.ConvNet())
+    (record,) = cache.records()
+    assert (record.result.max_batch_size, finder.batch_size) == (3, 2)
+    (tried,) = (trial.measurement.peak_reserved_bytes for trial in record.result.trials if trial.batch_size == 2)
+    assert tried is not None
+    (shown,) = list_table([record], cache.url).columns["peak in training"]
+    assert shown.endswith(f"at 2 (tried: {format_bytes(tried)})")
 
 
 def test_running_out_of_memory_in_training_lowers_the_record(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,8 +19,8 @@ _WORKSPACES = (
 )
 NOTES = {
     "cerebras/Cerebras-GPT-111M SGD 10": _OF_LENGTHS.format(-1.8, 4.8),
-    "cerebras/Cerebras-GPT-111M AdamW 10": _OF_LENGTHS.format(-0.1, -12.6),
-    "T5-small Adam 5": _OF_LENGTHS.format(2.6, -4.1),
+    "cerebras/Cerebras-GPT-111M AdamW 10": _OF_LENGTHS.format(-0.6, -12.6),
+    "T5-small Adam 5": _OF_LENGTHS.format(2.6, -3.0),
     "cerebras/Cerebras-GPT-111M SGD 5": _OF_LENGTHS.format(-3.1, 9.0),
     "MnasNet AdamW 200": _WORKSPACES,
     "MnasNet Adam 300": _WORKSPACES,
