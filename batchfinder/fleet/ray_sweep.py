@@ -8,6 +8,7 @@ driver (a streaming generator), starts tasks again whose node has died (`max_ret
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
@@ -136,7 +137,7 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
         stack.enter_context(redirect_stdout(sys.stderr))
         if own:
             try:
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 raise InvalidValue("--address", address, f"the address of a Ray cluster ({reason})") from error

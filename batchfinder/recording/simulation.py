@@ -306,11 +306,9 @@ def search_simulated(
     for _ in range(_CONFIRMATIONS):
         search: Search[Any]
         if probe.traces.is_scaled(shape.seq_len):
-            most = max_batch_size or DEFAULT_MAX_BATCH_SIZE
-            full = fill_card(probe, shape, most, lambda seen: seen.max_reserved_bytes)
+            full, filled = fill_card(probe, shape, max_batch_size or DEFAULT_MAX_BATCH_SIZE)
             search = Secant(tolerance=0.0, predicted=full, margin=0.0)
             if probe.steady_state(full + 1, shape).fits:  # by giving memory back
-                filled = fill_card(probe, shape, most, lambda seen: seen.max_allocated_bytes)
                 search = Bisection(full + 1, max(full + 1, filled) + 1)
         else:
             predicted = predict_max_batch_size(probe, shape)

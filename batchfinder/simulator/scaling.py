@@ -228,6 +228,7 @@ class TraceSource:
         self._compiled = compiled
         self._recorded: dict[tuple[int, int | None], Future[Trace]] = {}
         self._scaled: dict[int | None, ScaledTrace | None] = {}
+        self._ones: dict[int | None, ScaledTrace | None] = {}
         self._groups: dict[bool, list[int | None]] = {}  # by whether the length is aligned
         self.unscaled: list[tuple[int, int | None]] = []
         for seq_len in dict.fromkeys(seq_lens):
@@ -261,9 +262,25 @@ class TraceSource:
         scaled = self._scaled_at(seq_len) if batch_size > 1 else None
         if scaled is not None:
             return scaled.at(batch_size, seq_len)
+        if batch_size == 1 and (ones := self._ones_at(seq_len)) is not None:
+            return ones.at(1, seq_len)
         if (batch_size, seq_len) not in self.unscaled:
             self.unscaled.append((batch_size, seq_len))
         return self.recorded(batch_size, seq_len)
+
+    def _ones_at(self, seq_len: int | None) -> ScaledTrace | None:
+        """For a batch of one, once another length has been recorded: scaled from the shortest length and the longest.
+
+        Its events differ from those of larger batches, so it is never scaled from these.
+        """
+        group = [length for length in self._groups.get((seq_len or 0) % _ALIGNMENT == 0, ()) if length is not None]
+        if self._compiled or len(group) < 3 or seq_len not in group or (1, seq_len) in self._recorded:
+            return None
+        ends = min(group), max(group)
+        if seq_len not in self._ones and any((1, length) in self._recorded for length in group):
+            traces = [future.result() for future in [self.ask(1, length) for length in ends]]
+            self._ones.update(dict.fromkeys(group, None if traces[0].compiled else fit(traces, group, (1,))))
+        return self._ones.get(seq_len)
 
     def two_sizes(self, seq_len: int | None) -> tuple[int, int]:
         """Two batch sizes to draw a line through; of an unscaled step two that are recorded already."""

@@ -19,7 +19,14 @@ from typing import Any
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
-from batchfinder.simulator.blocks import MIN_BLOCK_BYTES, SEGMENT_STEP_BYTES, DeviceMemory, round_up
+from batchfinder.simulator.blocks import (
+    MIN_BLOCK_BYTES,
+    SEGMENT_STEP_BYTES,
+    DeviceMemory,
+    block_size,
+    round_up,
+    segment_size,
+)
 from batchfinder.simulator.replay import StageMemory, Timeline, replay
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
@@ -317,37 +324,56 @@ def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
     return max(2 if probe.traces.is_scaled(shape.seq_len) else 1, crossing)
 
 
-def fill_card(probe: SimulatedProbe, shape: Shape, largest: int, needed: Callable[[Timeline], int]) -> int:
-    """The size at which a card's memory is full, if none of it is ever given back.
+def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, int]:
+    """The size at which a card's memory is full if none of it is ever given back, and one that may run if it is.
 
-    It is read off the curve of `SimulatedProbe.unlimited`, which is the same for all cards: powers of two on either
-    side of the card's memory, and lines between them.
+    It is looked for between two powers of two, on `SimulatedProbe.unlimited`, which is the same for all cards. From one
+    size to another nearby, what is reserved changes by the segments of the same blocks.
 
     Args:
         largest: no larger size is looked at.
-        needed: what counts of a replay on a card with unlimited memory. A size of which no more is reserved than there
-            is runs; of one that runs at all, no more is allocated.
 
     Returns:
-        A size of at least 2, as a batch of one needs a recording of its own.
+        The size up to which no more is reserved than there is, at least 2, as a batch of one needs a recording of its
+        own; and where a line through what the two powers of two have allocated meets the card's memory, at least that.
     """
     room, most = probe.memory.capacity_bytes, max(2, largest)
     low = high = min(_CURVE_START, most)
-    while (low_bytes := needed(probe.unlimited(low, shape))) > room:
+    low_seen = high_seen = probe.unlimited(low, shape)
+    while low_seen.max_reserved_bytes > room:
         if low == 2:
-            return 2
-        low, high = max(2, low // 2), low
-    while (high_bytes := needed(probe.unlimited(high, shape))) <= room:
+            return 2, 2
+        low, high, high_seen = max(2, low // 2), low, low_seen
+        low_seen = probe.unlimited(low, shape)
+    while high_seen.max_reserved_bytes <= room:
         if high == most:
-            return most
-        low, low_bytes, high = high, high_bytes, min(2 * high, most)
+            return most, most
+        low, low_seen, high = high, high_seen, min(2 * high, most)
+        high_seen = probe.unlimited(high, shape)
+    rise = (high_seen.max_allocated_bytes - low_seen.max_allocated_bytes) / (high - low)
+    left = room - low_seen.max_allocated_bytes
+    filled = min(most, low + math.floor(left / rise)) if rise > 0 else most
+    near, seen = low, low_seen
     for _ in range(_CURVE_STEPS):
-        guess = min(low + (room - low_bytes) * (high - low) // max(1, high_bytes - low_bytes), high - 1)
-        if guess <= low:
+        sizes = probe.trace(near, shape).sizes
+        extra = seen.max_reserved_bytes - _segment_bytes(seen.grown, sizes, probe.allocator)
+        below, above = low, high  # by the segments of the size that was looked at last
+        while above - below > 1:
+            middle = (below + above) // 2
+            sizes = probe.trace(middle, shape).sizes
+            if extra + _segment_bytes(seen.grown, sizes, probe.allocator) <= room:
+                below = middle
+            else:
+                above = middle
+        if below == low:
             break
-        guess_bytes = needed(probe.unlimited(guess, shape))
-        if guess_bytes <= room:
-            low, low_bytes = guess, guess_bytes
+        near, seen = below, probe.unlimited(below, shape)
+        if seen.max_reserved_bytes <= room:
+            low = near
         else:
-            high, high_bytes = guess, guess_bytes
-    return low
+            high = near
+    return low, max(low, filled)
+
+
+def _segment_bytes(blocks: Iterable[int], sizes: Sequence[int], settings: AllocatorSettings) -> int:
+    return sum(segment_size(block_size(sizes[block], settings), settings) for block in blocks)
