@@ -1,7 +1,9 @@
 """The default sweep's models and lengths on every GPU of the catalogue, against the same on one GPU.
 
 Both are whole processes without a cache, and take turns. The rows of a GPU must be those of a sweep of that GPU alone,
-which is checked on every sixteenth. Run: `python benchmarks/sweep_cards.py [--rounds 3]` on an otherwise idle machine.
+which is checked on every sixteenth; where `--against` names what `sweep --json` of another version printed for all of
+them, answers that differ are listed. Run: `python benchmarks/sweep_cards.py [--rounds 3] [--against FILE]` on an
+otherwise idle machine: on a busy one only the processor's seconds mean something.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ def main() -> None:
     """Measure, check the answers, print the ratio, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="processes of each (default: 3)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument(
+        "--against", type=Path, help="rows of the same GPUs, as another version's `sweep --json` has them"
+    )
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     names = [gpu.name for gpu in all_gpus()]
     one, every, rows = [], [], []
     for _ in range(rounds):
@@ -57,6 +63,13 @@ def main() -> None:
             checked += 1
             mine = {key: value for key, value in row.items() if key not in OF_THE_RUN}
             same += any(mine == {key: other[key] for key in other.keys() - OF_THE_RUN} for other in rows)
+    changed: list[dict[str, Any]] = []
+    others = {} if arguments.against is None else json.loads(arguments.against.read_text())
+    for row, other in zip(rows, others.get("rows", rows), strict=True):
+        cell = {name: row[name] for name in ("model", "seq_len", "gpu")}
+        assert cell == {name: other[name] for name in cell}
+        if row["max_batch_size"] != other["max_batch_size"]:
+            changed.append({**cell, "then": other["max_batch_size"], "now": row["max_batch_size"]})
     medians = [{name: statistics.median(each[name] for each in taken) for name in taken[0]} for taken in (one, every)]
     result = {
         "benchmark": "sweep_cards",
@@ -72,11 +85,14 @@ def main() -> None:
         "median_ratio": {name: round(medians[1][name] / medians[0][name], 2) for name in medians[0]},
         "rows_checked": checked,
         "rows_as_alone": same,
+        "answers_changed": changed if others else None,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"sweep_cards-{os.cpu_count()}-cores.json").write_text(json.dumps(result, indent=1) + "\n")
     ratio = result["median_ratio"]
-    print(f"{len(names)} GPUs, {len(rows)} cells: {ratio} times one GPU; {same} of {checked} rows as alone")
+    print(
+        f"{len(names)} GPUs, {len(rows)} cells: {ratio} times one GPU; {same} of {checked} rows as alone; changed: {changed}"
+    )
 
 
 if __name__ == "__main__":

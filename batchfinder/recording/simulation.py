@@ -327,6 +327,19 @@ def search_simulated(
     return result
 
 
+def search_cards(
+    probes: Iterable[SimulatedProbe], shape: Shape, max_batch_size: int | None, min_batch_size: int, multiple_of: int
+) -> list[SearchResult | None]:
+    """`search_simulated` for several cards, in a process that cannot record; None where that would be needed."""
+    found: list[SearchResult | None] = []
+    for probe in probes:
+        try:
+            found.append(search_simulated(probe, shape, max_batch_size, min_batch_size, multiple_of))
+        except RecordingFailed:
+            found.append(None)
+    return found
+
+
 def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int) -> int:
     """The prediction, or a size not far below it that runs, where each size is recorded itself.
 

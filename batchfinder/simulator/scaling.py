@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, combinations_with_replacement
 from typing import Any
 
+from batchfinder.errors import RecordingFailed
 from batchfinder.simulator.trace import Trace, TraceStructure
 
 _PADDINGS = (8, 32, 64, 128)
@@ -191,6 +192,11 @@ def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) 
 
 _fit_once = functools.lru_cache(maxsize=16)(fit)  # for compute capabilities that share their recordings
 
+
+def _not_here(batch_size: int, seq_len: int | None) -> Future[Trace]:
+    raise RecordingFailed(f"batch size {batch_size} at length {seq_len} cannot be recorded in this process")
+
+
 Submit = Callable[[int, int | None], "Future[Trace]"]
 
 # Two primes that are unlikely as a model's own dimensions, and one more for sums of two terms. A batch of one is never
@@ -233,6 +239,10 @@ class TraceSource:
         self.unscaled: list[tuple[int, int | None]] = []
         for seq_len in dict.fromkeys(seq_lens):
             self._groups.setdefault((seq_len or 0) % _ALIGNMENT == 0, []).append(seq_len)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what is scaled, without a way to record."""
+        return {**self.__dict__, "_submit": _not_here, "_recorded": {}}
 
     @property
     def recordings(self) -> int:
