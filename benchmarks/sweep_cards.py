@@ -90,9 +90,8 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"sweep_cards-{os.cpu_count()}-cores.json").write_text(json.dumps(result, indent=1) + "\n")
     ratio = result["median_ratio"]
-    print(
-        f"{len(names)} GPUs, {len(rows)} cells: {ratio} times one GPU; {same} of {checked} rows as alone; changed: {changed}"
-    )
+    print(f"{len(names)} GPUs, {len(rows)} cells: {ratio} times one GPU; {same} of {checked} rows as alone")
+    print("changed:", *changed or ["none"])
 
 
 if __name__ == "__main__":
