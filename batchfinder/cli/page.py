@@ -79,6 +79,7 @@ def cell_of_record(record: Record) -> PageCell:
         usable_bytes=key.usable_bytes,
         facts=facts,
         unmodelled=[printable(text, 400) for text in result.unmodelled],
+        throughput=result.throughput,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from batchfinder.cache import Store
 from batchfinder.cli.options import DEFAULT_GPU, card, instance_card, step_options, whole_number
-from batchfinder.devices import Card, Device, driver_version, find_gpu, host_name, present_gpus
+from batchfinder.devices import Card, Device, driver_version, find_gpu, host_name, mps_limit_bytes, present_gpus
 from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
@@ -105,7 +105,8 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     here: dict[str, Card] = {}
     for gpu in present:
         try:
-            one = card(gpu.name, None)
+            limit = mps_limit_bytes(gpu.index)
+            one = card(gpu.name, None if limit is None else str(limit))
         except UnknownName:
             capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
             # nvidia-smi counts what the driver keeps: up to 3 % more than CUDA's total.
@@ -124,6 +125,8 @@ def real_gpu(asked: str, budget_bytes: int | None) -> Place:
         InvalidValue: there is none, or PyTorch cannot use it.
     """
     device = "cuda:0" if asked == "cuda" else asked
+    if budget_bytes is None:
+        budget_bytes = mps_limit_bytes(int(device.removeprefix("cuda:")))
     try:
         facts = query_gpu(device)
     except InvalidValue as error:

@@ -15,7 +15,7 @@ from batchfinder.devices.catalog import (
     find_gpu,
     find_instance,
 )
-from batchfinder.devices.detect import PresentGpu, driver_version, host_name, present_gpus
+from batchfinder.devices.detect import PresentGpu, driver_version, host_name, mps_limit_bytes, present_gpus
 
 __all__ = [
     "DEFAULT_COMPUTE_CAPABILITY",
@@ -32,5 +32,6 @@ __all__ = [
     "find_gpu",
     "find_instance",
     "host_name",
+    "mps_limit_bytes",
     "present_gpus",
 ]

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchfinder.units import GIB, MIB
+from batchfinder.errors import InvalidValue
+from batchfinder.units import GIB, MIB, parse_budget
 
 _NVIDIA_QUERY = ("--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits")
 _ROCM_QUERY = ("--showproductname", "--showmeminfo", "vram", "--json")
 _TIMEOUT_SECONDS = 10.0
+_MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,25 @@ def mig_slices(listed: str, gpus: Sequence[PresentGpu], visible: str) -> tuple[P
             name = f"{whole.name} MIG {found[1]}"
             return (PresentGpu(whole.index, name, int(found[2]) * GIB, whole.compute_capability, found[3]),)
     return ()
+
+
+def mps_limit_bytes(index: int) -> int | None:
+    """The most that MPS lets this process take of a GPU, by `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`, such as `0=4G,1=512M`.
+
+    Its units are taken for powers of 1024
+    (https://docs.nvidia.com/deploy/mps/appendix-tools-and-interface-reference.html). None where it is not set.
+
+    Raises:
+        InvalidValue: what it has for this GPU is not a size.
+    """
+    for entry in os.environ.get(_MPS_LIMIT, "").strip("'\"").split(","):
+        number, _, size = entry.partition("=")
+        if number.strip() == str(index):
+            letters = re.fullmatch(r"(\d+)\s*([GM])B?", size.strip(), re.IGNORECASE)
+            if letters is None:
+                raise InvalidValue(_MPS_LIMIT, size.strip(), "a size such as 4G or 512M")
+            return parse_budget(f"{letters[1]}{letters[2].upper()}iB", _MPS_LIMIT)
+    return None
 
 
 def driver_version(timeout_seconds: float = _TIMEOUT_SECONDS) -> str:

@@ -172,7 +172,7 @@ async function drawCell(cell) {
   );
   element("assumed-part").hidden = !cell.unmodelled.length;
   element("assumed").replaceChildren(...cell.unmodelled.map((words) => make("li", {}, words)));
-  await Promise.all([drawTimeline(cell), drawKinds(cell), drawChanges(cell)]);
+  await Promise.all([drawTimeline(cell), drawKinds(cell), drawChanges(cell), drawSpeed(cell)]);
 }
 
 function stageAt(timeline, position) {
@@ -312,6 +312,43 @@ async function drawChanges(cell) {
   element("changes-table").replaceChildren(
     make("thead", {}, make("tr", {}, ...names.map((name, i) => make("th", { scope: "col", class: i ? "number" : null }, name)))),
     make("tbody", {}, ...rows),
+  );
+}
+
+async function drawSpeed(cell) {
+  const found = cell.throughput;
+  element("speed-part").hidden = !found;
+  if (!found) return;
+  element("speed-words").textContent = found.words;
+  const figure = (rate) => rate.toLocaleString("en", rate >= 100 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
+  const rates = found.rates.map(([size, rate, spread]) => {
+    const share = `${(100 * spread).toFixed(1)} %`;
+    return { size, rate, share, low: Math.max(0, rate * (1 - spread)), high: rate * (1 + spread), chosen: size === found.full_speed,
+             description: `batch size ${size}: ${figure(rate)} samples per second, spread ${share}` };
+  });
+  const sizes = rates.map(({ size }) => size);
+  const x = { field: "size", type: "quantitative", title: "batch size", axis: { grid: false, format: ",", values: sizes, labelOverlap: true },
+              scale: { type: "log", base: 2, domain: [sizes[0], sizes.at(-1)], nice: false, padding: 12 } };
+  const y = { field: "rate", type: "quantitative", title: "samples per second", scale: { zero: true } };
+  const accent = getComputedStyle(document.documentElement).getPropertyValue("--accent").trim();
+  await draw("speed", {
+    height: 260,
+    data: { values: rates },
+    encoding: { x, y, description: { field: "description" } },
+    layer: [
+      { mark: { type: "rule", color: accent, strokeWidth: 2 }, encoding: { y: { ...y, field: "low" }, y2: { field: "high" } } },
+      { mark: { type: "line", color: accent } },
+      { mark: { type: "point", filled: true, size: 40, opacity: 1, color: accent }, encoding: { tooltip: { field: "description", title: " " } } },
+      { transform: [{ filter: "datum.chosen" }], mark: { type: "point", size: 220, strokeWidth: 2, color: accent } },
+      { transform: [{ filter: "datum.chosen" }], mark: { type: "text", dy: -18, fontWeight: "bold" },
+        encoding: { text: { field: "size", format: "," } } },
+    ],
+  });
+  element("speed-table").replaceChildren(
+    make("thead", {}, make("tr", {}, ...["batch size", "samples/s", "spread"].map((name) => make("th", { scope: "col", class: "number" }, name)))),
+    make("tbody", {}, ...rates.map(({ size, rate, share, chosen }) => make("tr", { "aria-current": chosen ? "true" : null },
+      make("th", { scope: "row", class: "number" }, whole(size)),
+      make("td", { class: "number" }, figure(rate)), make("td", { class: "number" }, share)))),
   );
 }
 

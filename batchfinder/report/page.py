@@ -22,6 +22,7 @@ from batchfinder.estimate.estimate import NAMES, OverTime
 from batchfinder.report.estimate import Alternative, EstimateFindings
 from batchfinder.report.plots import COLOUR_OF
 from batchfinder.report.sweep import SweepRow
+from batchfinder.results import Throughput
 from batchfinder.units import format_bytes
 
 _POINTS, _ALL_POINTS, _LEAST_POINTS = 300, 40_000, 30
@@ -42,6 +43,7 @@ class PageCell:
         over_time: memory over the recorded steps.
         kinds: bytes at the peak, by kind.
         changes: rows of a table of options, as `Alternative` has them, with FLOPs in words where they are known.
+        throughput: the speed of the sizes that were timed.
     """
 
     model: str
@@ -58,6 +60,7 @@ class PageCell:
     over_time: OverTime | None = None
     kinds: dict[str, int] | None = None
     changes: Sequence[dict[str, Any]] | None = field(default=None)
+    throughput: Throughput | None = None
 
 
 def check_page(option: str, path: str) -> None:
@@ -139,7 +142,13 @@ def _cell_json(cell: PageCell, points: int) -> dict[str, Any]:
         "timeline": timeline,
         "kinds": cell.kinds and {NAMES[kind]: size for kind, size in cell.kinds.items()},
         "changes": cell.changes and list(cell.changes),
+        "throughput": cell.throughput and _throughput_json(cell.throughput),
     }
+
+
+def _throughput_json(found: Throughput) -> dict[str, Any]:
+    rates = [[rate.batch_size, rate.samples_per_second, rate.spread] for rate in found.rates]
+    return {"words": str(found), "full_speed": found.batch_size if found.certain else None, "rates": rates}
 
 
 def _timeline_json(memory: OverTime, points: int) -> dict[str, Any]:
@@ -213,6 +222,7 @@ def cell_of_row(row: SweepRow) -> PageCell:
         unmodelled=result.unmodelled,
         over_time=row.over_time,
         changes=None if row.changes is None else changes_json(row.changes),
+        throughput=row.throughput,
     )
 
 

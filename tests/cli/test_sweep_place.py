@@ -71,6 +71,23 @@ def test_a_card_is_here(cards: list[PresentGpu], looked_at: list[str]) -> None:
     assert looked_at == ["cuda:0"]
 
 
+def test_a_share_of_a_card_under_mps(
+    cards: list[PresentGpu], looked_at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPS's limit on a GPU is a budget, unless there is one; what is no size is refused by the variable's name."""
+    cards.append(T4)
+    monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=6G,1=512MB")
+    assert (place_for("").cards[0].device.usable_bytes, place_for("").budget_bytes) == (6 * GIB, 6 * GIB)
+    assert place_for("--device cuda:1").budget_bytes == GIB // 2
+    assert place_for("--device cuda:2").budget_bytes is None
+    assert place_for("--budget 2GiB").budget_bytes == 2 * GIB
+    (simulated,) = place_for("--device simulated").cards
+    assert simulated.name == "T4, 6.00 GiB budget"
+    monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=half")
+    with pytest.raises(InvalidValue, match=r"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: invalid value 'half'; expected .*4G"):
+        place_for("--device cuda")
+
+
 def test_a_budget_on_the_card_that_is_here(cards: list[PresentGpu], looked_at: list[str]) -> None:
     """A budget lets the card answer for a smaller one, never for a larger one."""
     cards.append(T4)

@@ -14,6 +14,7 @@ import pytest
 
 from batchfinder.estimate.estimate import OverTime, bytes_over_time
 from batchfinder.report.page import PageCell, page_of
+from batchfinder.results import Rate, Throughput
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 
@@ -26,6 +27,9 @@ CHANGES = [
     {"change": "--precision bf16-mixed", "batch_size": 8, "peak_bytes": 2 * GIB, "max_batch_size": 13, "error": None},
     {"change": "--attention flash", "batch_size": 8, "peak_bytes": None, "max_batch_size": None, "error": "refused"},
 ]
+
+
+RATES = tuple(Rate(size, rate, 0.02) for size, rate in ((16, 900.0), (32, 1500.0), (64, 1980.0), (128, 2000.0)))
 
 
 def over_time(events: int = 2000) -> OverTime:
@@ -56,7 +60,7 @@ def cells() -> list[PageCell]:
                             model, gpu, seq_len, technique, size, f"{model} at {seq_len} on {gpu}",
                             peak_bytes=GIB, usable_bytes=2 * GIB, facts=[("largest batch", str(size))],
                             unmodelled=[HOSTILE], over_time=over_time(), kinds={"parameters": GIB, "gradients": MIB},
-                            changes=CHANGES,
+                            changes=CHANGES, throughput=Throughput(64, 128, RATES, model == "bert-base", 5, 0.004),
                         )
                     )  # fmt: skip
     return found
@@ -212,6 +216,19 @@ def test_the_pointer_moves_through_the_memory(opened: Any) -> None:
     assert "backward" in moment.text
     ActionChains(opened).move_to_element_with_offset(picture, -picture.size["width"] // 4, 0).perform()
     assert "forward" in moment.text
+
+
+def test_speed_and_its_spread(opened: Any) -> None:
+    """The smallest size at full speed stands out among the sizes that were timed, unless it cannot be told."""
+    assert opened.find_element("id", "speed-words").text.startswith("full speed from 64 on, at 1,980 ± 2.0 %")
+    chosen = "#speed-table tr[aria-current]"
+    assert opened.find_element("css selector", chosen).text == "64 1,980 2.0 %"
+    assert len(opened.find_elements("css selector", "#speed .mark-symbol path")) == 5
+    button = opened.find_elements("css selector", "#table tbody button")[12]
+    opened.execute_script("arguments[0].click()", button)
+    assert opened.find_element("id", "speed-words").text.startswith("full speed: cannot tell")
+    assert not opened.find_elements("css selector", chosen)
+    assert errors(opened) == []
 
 
 def test_light_and_dark(opened: Any) -> None:
