@@ -143,12 +143,13 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
                 for capability in capabilities:  # from old to new: newer kernels take no more blocks, and can share
                     with suppress(BatchFinderError):  # raised again where it is needed
                         simulation.source(capability, cells.seq_lens).is_scaled(seq_len)
-            if known is None and cells.pool is not None and elsewhere is None:
-                elsewhere = _search_elsewhere(cells.pool, cells, ask, limits)
             result = known
-            if result is None and elsewhere is not None and (card, seq_len) in elsewhere:
-                future, place = elsewhere[card, seq_len]
-                with suppress(BrokenExecutor):
+            with suppress(BrokenExecutor):  # one of its processes was killed: all is found here then
+                if known is None and cells.pool is not None and elsewhere is None:
+                    elsewhere = {}
+                    elsewhere = _search_elsewhere(cells.pool, cells, ask, limits)
+                if known is None and elsewhere is not None and (card, seq_len) in elsewhere:
+                    future, place = elsewhere[card, seq_len]
                     result = future.result()[place]
             result = result or search_simulated(probe, Shape(seq_len), *limits)
             if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:

@@ -330,12 +330,12 @@ def search_simulated(
 def search_cards(
     probes: Iterable[SimulatedProbe], shape: Shape, max_batch_size: int | None, min_batch_size: int, multiple_of: int
 ) -> list[SearchResult | None]:
-    """`search_simulated` for several cards, in a process that cannot record; None where that would be needed."""
+    """`search_simulated` for several cards, in a process that cannot record; None where that is needed, or it fails."""
     found: list[SearchResult | None] = []
     for probe in probes:
         try:
             found.append(search_simulated(probe, shape, max_batch_size, min_batch_size, multiple_of))
-        except RecordingFailed:
+        except BatchFinderError:
             found.append(None)
     return found
 
