@@ -54,6 +54,9 @@ STRATEGIES = {
 }
 """By the names of `--strategy`; `training.strategies` says what each does."""
 
+FSDP2_STRATEGIES = ("fsdp2", "fsdp2-shard-grad-op", "hsdp")
+"""Those that are `fully_shard` of each block."""
+
 SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum")
 """PyTorch's own that look at one element at a time, and so at a shard as at a whole parameter."""
 OWN_OPTIMIZER = "its own"
@@ -240,11 +243,13 @@ class StepOptions:
         if self.optimizer not in SHARDED_OPTIMIZERS and self.optimizer != OWN_OPTIMIZER:
             expected = f"one of {', '.join(SHARDED_OPTIMIZERS)} with {self.strategy}"
             return InvalidValue("optimizer", self.optimizer, expected)
-        for name in ("compile", "quantization"):
-            if getattr(self, name) is not None:
-                return InvalidValue(
-                    name, getattr(self, name), f"none with {self.strategy}, with which it is not recorded"
-                )
+        by_layers = self.strategy in FSDP2_STRATEGIES
+        if self.compile is not None and not (by_layers and self.compile == "layers"):
+            expected = "layers or none" if by_layers else "none"
+            return InvalidValue("compile", self.compile, f"{expected} with {self.strategy}: else it is not recorded")
+        if self.quantization is not None:
+            expected = f"none with {self.strategy}, with which it is not recorded"
+            return InvalidValue("quantization", self.quantization, expected)
         return None
 
     def newer(self) -> dict[str, Any]:

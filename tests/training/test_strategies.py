@@ -76,7 +76,8 @@ def test_types() -> None:
         ({"strategy": "ddp", "gpus": 2, "optimizer_in_backward": True}, "optimizer_in_backward"),
         ({"strategy": "fsdp2", "gpus": 2, "precision": "16-mixed"}, "precision"),
         ({"strategy": "fsdp2", "gpus": 2, "optimizer": "muon"}, "optimizer"),
-        ({"strategy": "fsdp2", "gpus": 2, "compile": "layers"}, "compile"),
+        ({"strategy": "fsdp2", "gpus": 2, "compile": "model"}, "compile"),
+        ({"strategy": "tp", "gpus": 2, "compile": "layers"}, "compile"),
         ({"strategy": "fsdp2", "gpus": 2, "lora": 8, "quantization": "nf4"}, "quantization"),
     ],
 )

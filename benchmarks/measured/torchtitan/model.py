@@ -1,16 +1,13 @@
-"""Llama 3.1 8B as torchtitan had it at the end of 2024, as factories: what one of 8 FSDP ranks holds, on one GPU.
+"""Llama 3.1 8B as torchtitan had it at the end of 2024, as factories: sharded by FSDP2, eager and compiled.
 
 Written after torchtitan/models/llama/model.py, norms.py and parallelisms/parallelize_llama.py at
-https://github.com/pytorch/torchtitan/tree/9dec370ad26b5f8e9a7333a0e36165018262644b. A rank of 8 keeps 16 bytes for each
-eighth parameter (fp32 weights, gradients and Adam's two states): 2 bytes per parameter, which is what bf16 weights take
-here. The gradients of the gathered weights go as soon as they are reduced: here, as soon as they are made.
+https://github.com/pytorch/torchtitan/tree/9dec370ad26b5f8e9a7333a0e36165018262644b.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,24 +139,6 @@ def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[0].flatten())
 
 
-def _sgd_at_once(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer without state, and gradients that go as they come."""
-    trained = list(parameters)
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    return torch.optim.SGD(trained, lr=0.0)
-
-
-def _llama_8b(compiled: bool) -> Workload:
-    width, heads, inner, length = 4096, 32, 14336, 8192
-    turns = torch.arange(2 * length)[:, None] * 500000 ** -(torch.arange(0, width // heads, 2) / (width // heads))
-    angles = torch.polar(torch.ones_like(turns), turns)
-    blocks = [Checkpointed(Block(width, heads, 8, inner, rotate_complex, heads_first=False)) for _ in range(32)]
-    for block in blocks if compiled else ():
-        block.compile(fullgraph=True)
-    return Workload(Llama(blocks, width, angles, tied=False), batch_of_tokens, _loss, _sgd_at_once)
-
-
 def _apply_fsdp(model: nn.Module, mesh: Any) -> None:
     """As `apply_fsdp` of parallelisms/parallelize_llama.py: bf16 parameters, fp32 sums, the last block not resharded.
 
@@ -181,14 +160,18 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def eager() -> Workload:
     """FSDP with selective activation checkpointing, one GPU of several."""
-    return replace(_llama_8b(compiled=False), optimizer=_adamw, parallelize=_apply_fsdp)
-
-
-def alone() -> Workload:
-    """What a rank of 8 holds but for the gathered weights, on one GPU; stands beside `compiled`."""
-    return _llama_8b(compiled=False)
+    width, heads, inner, length = 4096, 32, 14336, 8192
+    turns = torch.arange(2 * length)[:, None] * 500000 ** -(torch.arange(0, width // heads, 2) / (width // heads))
+    angles = torch.polar(torch.ones_like(turns), turns)
+    blocks = [Checkpointed(Block(width, heads, 8, inner, rotate_complex, heads_first=False)) for _ in range(32)]
+    model = Llama(blocks, width, angles, tied=False)
+    return Workload(model, batch_of_tokens, _loss, _adamw, parallelize=_apply_fsdp)
 
 
 def compiled() -> Workload:
-    """The same with each block compiled."""
-    return _llama_8b(compiled=True)
+    """The same with each block compiled before it is sharded, as `apply_compile` of parallelize_llama.py does."""
+    workload = eager()
+    layers: Any = workload.model.layers
+    for index, block in enumerate(layers):
+        layers[index] = torch.compile(block, fullgraph=True)
+    return workload
