@@ -125,12 +125,12 @@ def real_gpu(asked: str, budget_bytes: int | None) -> Place:
         InvalidValue: there is none, or PyTorch cannot use it.
     """
     device = "cuda:0" if asked == "cuda" else asked
-    if budget_bytes is None:
-        budget_bytes = mps_limit_bytes(int(device.removeprefix("cuda:")))
     try:
         facts = query_gpu(device)
     except InvalidValue as error:
         raise InvalidValue("--device", asked, error.expected) from error
+    if budget_bytes is None:
+        budget_bytes = mps_limit_bytes(int(device.removeprefix("cuda:")))
     try:
         name = find_gpu(facts.name).name  # published figures are found by the catalogue's name
     except UnknownName:
