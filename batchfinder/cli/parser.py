@@ -200,6 +200,17 @@ SWEEP = Command(
             "--no-cache": {"action": "store_true", "help": "neither look up results nor keep them"},
             "--no-certify": {"action": "store_true", "help": "use cached measured results without trying them once"},
         },
+        "where it runs": {
+            "--engine": {
+                "default": "here",
+                "metavar": "NAME",
+                "help": "here (default), or ray: on the machines of a Ray cluster, with one --cache for all",
+            },
+            "--address": {
+                "metavar": "ADDRESS",
+                "help": "the Ray cluster's (default: RAY_ADDRESS, or the one that this machine is part of)",
+            },
+        },
         "the output": {
             **_JSON,
             **_MARKDOWN,

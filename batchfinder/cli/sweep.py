@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from contextlib import ExitStack
 
 from batchfinder.cli.main import OK, USER_ERROR
 from batchfinder.cli.options import check_file, one_of, seq_lens_of, write_file
 from batchfinder.cli.sequence_length import find_lengths
-from batchfinder.cli.sweep_cells import ModelCells, measure_cells, simulate_cells
+from batchfinder.cli.sweep_cells import CARDS_OF_A_POOL, ModelCells, measure_cells, search_pool, simulate_cells
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest, read_request
 from batchfinder.data.size_table import checked, to_json, to_lhotse
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
@@ -23,7 +24,11 @@ from batchfinder.report.terminal import tell
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the sweep; whatever was found is printed, also when it ends early."""
+    if one_of("--engine", arguments.engine, ("here", "ray")) == "here" and arguments.address is not None:
+        raise InvalidValue("--address", arguments.address, "--engine ray with it")
     if one_of("--find", arguments.find, ("batch-size", "seq-len")) == "seq-len":
+        if arguments.engine == "ray":
+            raise InvalidValue("--engine", "ray", "here with --find seq-len")
         return find_lengths(arguments)
     if arguments.batch_size is not None:
         raise InvalidValue("--batch-size", arguments.batch_size[0], "--find seq-len with it: a sweep finds batch sizes")
@@ -44,7 +49,12 @@ def main(arguments: argparse.Namespace) -> int:
     progress = SweepProgress(request.conditions)
     try:
         with progress:
-            complete = run_sweep(request, progress)
+            if arguments.engine == "ray":
+                from batchfinder.fleet import run_on_ray
+
+                complete = run_on_ray(request, progress, arguments.address)
+            else:
+                complete = run_sweep(request, progress)
     finally:
         if rows := progress.rows:
             table = sweep_table(rows, request.conditions, arguments.explain)
@@ -98,6 +108,11 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
         progress.expect([(model, card, length) for model in lengths for card in cards for length in lengths[model]])
 
     with ExitStack() as stack:
+        pool = None
+        many = request.place.device == SIMULATED and len(request.place.cards) >= CARDS_OF_A_POOL
+        if many and (os.cpu_count() or 1) > 1:
+            pool = search_pool()
+            stack.callback(pool.shutdown, cancel_futures=True)
         for index, model in enumerate(request.models):
             expect()
             new = [each for each in request.models[index : index + 2] if each not in simulations]
@@ -111,8 +126,9 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
                 lengths[model] = seq_lens_of(model, request.seq_lens, facts, DEFAULT_SEQ_LENS)
                 expect()
                 find = simulate_cells if request.place.device == SIMULATED else measure_cells
-                cells = ModelCells(model, simulations[model], lengths[model], request)
-                find(cells, lambda status: progress.update(status, terminal_only=True), progress.found)
+                cells = ModelCells(model, simulations[model], lengths[model], request, pool)
+                for row in find(cells, lambda status: progress.update(status, terminal_only=True)):
+                    progress.found(row)
             except CacheFailed:
                 raise
             except BatchFinderError as error:

@@ -6,14 +6,19 @@ Real steps are taken in one child process for all of a model's cells, the longes
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
+from batchfinder.cache.store import ResultEntry
 from batchfinder.cli.estimate import as_typed, single_changes
 from batchfinder.cli.sweep_request import CPU, SweepRequest
 from batchfinder.devices import Card
@@ -23,7 +28,7 @@ from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.probe import Probe
-from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.recording.simulation import Simulation, search_cards, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.reproductions.published import published_titan_x
@@ -34,18 +39,21 @@ from batchfinder.training.spec import StepOptions, WorkloadFacts
 _TITANS = ("Titan X Pascal", "GTX Titan X")
 _CARDS_WITH_CHANGES = 4
 """A page of more GPUs has no table of changes: each takes a search for each cell."""
+CARDS_OF_A_POOL = 8
+"""For fewer GPUs `search_pool` is of no use: its processes take as long to start."""
 _CURVE_POINTS, _CURVE_END = 12, 1.15
 """Of a curve for the picture: how many steps, and how far it goes, as a multiple of the result."""
 
 
 @dataclass(frozen=True)
 class ModelCells:
-    """The cells of one model, still to be found."""
+    """The cells of one model, still to be found; `pool` searches some of them, if there is one."""
 
     model: str
     simulation: Simulation
     seq_lens: tuple[int | None, ...]
     request: SweepRequest
+    pool: Executor | None = None
 
     def cell(self, seq_len: int | None, card: Card) -> Cell:
         """One of the cells."""
@@ -98,10 +106,8 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
     )
 
 
-def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Callable[[SweepRow], object]) -> None:
-    """Find every cell of a model.
-
-    `status` is given lines on what is being done, `found` each row.
+def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterator[SweepRow]:
+    """Find every cell of a model, and yield each row as it is found; `status` is given lines on what is being done.
 
     Raises:
         BatchFinderError: the model could not be recorded.
@@ -111,20 +117,41 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
     if request.options.gpus > 1:
         simulations = cells.simulation.on_several({card.count for card in request.place.cards})
     changed: dict[StepOptions, Simulation] = {}
+    capabilities = sorted({card.device.compute_capability for card in request.place.cards})
+    recorded: set[int] = set()
+    limits = request.max_batch_size, request.min_batch_size, request.multiple_of
+
+    def ask(cell: Cell) -> tuple[SimulatedProbe, ResultEntry | None]:
+        simulation = simulations.get(cell.card.count, cells.simulation)
+        # A probe of its own for each cell: it collects what this cell's result leaves out.
+        device = cell.card.device.with_headroom(cell.headroom_bytes)
+        probe = simulation.probe(device, cells.seq_lens, request.allocator)
+        key = cache_key(cell, facts, request)
+        return probe, None if request.cache is None else request.cache.entry(key, cells.model)
+
+    elsewhere: dict[tuple[Card, int | None], tuple[Future[list[SearchResult | None]], int]] | None = None
     for card in request.place.cards:
         for seq_len in cells.seq_lens:
             cell = cells.cell(seq_len, card)
             status(str(cell))
             start = time.perf_counter()
-            # A probe of its own for each cell: it collects what this cell's result leaves out.
-            device = card.device.with_headroom(cell.headroom_bytes)
-            simulation = simulations.get(card.count, cells.simulation)
-            probe = simulation.probe(device, cells.seq_lens, request.allocator)
-            key = cache_key(cell, facts, request)
-            entry = None if request.cache is None else request.cache.entry(key, cells.model)
+            probe, entry = ask(cell)
             known = entry.get() if entry is not None else None
-            limits = request.max_batch_size, request.min_batch_size, request.multiple_of
-            result = known or search_simulated(probe, Shape(seq_len), *limits)
+            if known is None and card.count not in recorded:
+                recorded.add(card.count)
+                simulation = simulations.get(card.count, cells.simulation)
+                for capability in capabilities:  # from old to new: newer kernels take no more blocks, and can share
+                    with suppress(BatchFinderError):  # raised again where it is needed
+                        simulation.source(capability, cells.seq_lens).is_scaled(seq_len)
+            result = known
+            with suppress(BrokenExecutor):  # one of its processes was killed: all is found here then
+                if known is None and cells.pool is not None and elsewhere is None:
+                    elsewhere = {}
+                    elsewhere = _search_elsewhere(cells.pool, cells, ask, limits)
+                if known is None and elsewhere is not None and (card, seq_len) in elsewhere:
+                    future, place = elsewhere[card, seq_len]
+                    result = future.result()[place]
+            result = result or search_simulated(probe, Shape(seq_len), *limits)
             if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
                 needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
                 result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))
@@ -142,19 +169,62 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object], found: Ca
             if request.page and len(request.place.cards) <= _CARDS_WITH_CHANGES:
                 status(f"{cell}, with other options")
                 changes = changes_of(cell, result, cells, changed)
-            found(
-                SweepRow(
-                    cell,
-                    result,
-                    trials,
-                    seconds=time.perf_counter() - start,
-                    cached=known is not None,
-                    unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
-                    curve=curve,
-                    over_time=over_time,
-                    changes=changes,
-                )
+            yield SweepRow(
+                cell,
+                result,
+                trials,
+                seconds=time.perf_counter() - start,
+                cached=known is not None,
+                unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
+                curve=curve,
+                over_time=over_time,
+                changes=changes,
             )
+
+
+def search_pool() -> ProcessPoolExecutor:
+    """Processes that search the cells of many GPUs at once, one for each core."""
+    return ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"), _end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """In a process of the pool: Ctrl-C is the parent's to handle, and this one ends however that does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _search_elsewhere(
+    pool: Executor,
+    cells: ModelCells,
+    ask: Callable[[Cell], tuple[SimulatedProbe, ResultEntry | None]],
+    limits: tuple[int | None, int, int],
+) -> dict[tuple[Card, int | None], tuple[Future[list[SearchResult | None]], int]]:
+    """Start the searches of a model's cells that are scaled and not in the cache: where each result will be.
+
+    Cards that are searched in one process share what is replayed of one length.
+    """
+    found = {}
+    shares = -(-2 * (os.cpu_count() or 1) // len(cells.seq_lens))
+    for seq_len in cells.seq_lens:
+        probes: dict[Card, SimulatedProbe] = {}
+        for card in cells.request.place.cards:
+            probe, entry = ask(cells.cell(seq_len, card))
+            with suppress(BatchFinderError):  # raised again where it is needed
+                if (entry is None or entry.get() is None) and probe.traces.is_scaled(seq_len):
+                    probes[card] = probe
+        cards = list(probes)
+        for share in range(shares):
+            part = cards[share::shares]
+            future = pool.submit(search_cards, [probes[card] for card in part], Shape(seq_len), *limits)
+            found.update({(card, seq_len): (future, place) for place, card in enumerate(part)})
+    return found
 
 
 def changes_of(
@@ -194,11 +264,10 @@ _NEED_IS_SIMULATED = "what a single sample needs is simulated"
 _CPU_ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "LD_PRELOAD")
 
 
-def measure_cells(cells: ModelCells, status: Callable[[str], object], found: Callable[[SweepRow], object]) -> None:
-    """Find every cell of a model on the one device of the request, the longest sequence first.
+def measure_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterator[SweepRow]:
+    """Find every cell of a model on the one device of the request, the longest sequence first; as `simulate_cells`.
 
-    So memory that shorter ones leave behind cannot be in its way. The simulation is for predictions. `status` is given
-    lines on what is being done, `found` each row.
+    So memory that shorter ones leave behind cannot be in its way. The simulation is for predictions.
 
     Raises:
         ContextDied: the user's code killed the CUDA context, twice.
@@ -207,7 +276,7 @@ def measure_cells(cells: ModelCells, status: Callable[[str], object], found: Cal
     """
     with closing(MeasuredCells(cells, status)) as measured:
         for seq_len in sorted(cells.seq_lens, key=lambda length: length or 0, reverse=True):
-            found(measured.row(seq_len))
+            yield measured.row(seq_len)
 
 
 class MeasuredCells:

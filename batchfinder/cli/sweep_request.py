@@ -63,6 +63,17 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     asked = arguments.device
     if asked not in ("auto", SIMULATED, CPU) and not _CUDA.fullmatch(asked):
         raise InvalidValue("--device", asked, "auto, simulated, cuda, cuda:1 (or another number) or cpu")
+    budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
+    if arguments.engine == "ray":
+        if asked not in ("auto", SIMULATED, "cuda"):
+            raise InvalidValue("--device", asked, "simulated or cuda with --engine ray")
+        if asked == "cuda":  # on the GPUs of the cluster, or those of them that are named
+            if arguments.instance is not None:
+                raise InvalidValue("--instance", arguments.instance, "--gpu with --device cuda, or neither")
+            named = [card(gpu, arguments.budget) for gpu in arguments.gpu or ()]
+            return Place(asked, tuple({one.name: one for one in named}.values()), budget_bytes=budget_bytes)
+        if not arguments.gpu and arguments.instance is None:
+            return Place(SIMULATED, (card(None if arguments.budget else DEFAULT_GPU, arguments.budget),))
     if arguments.gpu or arguments.instance is not None:
         if asked not in ("auto", SIMULATED):
             raise InvalidValue("--device", asked, "simulated or auto with --gpu or --instance, which are simulated")
@@ -73,16 +84,15 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
     if arguments.context is not None:
         raise InvalidValue("--context", arguments.context, "a --gpu or an --instance with it, which are simulated")
-    budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     if asked == CPU:
         return _host(budget_bytes)
     if asked not in ("auto", SIMULATED):
-        return _real_gpu(asked, budget_bytes)
+        return real_gpu(asked, budget_bytes)
     present = present_gpus()
     unusable = ""
     if asked == "auto" and present:
         try:
-            place = _real_gpu("cuda", budget_bytes)
+            place = real_gpu("cuda", budget_bytes)
         except BatchFinderError as error:
             unusable = f". {error}"
         else:
@@ -108,7 +118,12 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     return Place(SIMULATED, tuple(here.values()), notes=(note,))
 
 
-def _real_gpu(asked: str, budget_bytes: int | None) -> Place:
+def real_gpu(asked: str, budget_bytes: int | None) -> Place:
+    """The GPU that is asked for, as `--device` has it, which this machine must have.
+
+    Raises:
+        InvalidValue: there is none, or PyTorch cannot use it.
+    """
     device = "cuda:0" if asked == "cuda" else asked
     try:
         facts = query_gpu(device)
@@ -287,8 +302,9 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         raise InvalidValue("--min-batch-size" if step == 1 else "--multiple-of", smallest, expected)
     if target is not None and (target < smallest or target % step):
         raise InvalidValue("--target-batch-size", target, f"{allowed}, as each micro-batch has to be")
-    for one in request.place.cards:
-        request.reserve_bytes(one)
+    if arguments.engine == "here" or request.place.device == SIMULATED:
+        for one in request.place.cards:
+            request.reserve_bytes(one)
     for option in ("batch_sizes", "lhotse"):
         if getattr(arguments, option) is not None and len(models) * len(request.place.cards) > 1:
             shown = f"--{option.replace('_', '-')}"

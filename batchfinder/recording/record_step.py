@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from batchfinder.devices import all_gpus, device_for
 from batchfinder.errors import BatchFinderError, RecordingFailed
 from batchfinder.estimate.sharding import buckets_of
 from batchfinder.models import quantization
@@ -80,7 +81,10 @@ def record_step(
     layout = operands.register(compiled=bool(compiled))
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
-    recording = AllocationRecorder(capability, tracker.current, on_operator, workload.sums_in_place)
+    others = {device_for(gpu).compute_capability for gpu in all_gpus()} - {capability}
+    sdpa.same_kernels.clear()
+    sdpa.same_kernels.update(others)
+    recording = AllocationRecorder(capability, tracker.current, on_operator, workload.sums_in_place, others)
 
     def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         copy = fake_device.fake_copy(tensor, device, dtype)
@@ -188,7 +192,12 @@ def record_step(
         *user_kernels.unmodelled(),
     )
     flops = recording.flops // (config.steps * config.micro_batches)
-    trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops)
+    alike = {
+        other: tuple((block, size) for block, size in sorted(different.items()) if size != sizes[block])
+        for other, different in recording.alike.items()
+        if other in sdpa.same_kernels and not compiled and not graphs and not user_kernels.depends_on_card()
+    }
+    trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops, alike)
     # DDP's reducer reads what tensors hold, and so does not run here: its buckets are added.
     return add_blocks(trace, buckets_of(trace)) if config.strategy in ("ddp", "zero1") else trace
 

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a DTensor; any other tensor as it is."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def _scratch_sizes(scratch: kernel_memory.Scratch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+    """What a kernel takes on another card; None where there is none for these arguments."""
+    try:
+        return scratch(*args, **kwargs)
+    except BatchFinderError:
+        return None
 
 
 def sums_gradients_in_place(func: Any, args: tuple[Any, ...]) -> bool:
@@ -87,10 +96,12 @@ class AllocationRecorder(TorchDispatchMode):
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
         sums_in_place: whether autograd sums gradients as `sums_gradients_in_place` says, or makes a new tensor of each.
+        others: compute capabilities on which the recording may turn out to be the same.
 
     Attributes:
         sharded: the class of tensors that are spread over several GPUs, once there are any.
         paused: while not 0, what runs takes no memory on a GPU: PyTorch works out shapes.
+        alike: of the others, those whose kernels have taken as many blocks so far, with the blocks of other sizes.
     """
 
     # Else PyTorch would say of `flex_attention` that it knows no rule for this class.
@@ -102,10 +113,13 @@ class AllocationRecorder(TorchDispatchMode):
         module: Callable[[], str],
         on_operator: Callable[[str], None] = lambda name: None,
         sums_in_place: bool = True,
+        others: Iterable[tuple[int, int]] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sums_in_place = sums_in_place
         self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
+        self._scratch_on = {other: kernel_memory.attention_scratch(other) for other in others}
+        self.alike: dict[tuple[int, int], dict[int, int]] = {other: {} for other in others}
         self._module = module
         self._on_operator = on_operator
         self.sharded: type | None = None
@@ -268,7 +282,9 @@ class AllocationRecorder(TorchDispatchMode):
             in_backward = torch._C._current_autograd_node() is not None
             if in_backward not in self._workspaces:
                 self._workspaces.add(in_backward)
-                self._allocate(self._workspace_bytes, name, "workspace")
+                block = self._allocate(self._workspace_bytes, name, "workspace")
+                for other, sizes in self.alike.items():
+                    sizes[block] = kernel_memory.cublas_workspace_bytes(other)
         of_values = fake_values.output_of_values(func, args, kwargs, self.values)
         if of_values is not None:
             output, known_values, places = of_values
@@ -301,6 +317,13 @@ class AllocationRecorder(TorchDispatchMode):
         if scratch is not None:
             blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
             self.order.extend(~block for block in reversed(blocks))
+            for other in list(self.alike):
+                on_other = self._scratch_on[other].get(func, scratch)
+                taken = None if on_other is scratch else _scratch_sizes(on_other, args, kwargs)
+                if on_other is not scratch and (taken is None or len(taken) > len(blocks)):
+                    del self.alike[other]
+                elif taken is not None:  # what is not allocated there takes nothing
+                    self.alike[other].update(zip_longest(blocks, taken, fillvalue=0))
         return output
 
     def _run_on_shards(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -335,6 +358,10 @@ class AllocationRecorder(TorchDispatchMode):
                 for column in (self.sizes, self.operators, self.modules, self.kinds, self.streams, self._shapes):
                     del column[first:]
                 self._workspaces = workspaces
+                self.alike = {
+                    other: {block: size for block, size in sizes.items() if block < first}
+                    for other, sizes in self.alike.items()
+                }
         self.unmodelled[f"{name}: what its kernel takes besides its outputs"] = None
         try:
             return kernel_memory.REPLACED.get(func, func)(*args, **kwargs)

@@ -30,6 +30,8 @@ NOT_FUSED = (
     "memory-efficient or cuDNN). Ask for --attention sdpa, another --precision or another GPU."
 )
 _ALIGNMENT = 8
+same_kernels: set[tuple[int, int]] = set()
+"""Of the compute capabilities that a recording puts here, those that have had the same kernels so far."""
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -249,9 +251,21 @@ def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+<<<<<<< HEAD
         kernel = (require_flash if flash else choose_kernel)(capability, call)
         if kernel == "math" and is_causal and hasattr(query, "_local_tensor"):  # a part of a sequence, as a DTensor
             raise RecordingFailed(NOT_FUSED)
+=======
+        choose = require_flash if flash else choose_kernel
+        kernel = choose(capability, call)
+        for other in list(same_kernels):
+            try:
+                same = choose(other, call) == kernel
+            except InvalidValue:
+                same = False
+            if not same:
+                same_kernels.remove(other)
+>>>>>>> ray
         return run_math(call) if kernel == "math" else run_fused(kernel, call)
 
     kernel_memory.SCRATCH.update(attention_scratch(capability))

@@ -16,11 +16,11 @@ from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.results import Measurement, SearchResult, Shape
-from batchfinder.search import Capped, Floored, Multiples, Search, Secant
+from batchfinder.search import DEFAULT_MAX_BATCH_SIZE, Bisection, Capped, Floored, Multiples, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource, between_gpus
-from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
+from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, line_of_crash, revive
@@ -198,6 +198,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         self._recorder = recorder or RecordingClient(spec)
         self.facts = self._recorder.facts  # of the workload that the process was opened with
         self._sources: dict[tuple[int, int], TraceSource] = {}
+        self._recorded: dict[tuple[int, int | None], list[Future[Trace]]] = {}
+        self._on_others: dict[tuple[int, int | None, tuple[tuple[int, int], ...]], Future[Trace]] = {}
         self._ends: tuple[Simulation, ...] = ()
 
     def __exit__(self, *_: object) -> None:
@@ -228,7 +230,10 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         return found
 
     def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None]) -> TraceSource:
-        """The step's traces on GPUs of one compute capability, at these lengths and any others."""
+        """The step's traces on GPUs of one compute capability, at these lengths and any others.
+
+        What was recorded for one capability serves the others on which the kernels are the same, but for their sizes.
+        """
         if capability not in self._sources:
             ends = [(end.how.gpus, end.source(capability, seq_lens)) for end in self._ends]
 
@@ -240,12 +245,31 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
                         made: Future[Trace] = Future()
                         made.set_result(between)
                         return made
+                recorded = self._recorded.setdefault((batch_size, seq_len), [])
+                for earlier in recorded:
+                    done = earlier.done() and earlier.exception() is None
+                    if done and capability in earlier.result().alike:
+                        return self._on_other(earlier.result(), capability)
                 workload = None if self.spec == self._recorder.spec else self.spec
-                return self._recorder.submit(RecordingJob(self.how, capability, batch_size, seq_len, workload))
+                job = RecordingJob(self.how, capability, batch_size, seq_len, workload)
+                recorded.append(self._recorder.submit(job))
+                return recorded[-1]
 
             compiled = self.spec.arguments.get("compile") is not None
             self._sources[capability] = TraceSource(submit, seq_lens, compiled)
         return self._sources[capability]
+
+    def _on_other(self, trace: Trace, capability: tuple[int, int]) -> Future[Trace]:
+        """A trace that was recorded for another compute capability; the same object for all on which it is the same."""
+        different = trace.alike[capability]
+        key = trace.batch_size, trace.seq_len, different
+        if key not in self._on_others:
+            sizes = list(trace.sizes)
+            for block, size in different:
+                sizes[block] = size
+            self._on_others[key] = Future()
+            self._on_others[key].set_result(replace(trace, sizes=tuple(sizes)) if different else trace)
+        return self._on_others[key]
 
     def probe(
         self, device: Device, seq_lens: Iterable[int | None], allocator: AllocatorSettings | None = None
@@ -280,10 +304,17 @@ def search_simulated(
         InvalidValue: there is no such size.
     """
     for _ in range(_CONFIRMATIONS):
-        predicted = predict_max_batch_size(probe, shape)
-        if multiple_of == 1 and not probe.traces.is_scaled(shape.seq_len):
-            predicted = _recorded_prediction(probe, shape, min(predicted, max_batch_size or predicted))
-        search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
+        search: Search[Any]
+        if probe.traces.is_scaled(shape.seq_len):
+            full, filled = fill_card(probe, shape, max_batch_size or DEFAULT_MAX_BATCH_SIZE)
+            search = Secant(tolerance=0.0, predicted=full, margin=0.0)
+            if probe.steady_state(full + 1, shape).fits:  # by giving memory back
+                search = Bisection(full + 1, max(full + 1, filled) + 1)
+        else:
+            predicted = predict_max_batch_size(probe, shape)
+            if multiple_of == 1:
+                predicted = _recorded_prediction(probe, shape, min(predicted, max_batch_size or predicted))
+            search = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
         search = Floored(Multiples(search, multiple_of), min_batch_size)
         if max_batch_size is not None:
             search = Capped(search, max_batch_size)
@@ -294,6 +325,19 @@ def search_simulated(
         if not confirm or not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
     return result
+
+
+def search_cards(
+    probes: Iterable[SimulatedProbe], shape: Shape, max_batch_size: int | None, min_batch_size: int, multiple_of: int
+) -> list[SearchResult | None]:
+    """`search_simulated` for several cards, in a process that cannot record; None where that is needed, or it fails."""
+    found: list[SearchResult | None] = []
+    for probe in probes:
+        try:
+            found.append(search_simulated(probe, shape, max_batch_size, min_batch_size, multiple_of))
+        except BatchFinderError:
+            found.append(None)
+    return found
 
 
 def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int) -> int:

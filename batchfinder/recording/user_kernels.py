@@ -57,6 +57,7 @@ _ASK_FOR_CUDA = frozenset(
 
 _launched: dict[str, None] = {}
 _asked: dict[str, None] = {}
+_capability_asked: dict[tuple[int, int], None] = {}
 _BUILT_IN = frozenset(
     {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "inductor", "quantized"}
 )
@@ -134,8 +135,12 @@ def register(capability: tuple[int, int]) -> None:
         _asked[f"code that asks how many multiprocessors the GPU has is told {count}"] = None
         return properties
 
+    def get_capability(*_: Any) -> tuple[int, int]:
+        _capability_asked[capability] = None
+        return capability
+
     torch.cuda.get_device_properties = get_properties  # type: ignore[assignment]
-    torch.cuda.get_device_capability = lambda *_: capability
+    torch.cuda.get_device_capability = get_capability  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.device = nullcontext  # type: ignore[assignment, misc]
     torch.cuda.synchronize = lambda *_: None
@@ -159,7 +164,7 @@ def register(capability: tuple[int, int]) -> None:
         _run_few_chunks()
         least = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
         options._resolve_auto_acc_dtype = staticmethod(
-            lambda dtype, _: torch.float32 if capability >= least.get(dtype, (99, 0)) else None
+            lambda dtype, _: torch.float32 if get_capability() >= least.get(dtype, (99, 0)) else None
         )
 
 
@@ -207,6 +212,11 @@ def on_fake_device(value: Any) -> Any:
     if isinstance(named, str) and named.partition(":")[0] == "cuda":
         return torch.device(DEVICE_TYPE, 0)
     return value
+
+
+def depends_on_card() -> bool:
+    """Whether code has asked so far what the GPU is."""
+    return bool(_asked or _capability_asked)
 
 
 def unmodelled() -> Iterable[str]:

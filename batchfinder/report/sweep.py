@@ -191,12 +191,13 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     usable = {row.cell.card.name: format_bytes(row.cell.card.device.usable_bytes) for row in rows}
     title = f"Largest {_KINDS[first.options.mode]} batch"
     each = f"{usable[first.card.name]} usable"
-    if rows[0].result.source == "measured":
+    source = rows[0].result.source
+    if source == "measured" and len(usable) == 1:
         title += f", measured on {first.card.name}"
     elif len(usable) == 1:
         title += f" on {first.card.name}, simulated"
     else:
-        title += ", simulated"
+        title += f", {source}"
         each = f"usable: {', '.join(f'{size} of {gpu}' for gpu, size in usable.items())}"
     optimizers = " or ".join(dict.fromkeys(row.cell.options.optimizer for row in rows))
     step = ", ".join([*replace(first.options, optimizer=optimizers).words(), *conditions])

@@ -34,6 +34,7 @@ def replay(
     most_allocated = most_reserved = 0
     allocated_peak = reserved_peak = -1
     stages: list[StageMemory] = []
+    grown: list[int] = []
     oom: OomEvent | None = None
     i = -1
     starts = [0, *(mark.position for mark in marks)]
@@ -52,6 +53,7 @@ def replay(
                 if taken.peak > most_reserved:
                     most_reserved = taken.peak
                     reserved_peak = i
+                    grown.append(i)
             if number:
                 mark = marks[number - 1]
                 stages.append(
@@ -84,6 +86,7 @@ def replay(
         allocated_peak=None if allocated_peak < 0 else _peak_event(structure, allocated_peak),
         reserved_peak=None if reserved_peak < 0 else _peak_event(structure, reserved_peak),
         num_alloc_retries=allocator.num_alloc_retries,
+        grown=tuple(grown),
         oom=oom,
     )
 
@@ -163,6 +166,7 @@ class Timeline:
     Attributes:
         allocated_peak: when `max_allocated_bytes` was first reached; None if nothing was allocated.
         reserved_peak: when `max_reserved_bytes` was first reached.
+        grown: the blocks for which more was taken from the card than ever before.
         oom: the allocation that failed; None when all of the trace fits.
     """
 
@@ -172,6 +176,7 @@ class Timeline:
     allocated_peak: PeakEvent | None
     reserved_peak: PeakEvent | None
     num_alloc_retries: int
+    grown: tuple[int, ...] = ()
     oom: OomEvent | None = None
 
     @property

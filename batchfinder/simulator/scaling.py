@@ -9,11 +9,14 @@ that would differ at a length asked for, that size is recorded itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, combinations_with_replacement
+from typing import Any
 
+from batchfinder.errors import RecordingFailed
 from batchfinder.simulator.trace import Trace, TraceStructure
 
 _PADDINGS = (8, 32, 64, 128)
@@ -71,6 +74,9 @@ class ScaledTrace:
     """A trace for any batch size of at least 2 and any of the sequence lengths it was fitted for.
 
     The events are the same at every size; `index` says for each block which of the `polynomials` gives its bytes.
+
+    Attributes:
+        replays: what was replayed of it, for `TraceSource.replays`.
     """
 
     structure: TraceStructure
@@ -78,6 +84,7 @@ class ScaledTrace:
     index: tuple[int, ...]
     unmodelled: tuple[str, ...]
     compiled: bool = False
+    replays: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         length = seq_len or 1
@@ -180,7 +187,14 @@ def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) 
         if size != smaller and size * few != smaller * many:
             return None
         sizes.append(size if size == smaller else size * few // gpus)
-    return replace(first, sizes=tuple(sizes), shapes=())
+    return replace(first, sizes=tuple(sizes), shapes=(), alike={})
+
+
+_fit_once = functools.lru_cache(maxsize=16)(fit)  # for compute capabilities that share their recordings
+
+
+def _not_here(batch_size: int, seq_len: int | None) -> Future[Trace]:
+    raise RecordingFailed(f"batch size {batch_size} at length {seq_len} cannot be recorded in this process")
 
 
 Submit = Callable[[int, int | None], "Future[Trace]"]
@@ -220,10 +234,15 @@ class TraceSource:
         self._compiled = compiled
         self._recorded: dict[tuple[int, int | None], Future[Trace]] = {}
         self._scaled: dict[int | None, ScaledTrace | None] = {}
+        self._ones: dict[int | None, ScaledTrace | None] = {}
         self._groups: dict[bool, list[int | None]] = {}  # by whether the length is aligned
         self.unscaled: list[tuple[int, int | None]] = []
         for seq_len in dict.fromkeys(seq_lens):
             self._groups.setdefault((seq_len or 0) % _ALIGNMENT == 0, []).append(seq_len)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what is scaled, without a way to record."""
+        return {**self.__dict__, "_submit": _not_here, "_recorded": {}}
 
     @property
     def recordings(self) -> int:
@@ -253,9 +272,25 @@ class TraceSource:
         scaled = self._scaled_at(seq_len) if batch_size > 1 else None
         if scaled is not None:
             return scaled.at(batch_size, seq_len)
+        if batch_size == 1 and (ones := self._ones_at(seq_len)) is not None:
+            return ones.at(1, seq_len)
         if (batch_size, seq_len) not in self.unscaled:
             self.unscaled.append((batch_size, seq_len))
         return self.recorded(batch_size, seq_len)
+
+    def _ones_at(self, seq_len: int | None) -> ScaledTrace | None:
+        """For a batch of one, once another length has been recorded: scaled from the shortest length and the longest.
+
+        Its events differ from those of larger batches, so it is never scaled from these.
+        """
+        group = [length for length in self._groups.get((seq_len or 0) % _ALIGNMENT == 0, ()) if length is not None]
+        if self._compiled or len(group) < 3 or seq_len not in group or (1, seq_len) in self._recorded:
+            return None
+        ends = min(group), max(group)
+        if seq_len not in self._ones and any((1, length) in self._recorded for length in group):
+            traces = [future.result() for future in [self.ask(1, length) for length in ends]]
+            self._ones.update(dict.fromkeys(group, None if traces[0].compiled else fit(traces, group, (1,))))
+        return self._ones.get(seq_len)
 
     def two_sizes(self, seq_len: int | None) -> tuple[int, int]:
         """Two batch sizes to draw a line through; of an unscaled step two that are recorded already."""
@@ -281,6 +316,11 @@ class TraceSource:
                 self._scaled[seq_len] = self._fit([seq_len]) if len(lengths) > 1 else None
         return self._scaled[seq_len]
 
+    def replays(self, batch_size: int, seq_len: int | None) -> dict[Any, Any]:
+        """Where replays at a size may be kept: with the scaled trace, for as long as that is; else for one use."""
+        scaled = self._scaled_at(seq_len) if batch_size > 1 else None
+        return {} if scaled is None or scaled.compiled else scaled.replays
+
     def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
         """Record a compiled step at these very sizes, where it was scaled to them; whether there were any."""
         new = [size for size in batch_sizes if self._compiled and (size, seq_len) not in self._recorded]
@@ -304,7 +344,7 @@ class TraceSource:
         for count in (2, 3):
             futures = [self.ask(*point) for point in points[:count]]
             traces = [future.result() for future in futures]
-            scaled = fit(traces, seq_lens)
+            scaled = _fit_once(tuple(traces), tuple(seq_lens))
             if scaled is None and traces[0].compiled and not self._compiled:
                 self._compiled = True
                 return self._fit(seq_lens)

@@ -7,17 +7,26 @@ or it runs out of memory in one of those steps. Two steps cannot tell, so the la
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
-from batchfinder.simulator.blocks import MIN_BLOCK_BYTES, SEGMENT_STEP_BYTES, DeviceMemory, round_up
+from batchfinder.simulator.blocks import (
+    MIN_BLOCK_BYTES,
+    SEGMENT_STEP_BYTES,
+    DeviceMemory,
+    block_size,
+    round_up,
+    segment_size,
+)
 from batchfinder.simulator.replay import StageMemory, Timeline, replay
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
@@ -80,6 +89,7 @@ def simulate_steady_state(
 _Site = tuple[str, int, str, str, str, int]
 
 
+@functools.lru_cache(maxsize=16)  # the step is the same at every size
 def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStructure, tuple[int, ...]] | None:
     """A trace whose last step is taken several times more.
 
@@ -196,6 +206,11 @@ def smallest_usable_bytes(
     return high * SEGMENT_STEP_BYTES
 
 
+_CURVE_START = 32
+"""Where a card's memory is looked for first on the curve of what sizes need."""
+_CURVE_STEPS = 8
+
+
 class SimulatedProbe:
     """Says whether a size would run on a simulated card.
 
@@ -246,16 +261,41 @@ class SimulatedProbe:
         trace = self.trace(batch_size, shape)
         return replay(trace.structure, trace.sizes, CachingAllocator(memory or self.memory, self.allocator))
 
+    def unlimited(self, batch_size: int, shape: Shape) -> Timeline:
+        """The replay of one size on a card with unlimited memory, which all cards share where the trace is scaled."""
+        replays, key = self._shared_replays(batch_size, shape), (batch_size, shape.seq_len, self.allocator)
+        if key not in replays:
+            replays[key] = self.timeline(batch_size, shape, UNLIMITED)
+        timeline: Timeline = replays[key]
+        return timeline
+
     def needed_bytes(self, batch_size: int, shape: Shape) -> int:
         """The most the allocator would reserve for a size on a card with unlimited memory."""
-        return self.timeline(batch_size, shape, UNLIMITED).max_reserved_bytes
+        return self.unlimited(batch_size, shape).max_reserved_bytes
 
     def steady_state(self, batch_size: int, shape: Shape, exact: bool = False) -> SteadyState:
-        """One size replayed until the allocator's cache is steady; `exact` as for `trace`."""
+        """One size replayed until the allocator's cache is steady; `exact` as for `trace`.
+
+        What never reserves more than this card has is replayed on it as on one with unlimited memory: an allocator that
+        calls cudaMalloc for each segment reads a card's size only where that fails.
+        """
+        key = batch_size, shape.seq_len, self.allocator
+        shared = {} if exact or self.allocator.expandable_segments else self._shared_replays(batch_size, shape)
         trace = self.trace(batch_size, shape, exact)
-        return simulate_steady_state(
-            trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
-        )
+        if key in shared and shared[key].max_reserved_bytes <= self.memory.capacity_bytes:
+            return SteadyState(shared[key])
+        steady: SteadyState | None = shared.get((*key, self.memory))
+        if steady is None:
+            steady = simulate_steady_state(
+                trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
+            )
+            shared[*key, self.memory] = steady
+            if steady.timeline.fits and not steady.timeline.num_alloc_retries:
+                shared[key] = steady.timeline
+        return steady
+
+    def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Any]:
+        return {} if self._edit is not None else self.traces.replays(batch_size, shape.seq_len)
 
     def trace(self, batch_size: int, shape: Shape, exact: bool = False) -> Trace:
         """The step's trace at one size.
@@ -282,3 +322,58 @@ def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
         return large
     crossing = math.floor(small + (probe.memory.capacity_bytes - low) / per_sample)
     return max(2 if probe.traces.is_scaled(shape.seq_len) else 1, crossing)
+
+
+def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, int]:
+    """The size at which a card's memory is full if none of it is ever given back, and one that may run if it is.
+
+    It is looked for between two powers of two, on `SimulatedProbe.unlimited`, which is the same for all cards. From one
+    size to another nearby, what is reserved changes by the segments of the same blocks.
+
+    Args:
+        largest: no larger size is looked at.
+
+    Returns:
+        The size up to which no more is reserved than there is, at least 2, as a batch of one needs a recording of its
+        own; and where a line through what the two powers of two have allocated meets the card's memory, at least that.
+    """
+    room, most = probe.memory.capacity_bytes, max(2, largest)
+    low = high = min(_CURVE_START, most)
+    low_seen = high_seen = probe.unlimited(low, shape)
+    while low_seen.max_reserved_bytes > room:
+        if low == 2:
+            return 2, 2
+        low, high, high_seen = max(2, low // 2), low, low_seen
+        low_seen = probe.unlimited(low, shape)
+    while high_seen.max_reserved_bytes <= room:
+        if high == most:
+            return most, most
+        low, low_seen, high = high, high_seen, min(2 * high, most)
+        high_seen = probe.unlimited(high, shape)
+    rise = (high_seen.max_allocated_bytes - low_seen.max_allocated_bytes) / (high - low)
+    left = room - low_seen.max_allocated_bytes
+    filled = min(most, low + math.floor(left / rise)) if rise > 0 else most
+    near, seen = low, low_seen
+    for _ in range(_CURVE_STEPS):
+        sizes = probe.trace(near, shape).sizes
+        extra = seen.max_reserved_bytes - _segment_bytes(seen.grown, sizes, probe.allocator)
+        below, above = low, high  # by the segments of the size that was looked at last
+        while above - below > 1:
+            middle = (below + above) // 2
+            sizes = probe.trace(middle, shape).sizes
+            if extra + _segment_bytes(seen.grown, sizes, probe.allocator) <= room:
+                below = middle
+            else:
+                above = middle
+        if below == low:
+            break
+        near, seen = below, probe.unlimited(below, shape)
+        if seen.max_reserved_bytes <= room:
+            low = near
+        else:
+            high = near
+    return low, max(low, filled)
+
+
+def _segment_bytes(blocks: Iterable[int], sizes: Sequence[int], settings: AllocatorSettings) -> int:
+    return sum(segment_size(block_size(sizes[block], settings), settings) for block in blocks)

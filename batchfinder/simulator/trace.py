@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class Trace:
         compiled: whether torch.compile has compiled a part of the step. Its code is another one at other sizes.
         flops: floating-point operations of one micro-batch's matrix products, convolutions and attention, what is
             recomputed among them, and of a chunked loss two chunks alone; 0 for a trace that was scaled.
+        alike: other compute capabilities on which the step is the same, but for the sizes of the blocks given for each,
+            as (block, bytes); 0 for what is not allocated there.
     """
 
     batch_size: int
@@ -71,6 +73,7 @@ class Trace:
     shapes: tuple[str, ...] = field(default=(), compare=False)
     compiled: bool = False
     flops: int = field(default=0, compare=False)
+    alike: Mapping[tuple[int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The trace as JSON values; names are written once and referred to by index."""
@@ -93,6 +96,7 @@ class Trace:
             **({"compiled": True} if self.compiled else {}),
             **({"streams": list(structure.streams)} if structure.streams else {}),
             "flops": self.flops,
+            "alike": [[list(capability), list(sizes)] for capability, sizes in self.alike.items()],
         }
 
     @classmethod
@@ -118,6 +122,7 @@ class Trace:
             shapes=tuple(names[i] for i in data["shapes"]),
             compiled=data.get("compiled", False),
             flops=data.get("flops", 0),
+            alike={(major, minor): tuple(map(tuple, sizes)) for (major, minor), sizes in data.get("alike", ())},
         )
 
 
@@ -192,4 +197,5 @@ def add_blocks(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
         ),
         sizes=tuple([sizes[number] for number in before]),
         shapes=merged(trace.shapes, [""] * len(added)) if trace.shapes else (),
+        alike={},
     )

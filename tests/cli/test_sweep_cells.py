@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from batchfinder.cache import CacheKey
+from batchfinder.cli import sweep_cells
 from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_cells import ModelCells, cache_key
 from batchfinder.cli.sweep_request import read_request
+from batchfinder.devices import all_gpus
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.sweep import Cell
 from batchfinder.training.spec import WorkloadFacts
+from tests.cli.command import Run
 
 FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 
@@ -78,3 +83,20 @@ def test_its_name() -> None:
     """Messages name the model, the length where there is one, and the GPU."""
     assert str(cell("--gpu t4")) == "bert-base at 64 on T4"
     assert str(replace(cell("--gpu t4"), seq_len=None)) == "bert-base on T4"
+
+
+@pytest.mark.slow
+def test_many_cards_are_searched_on_all_cores(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that search find the rows that one process does, and leave nothing to it but what is recorded."""
+    gpus = [f"--gpu={gpu.name}" for gpu in all_gpus()[:: len(all_gpus()) // 8]]
+    asked = ("sweep", "--json", "--no-cache", "--model", "mine:tiny", "--seq-len", "16", "--seq-len", "32", *gpus)
+
+    def rows() -> list[dict[str, Any]]:
+        return [{**row, "seconds": 0} for row in run(*asked).json["rows"]]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: 1)
+        alone = rows()
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.delattr(sweep_cells, "search_simulated")
+    assert rows() == alone

@@ -276,7 +276,7 @@ def ask(recorded: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         arguments = ["sweep", "--device", "cuda", "--cache", str(tmp_path / "cache"), *options.split()]
         request = read_request(build_parser().parse_args(arguments))
         found: list[SweepRow] = []
-        measure_cells(ModelCells("mine:tiny", recorded, seq_lens, request), lambda what: None, found.append)
+        found += measure_cells(ModelCells("mine:tiny", recorded, seq_lens, request), lambda what: None)
         return found, [json.loads(line) for line in asked.read_text().splitlines()] if asked.exists() else []
 
     return cells

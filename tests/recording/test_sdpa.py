@@ -219,3 +219,22 @@ def _bool_as_added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tenso
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
+
+
+@pytest.mark.parametrize(("precision", "others"), [("fp32", {(6, 1), (8, 0), (9, 0)}), ("bf16-mixed", set())])
+def test_a_recording_says_on_which_cards_it_is_the_same(
+    record: Record, precision: str, others: set[tuple[int, int]]
+) -> None:
+    """What a recording says of another compute capability is what is recorded there, less what takes no bytes.
+
+    Where a kernel is another one (math before 5.0, for bf16 before 8.0), or takes more blocks, it says nothing.
+    """
+    trace = record(small.attention, 4, 32, capability=(5, 2), precision=precision)
+    assert {(6, 1), (8, 0), (9, 0)} & trace.alike.keys() == (others or {(6, 1)})
+    assert (3, 7) not in trace.alike or precision != "fp32"
+    for other in others:
+        there, sizes = record(small.attention, 4, 32, capability=other, precision=precision), list(trace.sizes)
+        for block, size in trace.alike[other]:
+            sizes[block] = size
+        kept = [(operator, size) for operator, size in zip(trace.structure.operators, sizes, strict=True) if size]
+        assert kept == [pair for pair in zip(there.structure.operators, there.sizes, strict=True) if pair[1]]

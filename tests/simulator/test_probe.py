@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from batchfinder.search import Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
-from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
+from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 from tests.builders.retaking import retaking
@@ -171,3 +172,28 @@ def test_an_unscaled_search_records_little(usable: int) -> None:
     assert asked(answer, SHAPE).fits if answer else not asked(1, SHAPE).fits
     assert not asked(answer + 1, SHAPE).fits
     assert len(recordings.asked) == len(set(recordings.asked)) <= 6
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_cards_share_what_is_replayed(expandable: bool) -> None:
+    """A card that asks after others are told what a card that asks alone is, at every size near its memory's end."""
+    settings = AllocatorSettings(expandable_segments=expandable)
+    traces = TraceSource(submit, [128])
+    cards = [DeviceMemory(3 * GIB, usable) for usable in (GIB + 100 * MIB, GIB + 250 * MIB, 2 * GIB + 20 * MIB)]
+    for card in cards:
+        shared, answer = SimulatedProbe(traces, card, settings), search_simulated(probe(card, settings), SHAPE)
+        together = search_simulated(shared, SHAPE)
+        assert together.max_batch_size == answer.max_batch_size
+        seen, alone = ([replace(trial.measurement, seconds=0) for trial in each.trials] for each in (together, answer))
+        assert seen == alone
+        for size in range(2, answer.max_batch_size + 4):
+            assert shared.steady_state(size, SHAPE) == probe(card, settings).steady_state(size, SHAPE)
+
+
+@pytest.mark.parametrize("usable", [GIB, GIB + 70 * MIB, 2 * GIB, 5 * GIB, 11 * GIB])
+def test_a_full_card_is_read_off_the_curve(usable: int) -> None:
+    """The largest size of which no more is reserved than there is, at least 2 and at most what is of interest."""
+    asked = probe_of(DeviceMemory(12 * GIB, usable))
+    right = max(2, (usable - GIB) // (24 * MIB))
+    assert fill_card(asked, SHAPE, 1 << 20) == (right, right)
+    assert fill_card(asked, SHAPE, 40) == (min(right, 40), min(right, 40))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -258,7 +259,7 @@ def test_two_recordings_do() -> None:
 
 
 def test_batch_of_one_is_recorded() -> None:
-    """Dimensions of size one change the events, so a batch of one is always recorded itself, once, and said to be."""
+    """Dimensions of size one change the events, so a batch of one is recorded itself, once, and said to be."""
     recordings = Recordings(clean, name=lambda b, s: "view" if b == 1 else "copy")
     source = TraceSource(recordings, SEQ_LENS)
     assert source.at(1, 64).structure.operators[0] == "view"
@@ -266,6 +267,29 @@ def test_batch_of_one_is_recorded() -> None:
     assert source.at(1, 64).structure.operators[0] == "view"
     assert source.unscaled == [(1, 64)]
     assert recordings.asked.count((1, 64)) == 1
+
+
+def test_batches_of_one_are_scaled_between_lengths() -> None:
+    """Of many lengths a batch of one is recorded at the one asked for, the shortest and the longest, if they fit."""
+    recordings = Recordings(clean, name=lambda b, s: "view" if b == 1 else "copy")
+    source = TraceSource(recordings, SEQ_LENS)
+    for seq_len in SEQ_LENS[1:]:
+        seen = source.at(1, seq_len)
+        assert (seen.structure.operators[0], seen.sizes) == ("view", clean(1, seq_len))
+    assert [seq_len for size, seq_len in recordings.asked if size == 1] == [SEQ_LENS[1], SEQ_LENS[0], SEQ_LENS[-1]]
+    other = Recordings(lambda b, s: (*clean(b, s), 2**s))
+    source = TraceSource(other, SEQ_LENS)
+    assert [source.at(1, seq_len).sizes[-1] for seq_len in SEQ_LENS] == [2**seq_len for seq_len in SEQ_LENS]
+
+
+def test_what_is_scaled_goes_to_other_processes() -> None:
+    """A pickled source scales as before, and says that it cannot record."""
+    source = TraceSource(Recordings(clean), SEQ_LENS)
+    assert source.is_scaled(64)
+    there = pickle.loads(pickle.dumps(source))
+    assert there.at(50, 256) == source.at(50, 256)
+    with pytest.raises(RecordingFailed, match="batch size 1 at length 64 cannot be recorded in this process"):
+        there.at(1, 64)
 
 
 def test_unaligned_lengths_apart() -> None:
