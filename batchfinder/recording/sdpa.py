@@ -251,13 +251,10 @@ def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-<<<<<<< HEAD
-        kernel = (require_flash if flash else choose_kernel)(capability, call)
-        if kernel == "math" and is_causal and hasattr(query, "_local_tensor"):  # a part of a sequence, as a DTensor
-            raise RecordingFailed(NOT_FUSED)
-=======
         choose = require_flash if flash else choose_kernel
         kernel = choose(capability, call)
+        if kernel == "math" and is_causal and hasattr(query, "_local_tensor"):  # a part of a sequence, as a DTensor
+            raise RecordingFailed(NOT_FUSED)
         for other in list(same_kernels):
             try:
                 same = choose(other, call) == kernel
@@ -265,7 +262,6 @@ def register(capability: tuple[int, int], flash: bool = False) -> tuple[Library,
                 same = False
             if not same:
                 same_kernels.remove(other)
->>>>>>> ray
         return run_math(call) if kernel == "math" else run_fused(kernel, call)
 
     kernel_memory.SCRATCH.update(attention_scratch(capability))

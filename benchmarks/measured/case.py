@@ -106,24 +106,12 @@ class Case:
         limit in between is open, it is known. Elsewhere the recorded step is replayed with a limit that is lower by as
         much as the prediction is below the figure: as if all that it is short of had been in use.
         """
-<<<<<<< HEAD
-        sizes = self.sizes(trace)
-        if any(ran and limit <= predicted_bytes for limit, ran in self.limits_tried):
-=======
         limit = self.limit_of(predicted_bytes)
         if any(ran and tried <= limit for tried, ran in self.limits_tried):
->>>>>>> proof
             return False
         if any(not ran and tried >= limit for tried, ran in self.limits_tried):
             return True
         short = max(0, (self.published_bytes or 0) - predicted_bytes)
-<<<<<<< HEAD
-        limit = max(1, predicted_bytes - self.outside_bytes - short)
-        if self.empties_cache:
-            allocator = CachingAllocator()
-            return reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache, limit) is None
-        return replay(trace.structure, sizes, CachingAllocator(DeviceMemory(limit, limit))).oom is not None
-=======
         return not self.runs_within(trace, limit - short)
 
     def limit_of(self, predicted_bytes: int) -> int:
@@ -132,9 +120,11 @@ class Case:
 
     def runs_within(self, trace: Trace, limit_bytes: int) -> bool:
         """Whether a recorded step runs where the allocator may reserve so much, all that the figure holds counted."""
-        limit = max(1, limit_bytes - self.outside_bytes)
-        return replay(trace.structure, self.sizes(trace), CachingAllocator(DeviceMemory(limit, limit))).oom is None
->>>>>>> proof
+        limit, sizes = max(1, limit_bytes - self.outside_bytes), self.sizes(trace)
+        if self.empties_cache:
+            allocator = CachingAllocator()
+            return reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache, limit) is not None
+        return replay(trace.structure, sizes, CachingAllocator(DeviceMemory(limit, limit))).oom is None
 
 
 _STEPS_BETWEEN = 2  # and what is reserved no longer changes
