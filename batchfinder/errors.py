@@ -55,7 +55,8 @@ class InvalidValue(BatchFinderError, ValueError):
         self.option = option
         self.value = value
         self.expected = expected
-        super().__init__(f"{option}: invalid value {shown(value)}; expected {expected}.")
+        wrong = "missing" if value is None else f"invalid value {shown(value)}"
+        super().__init__(f"{option}: {wrong}; expected {expected}.")
 
 
 class UnknownName(BatchFinderError, LookupError):

@@ -115,7 +115,7 @@ def main(arguments: argparse.Namespace) -> int:
         one_of("--keep", name, ("precision", "optimizer", "loss", "checkpointing"))
     target = whole_number("--target-batch-size", arguments.target_batch_size)
     if target is None:
-        raise InvalidValue("--target-batch-size", None, "the samples of an optimizer step")
+        raise InvalidValue("--target-batch-size", None, "a number: how many samples an optimizer step is to see")
     if asked.optimizer_in_backward:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)

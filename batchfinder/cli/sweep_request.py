@@ -17,7 +17,7 @@ from batchfinder.measure.host_limits import available_bytes
 from batchfinder.models.catalog import check_model_name
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.training.spec import StepConfig, StepOptions
+from batchfinder.training.spec import STRATEGIES, StepConfig, StepOptions
 from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headroom, parse_share
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
@@ -101,7 +101,9 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     if budget_bytes is not None:
         return Place(SIMULATED, (card(None, arguments.budget),))
     if not present:
-        return Place(SIMULATED, (card(DEFAULT_GPU, None),))
+        chosen = card(DEFAULT_GPU, None)
+        note = f"no GPU was found here, and no --gpu is named: simulating {chosen.name}"
+        return Place(SIMULATED, (chosen,), notes=(note,))
     here: dict[str, Card] = {}
     for gpu in present:
         try:
@@ -229,7 +231,7 @@ class SweepRequest:
         if self.multiple_of > 1:
             words.append(f"multiples of {self.multiple_of}")
         if self.target_batch_size is not None:
-            words.append(f"for an effective batch of {self.target_batch_size}, so with two micro-batches to a step")
+            words.append(f"for an effective batch of {self.target_batch_size}, with gradients kept from micro-batch to micro-batch")
         if self.throughput:
             words.append("speed of forward, backward and step on one device, without loader and communication")
         if self.place.device == CPU:
@@ -277,6 +279,9 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
     if request.throughput and request.options.mode != "train":
         raise InvalidValue("--throughput", True, f"--mode train with it, not {request.options.mode}")
     if request.options.gpus > 1:
+        if request.options.strategy is None and any(":" not in model for model in models):
+            expected = f"one of {', '.join(STRATEGIES)}: how {request.options.gpus} GPUs train the model together"
+            raise InvalidValue("--strategy", None, expected)
         if request.place.device != SIMULATED:
             expected = "a --gpu or --instance, or --device simulated with it: several GPUs are simulated"
             raise InvalidValue("--gpus", request.options.gpus, expected)

@@ -23,7 +23,7 @@ _LEFT = (
     *("model", "GPU", "source", "stage", "record", "precision", "mode", "depends on", "value", "verdict"),
     *("cell", "kind", "shape", "module", "operator", "strategy", "fits", "change"),
 )
-_FOLDED = ("model", "GPU", "value", "module", "change")
+_FOLDED = ("model", "GPU", "value", "module", "operator", "change")
 _GAP = 2
 _PIPE_WIDTH = 10_000
 

@@ -119,7 +119,7 @@ def test_each_row_adds_one_option(capsys: pytest.CaptureFixture[str], tmp_path: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "--target-batch-size: invalid value None; expected the samples of an optimizer step"),
+        ((), "--target-batch-size: missing; expected a number: how many samples an optimizer step is to see"),
         (("--target-batch-size", "8", "--allow", "magic"), "--allow: invalid value 'magic'; expected one of lora"),
         (("--target-batch-size", "8", "--optimizer-in-backward"), "expected a plan without it: no gradients are left"),
         (("--target-batch-size", "8", "--gpu", "t4", "--instance", "p3.2xlarge"), "either a --gpu or an --instance"),

@@ -156,7 +156,7 @@ def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidValue) as caught:
         place_for("--device cpu")
     assert str(caught.value) == (
-        "--budget: invalid value None; expected a size with --device cpu, such as 9GiB, half of what is free here."
+        "--budget: missing; expected a size with --device cpu, such as 9GiB, half of what is free here."
     )
     with pytest.raises(InvalidValue) as caught:
         place_for("--device cpu --budget 19GiB")

@@ -105,7 +105,7 @@ def test_conditions() -> None:
     options = "--headroom 10% --max-batch-size 32 --target-batch-size 256 --min-batch-size 2 --multiple-of 8"
     words = (
         *("headroom 10%", "at least 2", "at most 32", "multiples of 8"),
-        "for an effective batch of 256, so with two micro-batches to a step",
+        "for an effective batch of 256, with gradients kept from micro-batch to micro-batch",
     )
     assert request_for(options).conditions == words
     cpu = f"{options} --device cpu --budget 64MiB"

@@ -77,7 +77,7 @@ def test_data_are_needed(tmp_path: Path) -> None:
 
     refuses(
         make_trainer(tmp_path, train_dataset=None),
-        "train_dataset: invalid value None; expected the data that trainer.train() will read, to make batches of.",
+        "train_dataset: missing; expected the data that trainer.train() will read, to make batches of.",
     )
     for dataset, left in ((Once(iter(fixed()["train_dataset"])), 50), (Itself(Path(__file__)), 1), (Stream([]), 0)):
         trainer = make_trainer(tmp_path, fixed, train_dataset=dataset)

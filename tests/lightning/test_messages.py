@@ -170,5 +170,5 @@ def test_a_system_that_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InvalidValue) as caught:
         nets.trainer(callbacks=[BatchFinder(cache=False)]).fit(Bounded())
     assert str(caught.value) == (
-        "budget: invalid value None; expected a number of bytes, since this system does not say what is free."
+        "budget: missing; expected a number of bytes, since this system does not say what is free."
     )
