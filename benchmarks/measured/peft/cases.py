@@ -108,6 +108,7 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
             # of the adapter, also what LoRA-FA's optimizer has frozen.
             with model.disable_adapter():
                 pass
+        offload_replaced_weights(model)
         for module in model.modules():
             _as_built_on_the_card(module)
         return made
@@ -132,6 +133,17 @@ def _as_built_on_the_card(module: Any) -> None:
         module.boft_P = torch.empty_like(module.boft_P, device="cpu")
 
 
+def offload_replaced_weights(model: nn.Module) -> None:
+    """Leave the weights that FRoD's own replace on the CPU, if it is asked to, for a model that is on the card.
+
+    FRoD does it by assigning to a weight's `data`, which cannot be a fake tensor of another device.
+    """
+    for module in model.modules():
+        if any(getattr(module, "runtime_offload_base_weight", {}).values()):
+            weight = module.base_layer.weight  # type: ignore[union-attr]
+            module.base_layer.weight = nn.Parameter(torch.empty(weight.shape, device="cpu"), requires_grad=False)  # type: ignore[union-attr]
+
+
 def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
     """The model with peft's method; itself where all of it is trained."""
     import peft
@@ -153,10 +165,6 @@ def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
     for module in model.modules() if asked["peft_type"] == "SHIRA" else ():
         for name, weight in getattr(module, "shira_weight", {}).items():
             module.shira_indices[name] = torch.zeros(2, weight.numel(), dtype=torch.int32)
-    if asked.get("runtime_offload_base_weight"):
-        for module in model.modules():
-            if hasattr(module, "frod_U"):  # of FRoD: the weights that its own replace are on the CPU
-                module.base_layer.weight = nn.Parameter(torch.zeros(0), requires_grad=False)
     for name, parameter in model.named_parameters():
         if "ranknum" in name:  # of AdaLoRA: no parameter that the runs trained, by their number, and one of peft 0.21's
             parameter.requires_grad_(False)
