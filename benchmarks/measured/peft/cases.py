@@ -108,7 +108,6 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
             # of the adapter, also what LoRA-FA's optimizer has frozen.
             with model.disable_adapter():
                 pass
-        offload_replaced_weights(model)
         for module in model.modules():
             _as_built_on_the_card(module)
         return made
@@ -121,8 +120,8 @@ def _as_built_on_the_card(module: Any) -> None:
 
     The first rows of PSoft's singular vectors keep all of them: on CUDA they lie row by row, so that `contiguous()` of
     some copies nothing, on a CPU by columns (`_linalg_svd_meta` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py). BOFT's permutations are made on the
-    CPU, and nothing moves them.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py). BOFT's permutations, and FRoD's
+    factors and places, are made on the CPU and nothing moves them, so that each layer copies FRoD's in each forward.
     """
     for name, mode in getattr(module, "psoft_svd", {}).items():
         rows = module._psoft_A_cache[name]
@@ -131,6 +130,10 @@ def _as_built_on_the_card(module: Any) -> None:
             module._psoft_A_cache[name] = whole[: rows.size(0)]
     if hasattr(module, "boft_P"):
         module.boft_P = torch.empty_like(module.boft_P, device="cpu")
+    if hasattr(module, "frod_U"):
+        for factors in (module.frod_U, module.frod_V, module.frod_s_indices):
+            for name, factor in factors.items():
+                factors[name] = torch.empty_like(factor, device="cpu")
 
 
 def offload_replaced_weights(model: nn.Module) -> None:
@@ -140,8 +143,13 @@ def offload_replaced_weights(model: nn.Module) -> None:
     """
     for module in model.modules():
         if any(getattr(module, "runtime_offload_base_weight", {}).values()):
-            weight = module.base_layer.weight  # type: ignore[union-attr]
-            module.base_layer.weight = nn.Parameter(torch.empty(weight.shape, device="cpu"), requires_grad=False)  # type: ignore[union-attr]
+            _offload(module)
+
+
+def _offload(layer: Any) -> None:
+    weight = layer.base_layer.weight
+    if weight.device.type != "cpu":
+        layer.base_layer.weight = nn.Parameter(torch.empty(weight.shape, device="cpu"), requires_grad=False)
 
 
 def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
@@ -157,11 +165,14 @@ def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
         asked["r"] = 0  # follows from the size of a block
     if asked.get("prompt_tuning_init") in ("TEXT", "SAMPLE_VOCAB"):
         asked["prompt_tuning_init"] = "RANDOM"  # the same tensors, without a tokenizer
+    from peft.tuners.frod.layer import Linear as FrodLinear
+
     settings: Any = peft.get_peft_config(asked)
     if asked["peft_type"] == "SHIRA":
         settings.mask_fn = None  # which would choose places by values
     with _without_values():
         model = peft.get_peft_model(model, settings, autocast_adapter_dtype=autocast_adapter_dtype)
+    FrodLinear._offload_base_weight_to_cpu = _offload
     for module in model.modules() if asked["peft_type"] == "SHIRA" else ():
         for name, weight in getattr(module, "shira_weight", {}).items():
             module.shira_indices[name] = torch.zeros(2, weight.numel(), dtype=torch.int32)
