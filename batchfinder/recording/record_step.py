@@ -80,7 +80,7 @@ def record_step(
     with mode:
         quantization.replace_bitsandbytes(workload.model)
     compiled = compiled_modules(workload.model)
-    layout = operands.register(compiled=bool(compiled))
+    layout = operands.register(bool(compiled), capability)
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
     others = {device_for(gpu).compute_capability for gpu in all_gpus()} - {capability}

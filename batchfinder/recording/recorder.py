@@ -18,7 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.errors import BatchFinderError
-from batchfinder.recording import fake_values, kernel_memory, user_kernels
+from batchfinder.recording import fake_values, kernel_memory, operands, user_kernels
 from batchfinder.recording.fake_device import DEVICE_TYPE, current_stream, parts_of
 from batchfinder.recording.kernel_memory import aten
 from batchfinder.simulator.trace import StageMark, TraceStructure
@@ -119,7 +119,9 @@ class AllocationRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._sums_in_place = sums_in_place
         self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
-        self._scratch_on = {other: kernel_memory.attention_scratch(other) for other in others}
+        self._scratch_on = {
+            other: kernel_memory.attention_scratch(other) | operands.convolution_scratch(other) for other in others
+        }
         self.alike: dict[tuple[int, int], dict[int, int]] = {other: {} for other in others}
         self._module = module
         self._on_operator = on_operator
