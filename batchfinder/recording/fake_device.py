@@ -146,6 +146,9 @@ _DEVICE_MODULE = SimpleNamespace(
 )
 
 
+_MAKES_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+
+
 class FakeDeviceMode(FakeTensorMode):
     """Fake tensors on the fake GPU, and large ones on the CPU; small tensors on the CPU stay real.
 
@@ -174,7 +177,9 @@ class FakeDeviceMode(FakeTensorMode):
             isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in leaves
         ):
             return self._fake(func, types, args, kwargs)
-        if not tensors or not (func.is_view or func._schema.is_mutable):
+        # Fake ones could not be made of real sparse tensors, whose parts are real.
+        sparse = func is _MAKES_SPARSE or any(tensor.layout is not torch.strided for tensor in tensors)
+        if not sparse and (not tensors or not (func.is_view or func._schema.is_mutable)):
             try:
                 fake = self._fake(func, types, args, kwargs)
             except (DynamicOutputShapeException, DataDependentOutputException):
@@ -239,6 +244,11 @@ def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | No
             with no_dispatch():
                 plain += index.nonzero().unbind(1)
     return plain
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors with a storage that one consists of: its indices and values where it is sparse, else itself."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
 
 
 def _real_bytes(tensor: torch.Tensor) -> int:

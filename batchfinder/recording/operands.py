@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format  # Python's `Tensor::suggest_memory_format`, in torch 2.13
 
-from batchfinder.recording.kernel_memory import SCRATCH, aten
+from batchfinder.recording.kernel_memory import SCRATCH, Scratch, aten
+from batchfinder.simulator.blocks import round_up
 
 # Operators of cuBLAS, and where their two matrices stand among the arguments.
 _PRODUCTS = {
@@ -28,7 +29,7 @@ _layout_of_backend = torch._C._conv_determine_backend_memory_format
 FFT_ASSUMPTION = "cuFFT's work areas: as large as a transform of several dimensions, nothing for those of one"
 
 
-def register(compiled: bool) -> str:
+def register(compiled: bool, capability: tuple[int, int]) -> str:
     """Add these sizes to `SCRATCH`, and let fake convolutions be laid out as CUDA's are, for good.
 
     PyTorch says that convolutions of a backend outside of its tree are contiguous, and what Inductor makes for it
@@ -48,11 +49,10 @@ def register(compiled: bool) -> str:
         return convolution_format(data, weight)
 
     torch._C._conv_determine_backend_memory_format = as_on_cuda  # type: ignore[assignment]
-    SCRATCH.pop(aten.convolution.default, None)
-    SCRATCH.pop(aten.convolution_backward.default, None)
-    if not compiled:
-        SCRATCH[aten.convolution.default] = _convolution_copies
-        SCRATCH[aten.convolution_backward.default] = _backward_copies
+    for operator, scratch in convolution_scratch(capability).items():
+        SCRATCH.pop(operator, None)
+        if not compiled:
+            SCRATCH[operator] = scratch
     return "convolutions of compiled code are taken to be contiguous, not channels last" if compiled else ""
 
 
@@ -156,6 +156,72 @@ def convolution_format(data: torch.Tensor, weight: torch.Tensor) -> torch.memory
     if last is None or torch.float64 in (data.dtype, weight.dtype):
         return torch.contiguous_format
     return last if last in (suggest_memory_format(data), suggest_memory_format(weight)) else torch.contiguous_format
+
+
+def convolution_scratch(capability: tuple[int, int]) -> dict[Any, Scratch]:
+    """The entries of `SCRATCH` for convolutions on a GPU of this compute capability."""
+
+    def forward(
+        data: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        transposed: bool,
+        output_padding: list[int],
+        groups: int,
+    ) -> list[int]:
+        taken = _convolution_copies(data, weight)
+        if _is_padded(capability, data, weight, groups):
+            sizes = [data.size(0), weight.size(1) if transposed else weight.size(0)]
+            for place, length in enumerate(data.shape[2:]):
+                reach = dilation[place] * (weight.size(place + 2) - 1)
+                if transposed:
+                    grown = (length - 1) * stride[place] - 2 * padding[place] + reach + output_padding[place] + 1
+                else:
+                    grown = (length + 2 * padding[place] - reach - 1) // stride[place] + 1
+                sizes.append(grown)
+            taken += _padded_bytes(data.dtype, data.shape, torch.Size(sizes))
+        return taken
+
+    def backward(
+        grad: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, bias_sizes: list[int] | None, *rest: Any
+    ) -> list[int]:
+        taken = _backward_copies(grad, data, weight, bias_sizes, *rest)
+        if _is_padded(capability, data, weight, rest[-2]):
+            taken += _padded_bytes(data.dtype, data.shape, grad.shape)
+        return taken
+
+    return {aten.convolution.default: forward, aten.convolution_backward.default: backward}
+
+
+def _is_padded(capability: tuple[int, int], data: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Whether cuDNN pads the channels of such a convolution: one for tensor cores, not laid out channels last."""
+    if weight.dim() != 4 or groups != 1 or convolution_format(data, weight) is not torch.contiguous_format:
+        return False
+    if data.dtype is torch.float32:
+        return capability >= (8, 0) and torch.backends.cudnn.allow_tf32
+    return data.element_size() == 2 and capability >= (7, 0)
+
+
+def _padded_bytes(dtype: torch.dtype, *shapes: torch.Size) -> list[int]:
+    """cuDNN's workspace for what has to be padded to whole 16 bytes of channels, in all; none where nothing has.
+
+    Images have 3 channels, which become 4 in fp32 (that tensor cores take as TF32) and 8 in half types; a transposed
+    convolution whose output has one channel takes four times the output. Whether tensors whose channels need no padding
+    are copied from NCHW to NHWC as well depends on the kernel that cuDNN chooses; they are taken not to be.
+
+    Args:
+        shapes: (batch, channels, height, width) of the input and of the output.
+
+    Source: "Padding" and "Conversion Between NCHW and NHWC" in
+    https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/developer/core-concepts.html; `run_conv_plan` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cudnn/Conv_v8.cpp allocates it.
+    """
+    whole = 16 // dtype.itemsize
+    padded = [shape.numel() // shape[1] * round_up(shape[1], whole) for shape in shapes if shape[1] % whole]
+    return [dtype.itemsize * sum(padded)] if padded else []
 
 
 def _convolution_copies(data: torch.Tensor, weight: torch.Tensor, *_: Any) -> list[int]:

@@ -25,6 +25,7 @@ from batchfinder.recording import (
     operands,
     rnn,
     sdpa,
+    sparse,
     user_kernels,
 )
 from batchfinder.recording.recorder import AllocationRecorder
@@ -71,6 +72,7 @@ def record_step(
     autocast.register()
     sdpa.register(capability, config.flash)
     rnn.register()
+    sparse.register()
     fake_values.register()
     user_kernels.register(capability)
     fake_device.hide_from_transformers()
@@ -78,7 +80,7 @@ def record_step(
     with mode:
         quantization.replace_bitsandbytes(workload.model)
     compiled = compiled_modules(workload.model)
-    layout = operands.register(compiled=bool(compiled))
+    layout = operands.register(bool(compiled), capability)
     assumptions = compile_for_card(capability, device, at_once=bool(compiled))
     tracker = ModuleTracker(workload.model)
     others = {device_for(gpu).compute_capability for gpu in all_gpus()} - {capability}
@@ -169,6 +171,7 @@ def record_step(
     if any(name.startswith("aten._cudnn_rnn") for name in structure.operators):
         cudnn = (*cudnn, "cuDNN's reserve space and workspaces of recurrent layers are taken to be those of 2017")
     fft = (operands.FFT_ASSUMPTION,) if any(name.startswith("aten._fft_") for name in structure.operators) else ()
+    coalesced = (sparse.COALESCED,) if "aten._coalesce.default" in structure.operators else ()
     graphs = graphs_compiled()
     if compiled and not graphs:
         raise RecordingFailed(
@@ -182,6 +185,7 @@ def record_step(
         *workload.assumptions,
         *cudnn,
         *fft,
+        *coalesced,
         *assumed,
         *quantization.assumptions(workload.model),
         *distributed.assumptions(config),

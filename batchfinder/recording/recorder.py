@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.errors import BatchFinderError
-from batchfinder.recording import fake_values, kernel_memory, user_kernels
-from batchfinder.recording.fake_device import DEVICE_TYPE, current_stream
+from batchfinder.recording import fake_values, kernel_memory, operands, user_kernels
+from batchfinder.recording.fake_device import DEVICE_TYPE, current_stream, parts_of
 from batchfinder.recording.kernel_memory import aten
 from batchfinder.simulator.trace import StageMark, TraceStructure
 
@@ -60,6 +60,7 @@ def sums_gradients_in_place(func: Any, args: tuple[Any, ...]) -> bool:
     return (
         type(first) is type(second) is FakeTensor
         and first.device.type == DEVICE_TYPE
+        and first.layout is second.layout is torch.strided
         and first.shape == second.shape
         and first.dtype == second.dtype
         and torch.ops.aten.is_non_overlapping_and_dense(first)
@@ -118,7 +119,9 @@ class AllocationRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._sums_in_place = sums_in_place
         self._workspace_bytes = kernel_memory.cublas_workspace_bytes(capability)
-        self._scratch_on = {other: kernel_memory.attention_scratch(other) for other in others}
+        self._scratch_on = {
+            other: kernel_memory.attention_scratch(other) | operands.convolution_scratch(other) for other in others
+        }
         self.alike: dict[tuple[int, int], dict[int, int]] = {other: {} for other in others}
         self._module = module
         self._on_operator = on_operator
@@ -174,7 +177,7 @@ class AllocationRecorder(TorchDispatchMode):
                 continue
             parts: list[Any] = []
             get_plain_tensors(local_part(tensor), out=parts)
-            for part in parts:
+            for part in itertools.chain.from_iterable(map(parts_of, parts)):
                 block = self._block_of(part)
                 if block >= 0:
                     self.kinds[block] = kind
@@ -300,7 +303,8 @@ class AllocationRecorder(TorchDispatchMode):
         for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self._note_storage(tensor, func, name, args)
-                whole_numbers |= tensor.dtype in fake_values.WHOLE_NUMBERS and isinstance(tensor, FakeTensor)
+                if tensor.dtype in fake_values.WHOLE_NUMBERS and tensor.layout is torch.strided:
+                    whole_numbers |= isinstance(tensor, FakeTensor)
         if whole_numbers:
             self.values.follow(func, args, kwargs, output)
         self.flops += kernel_memory.product_flops(func, args, kwargs, output)
@@ -323,7 +327,7 @@ class AllocationRecorder(TorchDispatchMode):
                 if on_other is not scratch and (taken is None or len(taken) > len(blocks)):
                     del self.alike[other]
                 elif taken is not None:  # what is not allocated there takes nothing
-                    self.alike[other].update(zip_longest(blocks, taken, fillvalue=0))
+                    self.alike[other].update(itertools.zip_longest(blocks, taken, fillvalue=0))
         return output
 
     def _run_on_shards(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -382,6 +386,10 @@ class AllocationRecorder(TorchDispatchMode):
     def _note_storage(self, tensor: torch.Tensor, func: Any, name: str, args: tuple[Any, ...]) -> None:
         if tensor.device.type != DEVICE_TYPE:
             return
+        if tensor.layout is torch.sparse_coo:
+            for part in parts_of(tensor):
+                self._note_storage(part, func, name, args)
+            return
         storage = tensor.untyped_storage()
         identity = storage._cdata
         if identity in self._live:
@@ -406,6 +414,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._live[identity] = (block, weakref.ref(storage, released))
 
     def _block_of(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            return -1
         live = self._live.get(tensor.untyped_storage()._cdata)
         return live[0] if live else -1
 

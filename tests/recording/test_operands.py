@@ -131,3 +131,31 @@ def test_a_convolution_copies_what_lies_otherwise() -> None:
     assert copies(grad, data, weight, *rest, [True, True, False]) == [grad.nbytes, weight.nbytes]
     assert copies(grad, data.contiguous(), weight, *rest, [True, True, False]) == []
     assert copies(grad.double(), data.double(), weight.double(), *rest, [False, True, False]) == [data.nbytes * 2]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_cudnn_pads_channels_for_tensor_cores(transposed: bool) -> None:
+    """Of images and of an output with one channel a padded copy, as large as the channels are then, both ways."""
+    data, weight = torch.empty(2, 3, 9, 12, device="meta"), torch.empty(3, 1, 3, 2, device="meta")
+    weight = weight if transposed else weight.transpose(0, 1).contiguous()
+    rest = (None, [2, 3], [1, 0], [1, 2], transposed, [1, 2] if transposed else [0, 0], 1)
+    out = aten.convolution.default(data, weight, *rest)
+    expected = [4 * 2 * 4 * (9 * 12 + out[0, 0].numel())]
+    ada, pascal = operands.convolution_scratch((8, 9)), operands.convolution_scratch((6, 1))
+    assert ada[aten.convolution.default](data, weight, *rest) == expected
+    assert ada[aten.convolution_backward.default](out, data, weight, *rest, [True, True, False]) == expected
+    half = operands.convolution_scratch((7, 0))[aten.convolution.default]
+    assert half(data.half(), weight.half(), *rest) == expected  # two bytes each, and 8 channels
+    assert half(data, weight, *rest) == pascal[aten.convolution.default](data, weight, *rest) == []
+
+
+def test_cudnn_pads_nothing_of_whole_or_last_channels() -> None:
+    """Nor of convolutions that tensor cores do not run: in groups, or in fp64."""
+    forward = operands.convolution_scratch((8, 9))[aten.convolution.default]
+    images, rest = torch.empty(2, 3, 8, 8, device="meta"), (None, [1, 1], [0, 0], [1, 1], False, [0, 0])
+    weight = torch.empty(8, 3, 3, 3, device="meta")
+    last = torch.channels_last
+    assert forward(torch.empty(2, 4, 8, 8, device="meta"), torch.empty(8, 4, 3, 3, device="meta"), *rest, 1) == []
+    assert forward(images.contiguous(memory_format=last), weight.contiguous(memory_format=last), *rest, 1) == []
+    assert forward(images, weight[:3, :1].contiguous(), *rest, 3) == []
+    assert forward(images.double(), weight.double(), *rest, 1) == []

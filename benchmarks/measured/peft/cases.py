@@ -31,9 +31,8 @@ _LEFT_BYTES = 342_884_352
 
 _WHY = {
     "fourierft": "right after the first 100 steps; in them the run took 0.5 GB more, most of it in the 7th or so",
-    "lily": "right after the first 100 steps; in them the run took 0.3 GB more, from the first one on",
-    "waveft": "1.6 % low after the first 100 steps; in them the run took 1.1 GB more. cuDNN's workspaces are left out",
-    "hra": "the card was full: with the context of 558 MB that the catalogue says, the run lacks 90 MB",
+    "lily": "right after the first 100 steps; in them the run took 0.3 GB more, as with other addresses of segments",
+    "hra": "the card was full: ours runs with a CUDA context of up to 365 MB, and the catalogue says 440 MB",
 }
 
 _TRAINED = {"rank_pattern", "ranknum"}  # what AdaLoRA writes into its configuration as it trains
@@ -120,8 +119,8 @@ def _as_built_on_the_card(module: Any) -> None:
 
     The first rows of PSoft's singular vectors keep all of them: on CUDA they lie row by row, so that `contiguous()` of
     some copies nothing, on a CPU by columns (`_linalg_svd_meta` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py). BOFT's permutations are made on the
-    CPU, and nothing moves them.
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_meta_registrations.py). BOFT's permutations, and FRoD's
+    factors and places, are made on the CPU and nothing moves them, so that each layer copies FRoD's in each forward.
     """
     for name, mode in getattr(module, "psoft_svd", {}).items():
         rows = module._psoft_A_cache[name]
@@ -130,6 +129,26 @@ def _as_built_on_the_card(module: Any) -> None:
             module._psoft_A_cache[name] = whole[: rows.size(0)]
     if hasattr(module, "boft_P"):
         module.boft_P = torch.empty_like(module.boft_P, device="cpu")
+    if hasattr(module, "frod_U"):
+        for factors in (module.frod_U, module.frod_V, module.frod_s_indices):
+            for name, factor in factors.items():
+                factors[name] = torch.empty_like(factor, device="cpu")
+
+
+def offload_replaced_weights(model: nn.Module) -> None:
+    """Leave the weights that FRoD's own replace on the CPU, if it is asked to, for a model that is on the card.
+
+    FRoD does it by assigning to a weight's `data`, which cannot be a fake tensor of another device.
+    """
+    for module in model.modules():
+        if any(getattr(module, "runtime_offload_base_weight", {}).values()):
+            _offload(module)
+
+
+def _offload(layer: Any) -> None:
+    weight = layer.base_layer.weight
+    if weight.device.type != "cpu":
+        layer.base_layer.weight = nn.Parameter(torch.empty(weight.shape, device="cpu"), requires_grad=False)
 
 
 def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
@@ -145,18 +164,17 @@ def with_adapter(model: Any, config: str, autocast_adapter_dtype: bool) -> Any:
         asked["r"] = 0  # follows from the size of a block
     if asked.get("prompt_tuning_init") in ("TEXT", "SAMPLE_VOCAB"):
         asked["prompt_tuning_init"] = "RANDOM"  # the same tensors, without a tokenizer
+    from peft.tuners.frod.layer import Linear as FrodLinear
+
     settings: Any = peft.get_peft_config(asked)
     if asked["peft_type"] == "SHIRA":
         settings.mask_fn = None  # which would choose places by values
     with _without_values():
         model = peft.get_peft_model(model, settings, autocast_adapter_dtype=autocast_adapter_dtype)
+    FrodLinear._offload_base_weight_to_cpu = _offload
     for module in model.modules() if asked["peft_type"] == "SHIRA" else ():
         for name, weight in getattr(module, "shira_weight", {}).items():
             module.shira_indices[name] = torch.zeros(2, weight.numel(), dtype=torch.int32)
-    if asked.get("runtime_offload_base_weight"):
-        for module in model.modules():
-            if hasattr(module, "frod_U"):  # of FRoD: the weights that its own replace are on the CPU
-                module.base_layer.weight = nn.Parameter(torch.zeros(0), requires_grad=False)
     for name, parameter in model.named_parameters():
         if "ranknum" in name:  # of AdaLoRA: no parameter that the runs trained, by their number, and one of peft 0.21's
             parameter.requires_grad_(False)

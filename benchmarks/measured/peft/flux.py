@@ -17,7 +17,7 @@ from torch import nn
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.recording.fake_device import fake_copy, move_module
 from batchfinder.training.step import Workload
-from benchmarks.measured.peft.cases import ClippedAdamW, with_adapter
+from benchmarks.measured.peft.cases import ClippedAdamW, offload_replaced_weights, with_adapter
 
 # Of FLUX.2-klein-base-4B: 5 blocks of two streams and 20 of one, 24 heads of 128, and text of three layers of Qwen3-4B.
 TRANSFORMER = {
@@ -60,6 +60,7 @@ def build(config: str, optimizer: str, autocast_adapter_dtype: bool) -> Workload
     def make_optimizer(_: Any) -> torch.optim.Optimizer:
         model.encode_data()  # the step asks for its optimizer when the model is on the card
         trained = model.transformer
+        offload_replaced_weights(trained)
         return ClippedAdamW(trained.parameters(), trained, lr=1e-4, weight_decay=1e-4)
 
     return Workload(
