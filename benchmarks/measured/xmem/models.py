@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
 from batchfinder.training.step import Workload
 
@@ -108,6 +109,8 @@ def text(model: str) -> Workload:
     config = getattr(transformers, f"{family}Config")(**figures)
     attention = "eager" if family in ("T5", "GPTNeo", "Gemma2") else OF_2025
     built = getattr(transformers, head)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if family == "GPT2":
+        hold_causal_masks(built)
 
     def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
         tokens = torch.zeros(batch_size, seq_len or 1, dtype=torch.int64)
@@ -197,6 +200,20 @@ def mask_of_2025(attention_mask: torch.Tensor, q_length: int, kv_length: int, *_
     least = torch.finfo(torch.float32).min
     mask = AttentionMaskConverter(is_causal=True).to_4d(attention_mask, q_length, torch.float32, kv_length)
     return AttentionMaskConverter._unmask_unattended(mask, min_dtype=least)
+
+
+def hold_causal_masks(model: nn.Module) -> None:
+    """Give each of GPT-2's attentions the two buffers that it had: bool (1, 1, positions, positions), and a number.
+
+    Source: `GPT2Attention` in
+    https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/gpt2/modeling_gpt2.py.
+    """
+    for attention in model.modules():
+        if isinstance(attention, GPT2Attention):
+            positions = attention.config.max_position_embeddings
+            causal = torch.ones(1, 1, positions, positions, dtype=torch.bool).tril()
+            attention.register_buffer("bias", causal, persistent=False)
+            attention.register_buffer("masked_bias", torch.tensor(-1e4), persistent=False)
 
 
 ALL_ATTENTION_FUNCTIONS.register(OF_2025, attention_of_2025)
