@@ -120,7 +120,8 @@ def text(model: str) -> Workload:
     def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
         tokens = torch.zeros(batch_size, seq_len or 1, dtype=torch.int64)
         mask = torch.ones_like(tokens)
-        mask[-1, -1] = 0  # texts are of different lengths
+        if batch_size > 1:
+            mask[-1, -1] = 0  # texts are of different lengths
         return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
 
     return Workload(KeepsOutputs(Held(built, family)), make_batch)
