@@ -87,12 +87,7 @@ class Case:
 
     def predicted_bytes(self, trace: Trace) -> int | None:
         """The same figure of a recorded step; None where it runs out of memory on that card."""
-        device = device_for(find_gpu(self.gpu), self.context_bytes)
-        if self.step.gpus > 1:
-            strategy = self.step.strategy
-            device = device.among_others(STRATEGIES[strategy].communicators if strategy is not None else 1)
-        memory = DeviceMemory(device.total_bytes, device.usable_bytes)
-        sizes = self.sizes(trace)
+        memory, sizes = self.card(), self.sizes(trace)
         if self.empties_cache:
             allocator = CachingAllocator(memory)
             reserved = reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache)
@@ -102,6 +97,14 @@ class Case:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
         return peak + self.outside_bytes
+
+    def card(self) -> DeviceMemory:
+        """What its card has, and what the CUDA context and other GPUs' communicators leave."""
+        device = device_for(find_gpu(self.gpu), self.context_bytes)
+        if self.step.gpus > 1:
+            strategy = self.step.strategy
+            device = device.among_others(STRATEGIES[strategy].communicators if strategy is not None else 1)
+        return DeviceMemory(device.total_bytes, device.usable_bytes)
 
     def sizes(self, trace: Trace) -> list[int]:
         """Of the blocks of a recorded step, in bytes; 0 for those that the figure does not hold."""
@@ -133,7 +136,7 @@ class Case:
 
     def runs_within(self, trace: Trace, limit_bytes: int) -> bool:
         """Whether a recorded step runs where the allocator may reserve so much, all that the figure holds counted."""
-        limit, sizes = max(1, limit_bytes - self.outside_bytes), self.sizes(trace)
+        limit, sizes = min(max(1, limit_bytes - self.outside_bytes), self.card().capacity_bytes), self.sizes(trace)
         if self.empties_cache:
             allocator = CachingAllocator()
             return reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache, limit) is not None

@@ -17,8 +17,11 @@ TOKENS = 128
 STEPS = 4
 """The loops end after the step of index `iterations`, which is 3: exp/trainer/__init__.py and train_loop.py."""
 
-DRAWS, DRAWS_OF_ONE = 41, 11
-"""Of the steps' lengths, and of those of batches of one: the loader shuffles, and no seed is set."""
+DRAWS = {1: 11, 5: 41, 15: 101}
+"""Of the steps' lengths, by the batch size from which on: the loader shuffles, and no seed is set.
+
+Each is recorded once. Of batches of one all differ, and the models are the largest; of 15 texts and more few do.
+"""
 
 _OF_LENGTHS = (
     "the texts of some steps are shorter: with a second step of 120 tokens {:+.1f} %, with a first one {:+.1f} %"
@@ -95,7 +98,7 @@ def lengths_drawn(model: str, batch_size: int) -> tuple[tuple[int, ...], ...]:
         texts = chance.choices(range(TOKENS + 1), counts, k=batch_size)
         return min(TOKENS, max(texts) + begun) or longest()
 
-    draws = DRAWS if batch_size > 1 else DRAWS_OF_ONE
+    draws = DRAWS[max(size for size in DRAWS if size <= batch_size)]
     return tuple(tuple(longest() for _ in range(STEPS)) for _ in range(draws))
 
 
