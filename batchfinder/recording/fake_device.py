@@ -79,11 +79,17 @@ class Stream:
         return True
 
 
-class Event:
-    """An event on a stream of the fake GPU, which has passed as soon as it is recorded."""
+class Event(torch.Event):
+    """An event on a stream of the fake GPU, which has passed as soon as it is recorded.
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
+    One of PyTorch's, since `fully_shard` gives it to the accelerator's own stream where a unit was gathered for a
+    backward that does not come, as of frozen layers, and that stream takes what it gets for one, unchecked. As it was
+    never recorded there, nothing waits for it.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Event:
+        """Make one that belongs to the fake GPU."""
+        return super().__new__(cls, DEVICE_TYPE)
 
     def record(self, stream: object = None) -> None:
         """Return at once, as does everything else."""
@@ -253,9 +259,6 @@ def register() -> torch.device:
     for name in ONE_KERNEL_ON_CUDA:
         library.impl(name, never_called)
     _DEVICE_MODULE.kernels = library  # the registrations last as long as this does
-    # C++'s stream of the accelerator would take an `Event` for one of its own and read whatever is there. `fully_shard`
-    # asks for it where a unit was gathered for a backward that did not come, such as of frozen layers.
-    torch.accelerator.current_stream = current_stream  # type: ignore[assignment]
     # Optimizers choose their foreach variants by the exact type of the parameters: let them take fake ones too.
     for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
         if FakeTensor not in types:

@@ -250,7 +250,12 @@ class StepOptions:
             return InvalidValue("gpus", self.gpus, whole)
         split = self.tensor_parallel or GPUS_PER_NODE
         if self.strategy == "fsdp2-tp" and (split < 2 or self.gpus % split or self.gpus == split):
-            expected = f"2 or more with fsdp2-tp, of which the {self.gpus} GPUs are 2 times as many, 3 times, ..."
+            fitting = [str(size) for size in range(2, self.gpus // 2 + 1) if self.gpus % size == 0]
+            expected = (
+                f"{', '.join(fitting)}: {self.gpus} GPUs in two or more groups of that many"
+                if fitting
+                else (f"4 GPUs or more, in two or more groups of one size; there are {self.gpus}")
+            )
             return InvalidValue("tensor_parallel", split, expected)
         if self.strategy == "fsdp2-cp":
             split = self.context_parallel or GPUS_PER_NODE
