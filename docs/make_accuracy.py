@@ -36,7 +36,9 @@ whether the run fits. Of `brackets`, a size that ran and the next larger one whi
 `failures` is xMem's measure: a wrong verdict, or a run that is out of memory with the estimate as its limit. Where the
 source repeated the run with limits it is known. Elsewhere an estimate below the measured figure counts as a failure
 unless the recorded step runs with a limit that is lower still by the same: as if all that it is short of had been in
-use. Over all, every source weighs the same.
+use. Of two numbers there, the first is with the figure itself as the limit. Steps of random lengths have an interval
+beside the figure, from the 5th to the 95th percentile of draws of the data's lengths, and the second number is with its
+upper end as the limit, which is what a user would set. Over all, every source weighs the same.
 
 """
 AFTER = """
@@ -96,7 +98,8 @@ def line(name: str, score: Mapping[str, Any]) -> str:
     """A row of the table."""
     errors = [f"{100 * score[each]:.2f} %" if each in score else "" for each in ("median", "p90", "bias")]
     counts = [f"{score['verdicts']} / {score['asked']}" if score["asked"] else ""]
-    counts.append(f"{score['failures']} / {score['capped']}" if "capped" in score else "")
+    failures = [str(score[each]) for each in ("failures", "failures_at_upper") if each in score]
+    counts.append(f"{', '.join(failures)} / {score['capped']}" if "capped" in score else "")
     if "brackets" in score:
         counts.append(f"{score['hit']} / {score['brackets']} ({score['below']} below)")
     else:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from batchfinder.devices import host_name
+from batchfinder.simulator.trace import Trace
 from batchfinder.units import format_bytes
 from benchmarks.measured.case import RESERVED, Case, record
-from benchmarks.measured.scores import of_all, of_rows, table
+from benchmarks.measured.scores import of_all, of_rows, table, weighted_quantile
 
 HERE = Path(__file__).parent
 SOURCES = sorted(path.parent.name for path in HERE.glob("*/cases.py"))
@@ -64,49 +66,71 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
         rows = {row["name"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
     cases: list[Case] = list(importlib.import_module(f"benchmarks.measured.{source}.cases").cases())
     asked = [case for case in cases if only in case.name and not (resume and case.name in rows)]
-    start = time.perf_counter()
-    for case, trace in record(asked):
-        row: dict[str, Any] = {
-            "name": case.name,
-            "technique": case.technique,
-            "gpu": case.gpu,
-            "statistic": case.statistic,
-            "published_bytes": case.published_bytes,
-            "note": case.note,
-        }
-        if case.ran:
-            row["ran"] = True
-        if case.bracket:
-            row["bracket"] = case.bracket
-        try:
-            if isinstance(trace, Exception):
-                raise trace
-            predicted = case.predicted_bytes(trace)
-            row["predicted_bytes"] = predicted
-            row["seconds"] = round(time.perf_counter() - start, 2)
-            if predicted is not None and case.published_bytes is not None and case.statistic == RESERVED:
-                row["unsafe"] = case.is_unsafe(trace, predicted)
-            for limit, ran in case.limits_tried:
-                row.setdefault("limits", []).append([limit, ran, case.runs_within(trace, limit)])
-            for context_bytes in case.other_contexts:
-                other = replace(case, context_bytes=context_bytes).predicted_bytes(trace)
-                row.setdefault("with_context", {})[format_bytes(context_bytes)] = other
-            words = "out of memory" if predicted is None else format_bytes(predicted)
-            if predicted is not None and case.published_bytes is not None:
-                row["error"] = predicted / case.published_bytes - 1
-                words = f"{words:>10} {row['error']:+8.2%}"
-        except Exception as error:
-            # What failed, and with what: the traceback between them names places of this machine.
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            row["failed"] = " ".join([f"{type(error).__name__}:", *lines[:1], *lines[1:][-1:]])
-            words = row["failed"][:100]
-        row.setdefault("seconds", round(time.perf_counter() - start, 2))
+    drawn = [case.drawn() for case in asked]
+    answers = record([each for draws in drawn for _, each in draws])
+    for case, draws in zip(asked, drawn, strict=True):
         start = time.perf_counter()
+        row, words = _row(case, [(times, *next(answers)) for times, _ in draws])
+        row["seconds"] = round(time.perf_counter() - start, 2)
         rows[case.name] = row
         published = "ran" if case.ran else "out of memory"
         published = published if case.published_bytes is None else format_bytes(case.published_bytes)
         print(f"{source} {case.name:<60} {published:>10} {words}", flush=True)
         _write(path, source, [rows[each.name] for each in cases if each.name in rows])
+
+
+def _row(case: Case, draws: Sequence[tuple[int, Case, Trace | Exception]]) -> tuple[dict[str, Any], str]:
+    """What is known of a case and said of it, and the latter in words.
+
+    Args:
+        draws: how often each of its draws came, as a case, and that one's recording.
+    """
+    row: dict[str, Any] = {
+        "name": case.name,
+        "technique": case.technique,
+        "gpu": case.gpu,
+        "statistic": case.statistic,
+        "published_bytes": case.published_bytes,
+        "note": case.note,
+    }
+    if case.ran:
+        row["ran"] = True
+    if case.bracket:
+        row["bracket"] = case.bracket
+    try:
+        found: list[tuple[float, int, Trace]] = []  # bytes, infinite where it runs out of memory
+        for times, each, trace in draws:
+            if isinstance(trace, Exception):
+                raise trace
+            answer = each.predicted_bytes(trace)
+            found.append((math.inf if answer is None else answer, times, trace))
+        values, weights = [each[0] for each in found], [each[1] for each in found]
+        middle = weighted_quantile(values, weights, 0.5)
+        trace = min(found, key=lambda each: abs(each[0] - middle) if each[0] != middle else -1)[2]
+        predicted = None if math.isinf(middle) else int(middle)
+        row["predicted_bytes"] = predicted
+        if case.draws:
+            ends = [weighted_quantile(values, weights, share) for share in (0.05, 0.95)]
+            row["interval"] = [None if math.isinf(end) else int(end) for end in ends]
+        if predicted is not None and case.published_bytes is not None and case.statistic == RESERVED:
+            row["unsafe"] = case.is_unsafe(trace, predicted)
+            if case.draws:
+                row["unsafe_at_upper"] = case.is_unsafe(trace, predicted, row["interval"][1])
+        for limit, ran in case.limits_tried:
+            row.setdefault("limits", []).append([limit, ran, case.runs_within(trace, limit)])
+        for context_bytes in case.other_contexts:
+            other = replace(case, context_bytes=context_bytes).predicted_bytes(trace)
+            row.setdefault("with_context", {})[format_bytes(context_bytes)] = other
+        words = "out of memory" if predicted is None else format_bytes(predicted)
+        if predicted is not None and case.published_bytes is not None:
+            row["error"] = predicted / case.published_bytes - 1
+            words = f"{words:>10} {row['error']:+8.2%}"
+    except Exception as error:
+        # What failed, and with what: the traceback between them names places of this machine.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        row["failed"] = " ".join([f"{type(error).__name__}:", *lines[:1], *lines[1:][-1:]])
+        words = row["failed"][:100]
+    return row, words
 
 
 def _write(path: Path, source: str, rows: list[Mapping[str, Any]]) -> None:

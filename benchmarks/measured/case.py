@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchfinder.devices import device_for, find_gpu
@@ -53,6 +53,8 @@ class Case:
         limits_tried: limits on what the allocator may reserve that the run was repeated with, and whether it ran.
         limit_step_bytes: what such limits are whole multiples of.
         bracket: of a pair of sizes of which one ran and the next did not, what they are a pair of.
+        draws: the lengths of the run's steps, where they are drawn at random: as many draws of them, of which the
+            figure is the median.
     """
 
     name: str
@@ -74,15 +76,18 @@ class Case:
     limits_tried: tuple[tuple[int, bool], ...] = ()
     limit_step_bytes: float = 1
     bracket: str = ""
+    draws: tuple[tuple[int, ...], ...] = ()
+
+    def drawn(self) -> list[tuple[int, Case]]:
+        """Each of the draws as a case of its own, and how often it was drawn; itself where there are none."""
+        if not self.draws:
+            return [(1, self)]
+        steps = {lengths: replace(self.step, lengths=lengths) for lengths in self.draws}
+        return [(self.draws.count(lengths), replace(self, step=step, draws=())) for lengths, step in steps.items()]
 
     def predicted_bytes(self, trace: Trace) -> int | None:
         """The same figure of a recorded step; None where it runs out of memory on that card."""
-        device = device_for(find_gpu(self.gpu), self.context_bytes)
-        if self.step.gpus > 1:
-            strategy = self.step.strategy
-            device = device.among_others(STRATEGIES[strategy].communicators if strategy is not None else 1)
-        memory = DeviceMemory(device.total_bytes, device.usable_bytes)
-        sizes = self.sizes(trace)
+        memory, sizes = self.card(), self.sizes(trace)
         if self.empties_cache:
             allocator = CachingAllocator(memory)
             reserved = reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache)
@@ -93,20 +98,31 @@ class Case:
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
         return peak + self.outside_bytes
 
+    def card(self) -> DeviceMemory:
+        """What its card has, and what the CUDA context and other GPUs' communicators leave."""
+        device = device_for(find_gpu(self.gpu), self.context_bytes)
+        if self.step.gpus > 1:
+            strategy = self.step.strategy
+            device = device.among_others(STRATEGIES[strategy].communicators if strategy is not None else 1)
+        return DeviceMemory(device.total_bytes, device.usable_bytes)
+
     def sizes(self, trace: Trace) -> list[int]:
         """Of the blocks of a recorded step, in bytes; 0 for those that the figure does not hold."""
         return [
             0 if kind in self.without else size for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True)
         ]
 
-    def is_unsafe(self, trace: Trace, predicted_bytes: int) -> bool:
+    def is_unsafe(self, trace: Trace, predicted_bytes: int, cap_bytes: int | None = None) -> bool:
         """Whether the run would be out of memory if the allocator could reserve no more than was predicted.
 
         That is what `torch.cuda.set_per_process_memory_fraction` does. Where the run was repeated with a limit, and no
         limit in between is open, it is known. Elsewhere the recorded step is replayed with a limit that is lower by as
         much as the prediction is below the figure: as if all that it is short of had been in use.
+
+        Args:
+            cap_bytes: what it could reserve, where that is not the prediction.
         """
-        limit = self.limit_of(predicted_bytes)
+        limit = self.limit_of(predicted_bytes if cap_bytes is None else cap_bytes)
         if any(ran and tried <= limit for tried, ran in self.limits_tried):
             return False
         if any(not ran and tried >= limit for tried, ran in self.limits_tried):
@@ -120,7 +136,7 @@ class Case:
 
     def runs_within(self, trace: Trace, limit_bytes: int) -> bool:
         """Whether a recorded step runs where the allocator may reserve so much, all that the figure holds counted."""
-        limit, sizes = max(1, limit_bytes - self.outside_bytes), self.sizes(trace)
+        limit, sizes = min(max(1, limit_bytes - self.outside_bytes), self.card().capacity_bytes), self.sizes(trace)
         if self.empties_cache:
             allocator = CachingAllocator()
             return reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache, limit) is not None

@@ -3,7 +3,8 @@
 A row is a mapping: `published_bytes` (None where the run ran out of memory, or has no figure but `ran`),
 `predicted_bytes` (None where the simulated run ran out of memory), `error` where both have a figure, `failed` where the
 recording ended with an error, and `seconds`. `unsafe` says that the run would be out of memory with its estimate as the
-limit. Rows with the same `bracket` are a size that ran and the next larger one, which did not.
+limit, `unsafe_at_upper` that it would with the upper end of its `interval`. Rows with the same `bracket` are a size
+that ran and the next larger one, which did not.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
         mean of the errors; `verdicts`, how many said rightly whether the run fits, of `asked`; `low`, the share of the
         figures that are below the published ones; `failed`; and `seconds`, the median of a row. Of `capped` rows, for
         which it is known whether the run goes well with its estimate as the limit or the verdict was wrong already,
-        `failures` is how many do not: xMem's measure. Of `limits` that runs were repeated with, `limits_right` is how
-        many of the outcomes the recorded step has as well. Of `brackets`, `hit` are those whose two verdicts are right,
+        `failures` is how many do not: xMem's measure. `failures_at_upper` is the same with the upper end of the
+        interval as the limit, where there is one. Of `limits` that runs were repeated with, `limits_right` is how many
+        of the outcomes the recorded step has as well. Of `brackets`, `hit` are those whose two verdicts are right,
         `below` those where the size that ran is said not to, and `above` the rest.
     """
     errors = [row["error"] for row in rows if "error" in row]
@@ -46,6 +48,9 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
         wrong = len(asked) - right
         scores["capped"] = sum("unsafe" in row or "error" not in row for row in asked)
         scores["failures"] = wrong + sum(bool(row.get("unsafe")) for row in asked)
+        if any("unsafe_at_upper" in row for row in asked):
+            at_upper = [row.get("unsafe_at_upper", row.get("unsafe")) for row in asked]
+            scores["failures_at_upper"] = wrong + sum(map(bool, at_upper))
     outcomes = [ran == said for row in rows for _, ran, said in row.get("limits", ())]
     if outcomes:
         scores |= {"limits": len(outcomes), "limits_right": sum(outcomes)}
@@ -116,6 +121,8 @@ def table(scores: Mapping[str, Mapping[str, Any]]) -> str:
         verdicts = f"{score['verdicts']}/{score['asked']}"
         seconds = f"{score['seconds']:6.1f}" if "seconds" in score else f"{'':>6}"
         failures = f"{score['failures']}/{score['capped']}" if "capped" in score else ""
+        if "failures_at_upper" in score:
+            failures = f"{score['failures']}, {score['failures_at_upper']}/{score['capped']}"
         brackets = f"{score['hit']}/{score['brackets']}" if "brackets" in score else ""
         counts = f"{verdicts:>9} {seconds} {failures:>9} {brackets:>9}".rstrip()
         lines.append(f"{name:<20} {score['rows']:>5} {figures} {low} {counts}")

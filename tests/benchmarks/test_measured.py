@@ -16,6 +16,7 @@ from benchmarks.measured import case as cases_module
 from benchmarks.measured.__main__ import RESULTS, SOURCES
 from benchmarks.measured.case import ALLOCATED, RESERVED, Case, record
 from benchmarks.measured.scores import of_all, of_rows, weighted_quantile
+from benchmarks.measured.xmem.cases import DRAWS
 
 HERE = Path(cases_module.__file__).parent
 SEED = 14
@@ -110,17 +111,20 @@ def test_verdicts_count_both_ways() -> None:
 
 
 def test_failures_are_wrong_verdicts_and_estimates_that_are_no_limit() -> None:
-    """Of five rows one has a wrong verdict and one does not run within its estimate; one was not tried."""
+    """Of five rows one has a wrong verdict and one does not run within its estimate; one was not tried.
+
+    The one runs within the upper end of its estimate's interval.
+    """
     figure = {"published_bytes": 100, "predicted_bytes": 99, "error": -0.01}
     rows = [
         {**figure, "unsafe": False},
-        {**figure, "unsafe": True},
+        {**figure, "unsafe": True, "interval": [99, 101], "unsafe_at_upper": False},
         figure,
         {"published_bytes": None, "predicted_bytes": None},
         {"published_bytes": None, "predicted_bytes": 5},
     ]
     scores = of_rows(rows)
-    assert (scores["failures"], scores["capped"]) == (2, 4)
+    assert (scores["failures"], scores["failures_at_upper"], scores["capped"]) == (2, 1, 4)
 
 
 def test_limits_are_whole_percent_and_their_outcomes_are_counted() -> None:
@@ -135,6 +139,26 @@ def test_limits_are_whole_percent_and_their_outcomes_are_counted() -> None:
     row = {"published_bytes": 5, "predicted_bytes": 5, "error": 0.0}
     scores = of_rows([{**row, "limits": [[4, False, False], [6, True, True]]}, {**row, "limits": [[3, True, False]]}])
     assert (scores["limits"], scores["limits_right"]) == (3, 2)
+
+
+def test_random_lengths_are_drawn_by_a_seed() -> None:
+    """Texts are as long as the longest of a batch: of 30 always 128 tokens, of 5 often fewer, of 1 at least one.
+
+    Each draw is recorded once, however often it came.
+    """
+    cases = {case.name: case for case in cases_of("xmem")}
+    (thirty,) = cases["distilbert/distilgpt2 Adam 30"].drawn()
+    assert thirty[0] == DRAWS[15]
+    assert thirty[1].step.lengths == (128,) * 4
+    five = cases["EleutherAI/gpt-neo-125M SGD 5"].drawn()
+    assert sum(times for times, _ in five) == DRAWS[5]
+    assert DRAWS[5] / 2 < len(five) < DRAWS[5]
+    assert len({case.step.lengths for _, case in five}) == len(five)
+    assert not any(case.draws for _, case in five)
+    one = cases["Qwen/Qwen3-4B SGD 1"].drawn()
+    assert {length > 0 for _, case in one for length in case.step.lengths} == {True}
+    (images,) = cases["MnasNet SGD 700"].drawn()
+    assert images == (1, cases["MnasNet SGD 700"])
 
 
 def test_brackets_are_hit_by_two_right_verdicts() -> None:

@@ -1,7 +1,10 @@
-"""xMem's jobs, three steps each; README.md says what was read where."""
+"""xMem's jobs, four steps each; README.md says what was read where."""
 
 from __future__ import annotations
 
+import csv
+import functools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +14,25 @@ from benchmarks.measured.case import RESERVED, Case, read_rows
 TOKENS = 128
 """Texts are cut there; a batch is as long as its longest."""
 
-_OF_LENGTHS = (
-    "the texts of some steps are shorter: with a second step of 120 tokens {:+.1f} %, with a first one {:+.1f} %"
-)
+STEPS = 4
+"""The loops end after the step of index `iterations`, which is 3: exp/trainer/__init__.py and train_loop.py."""
+
+DRAWS = {1: 7, 5: 41, 15: 101}
+"""Of the steps' lengths, by the batch size from which on: the loader shuffles, and no seed is set.
+
+Each is recorded once. Of batches of one all differ, and the models are the largest; of 15 texts and more few do.
+"""
+
 _WORKSPACES = (
     "0.36 and 0.53 GiB more than all tensors: cuDNN's workspaces, by size; it picks its algorithms on the card"
 )
 NOTES = {
-    "cerebras/Cerebras-GPT-111M SGD 10": _OF_LENGTHS.format(-1.8, 4.8),
-    "cerebras/Cerebras-GPT-111M AdamW 10": _OF_LENGTHS.format(-0.6, -12.6),
-    "T5-small Adam 5": _OF_LENGTHS.format(2.6, -3.0),
-    "cerebras/Cerebras-GPT-111M SGD 5": _OF_LENGTHS.format(-3.1, 9.0),
-    "distilbert/distilgpt2 AdamW 15": "a block of 5.6 MiB lies in the free segment that the logits need; else -0.6 %",
+    "cerebras/Cerebras-GPT-111M SGD 10": "one run in four has a shorter step: with a second one of 118 tokens -0.8 %",
+    "cerebras/Cerebras-GPT-111M AdamW 10": (
+        "one run in four has a shorter step: with a second one of 118 tokens it comes to the same byte"
+    ),
+    "T5-small Adam 5": "two runs in three have a shorter step, and come to 8 % less or more",
+    "distilbert/distilgpt2 AdamW 15": "a block of 5.6 MiB lies in the free segment that the logits need; else -0.4 %",
     "MnasNet AdamW 200": _WORKSPACES,
     "MnasNet Adam 300": _WORKSPACES,
 }
@@ -52,7 +62,7 @@ def cases() -> list[Case]:
                 statistic=RESERVED,
                 published_bytes=None if row["real_oom"] == "True" else int(row["nvml_peak_bytes"]),
                 workload=WorkloadSpec(f"benchmarks.measured.xmem.models:{'text' if of_text else 'images'}", arguments),
-                step=StepConfig(optimizer=_NAMED.get(optimizer, "sgd"), steps=3),
+                step=StepConfig(optimizer=_NAMED.get(optimizer, "sgd"), steps=STEPS),
                 batch_size=int(row["batch_size"]),
                 seq_len=TOKENS if of_text else None,
                 note="" if repeat else note,
@@ -62,9 +72,40 @@ def cases() -> list[Case]:
                     if row[f"{tool}_bytes"] and row[f"{tool}_second_oom"]
                 ),
                 limit_step_bytes=step,
+                draws=lengths_drawn(model, int(row["batch_size"])) if of_text else (),
             )
         )
     return found
+
+
+_BEGUN = ("meta-llama", "deepseek-ai", "google")
+"""Whose tokenizers put a token before each text."""
+
+
+def lengths_drawn(model: str, batch_size: int) -> tuple[tuple[int, ...], ...]:
+    """The lengths of a run's steps, as often as it is drawn: those of the longest of so many texts, in tokens.
+
+    The texts are lines of wikitext-2, of which a third are empty. A batch of empty texts alone has no token, and would
+    end the run with an error: it is drawn again.
+    """
+    counts = _line_lengths()["t5" if model == "T5-small" else "gpt2"]
+    chance = random.Random(14)
+    begun = model.startswith(_BEGUN)
+
+    def longest() -> int:
+        texts = chance.choices(range(TOKENS + 1), counts, k=batch_size)
+        return min(TOKENS, max(texts) + begun) or longest()
+
+    draws = DRAWS[max(size for size in DRAWS if size <= batch_size)]
+    return tuple(tuple(longest() for _ in range(STEPS)) for _ in range(draws))
+
+
+@functools.cache
+def _line_lengths() -> dict[str, list[int]]:
+    """How many lines have 0, 1, 2, ... and `TOKENS` or more tokens, by tokenizer."""
+    lines = (Path(__file__).parent / "lengths.csv").read_text(encoding="utf-8").splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    return {name: [int(row[name]) for row in rows] for name in ("gpt2", "t5")}
 
 
 CARD_BYTES = {"RTX 3060": 12622168064, "A100 40GB": 42474471424}

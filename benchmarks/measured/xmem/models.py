@@ -16,6 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_attn_mask_utils import AttentionMaskConverter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from batchfinder.training.step import Workload
 
@@ -108,11 +110,18 @@ def text(model: str) -> Workload:
     config = getattr(transformers, f"{family}Config")(**figures)
     attention = "eager" if family in ("T5", "GPTNeo", "Gemma2") else OF_2025
     built = getattr(transformers, head)._from_config(config, dtype=torch.float32, attn_implementation=attention)
+    if family == "GPT2":
+        hold_causal_masks(built)
+    if family == "T5":
+        for module in built.modules():
+            if isinstance(module, T5Attention):
+                module.forward = partial(t5_attention_of_2025, module)
 
     def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
         tokens = torch.zeros(batch_size, seq_len or 1, dtype=torch.int64)
         mask = torch.ones_like(tokens)
-        mask[-1, -1] = 0  # texts are of different lengths
+        if batch_size > 1:
+            mask[-1, -1] = 0  # texts are of different lengths
         return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
 
     return Workload(KeepsOutputs(Held(built, family)), make_batch)
@@ -197,6 +206,60 @@ def mask_of_2025(attention_mask: torch.Tensor, q_length: int, kv_length: int, *_
     least = torch.finfo(torch.float32).min
     mask = AttentionMaskConverter(is_causal=True).to_4d(attention_mask, q_length, torch.float32, kv_length)
     return AttentionMaskConverter._unmask_unattended(mask, min_dtype=least)
+
+
+def hold_causal_masks(model: nn.Module) -> None:
+    """Give each of GPT-2's attentions the two buffers that it had: bool (1, 1, positions, positions), and a number.
+
+    Source: `GPT2Attention` in
+    https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/gpt2/modeling_gpt2.py.
+    """
+    for attention in model.modules():
+        if isinstance(attention, GPT2Attention):
+            positions = attention.config.max_position_embeddings
+            causal = torch.ones(1, 1, positions, positions, dtype=torch.bool).tril()
+            attention.register_buffer("bias", causal, persistent=False)
+            attention.register_buffer("masked_bias", torch.tensor(-1e4), persistent=False)
+
+
+def t5_attention_of_2025(
+    attention: T5Attention,
+    hidden_states: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    key_value_states: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """T5's attention: the first layer added the mask to the position bias, for all, and scores took both in place.
+
+    Today's adds both to the scores in each layer, as new tensors.
+
+    Source: `T5Attention.forward` in
+    https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/t5/modeling_t5.py.
+    """
+    heads = len(hidden_states), -1, attention.n_heads, attention.key_value_proj_dim
+    states = hidden_states if key_value_states is None else key_value_states
+    query = attention.q(hidden_states).view(heads).transpose(1, 2)
+    key = attention.k(states).view(heads).transpose(1, 2)
+    value = attention.v(states).view(heads).transpose(1, 2)
+    if past_key_values is not None:
+        is_self = key_value_states is None
+        cache = past_key_values.self_attention_cache if is_self else past_key_values.cross_attention_cache
+        key, value = cache.update(key, value, attention.layer_idx)
+    scores = query @ key.transpose(3, 2)
+    if position_bias is None:
+        if attention.has_relative_attention_bias:
+            position_bias = attention.compute_bias(*scores.shape[2:], device=scores.device)
+        else:
+            position_bias = scores.new_zeros(1, *scores.shape[1:])
+        if mask is not None:
+            position_bias = position_bias + mask
+    scores += position_bias
+    weights = nn.functional.softmax(scores.float(), dim=-1).type_as(scores)
+    weights = nn.functional.dropout(weights, p=attention.dropout, training=attention.training)
+    output = (weights @ value).transpose(1, 2).contiguous().view(*hidden_states.shape[:2], attention.inner_dim)
+    return attention.o(output), position_bias, weights
 
 
 ALL_ATTENTION_FUNCTIONS.register(OF_2025, attention_of_2025)
