@@ -231,7 +231,7 @@ class SweepRequest:
         if self.multiple_of > 1:
             words.append(f"multiples of {self.multiple_of}")
         if self.target_batch_size is not None:
-            words.append(f"for an effective batch of {self.target_batch_size}, with gradients kept from micro-batch to micro-batch")
+            words.append(f"for an effective batch of {self.target_batch_size}, gradients kept between micro-batches")
         if self.throughput:
             words.append("speed of forward, backward and step on one device, without loader and communication")
         if self.place.device == CPU:

@@ -191,7 +191,7 @@ def _by_kind(found: EstimateFindings, explain: bool) -> Table:
         peak = f"{_stage(one.peak)}, {where}, where {operator} allocates {format_bytes(one.peak.tensor.bytes)}"
         notes.append(f"peak: {peak}; {format_bytes(one.allocated_bytes)} allocated")
         since = _stage(one.last_segment)
-        notes.append(f"reserved memory is highest from {since} on; fragmentation: reserved, but in no tensor at the peak")
+        notes.append(f"reserved memory is highest from {since} on; fragmentation: reserved, in no tensor at the peak")
     saved = ", where PyTorch has to free cached memory for it" if one.required_bytes < one.peak_bytes else ""
     notes.append(f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}")
     if one.num_alloc_retries:

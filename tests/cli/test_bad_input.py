@@ -163,14 +163,14 @@ WHEN_BUILT = [
 @pytest.mark.parametrize(("options", "said"), WHEN_BUILT, ids=[options for options, _ in WHEN_BUILT])
 def test_what_shows_when_the_model_is_built(options: str, said: str, run: Run) -> None:
     """What is wrong with a model or a length is told in full, with the user's traceback and none of ours."""
-    done = run("sweep", "--model", *options.split())
+    done = run("sweep", "--gpu", "t4", "--model", *options.split())
     assert (done.code, done.out) == (1, "")
     assert done.err == f"building {options.split()[0]}\nbatchfinder: {said}\n"
 
 
 def test_a_forward_that_raises(run: Run) -> None:
     """A model that fails in its forward is the user's failure: the traceback has the user's frames and none of ours."""
-    done = run("sweep", "--model", "mine:fails_in_forward")
+    done = run("sweep", "--gpu", "t4", "--model", "mine:fails_in_forward")
     assert (done.code, done.out) == (1, "")
     first, *_ = done.err.splitlines()[1:]
     assert first == "batchfinder: mine:fails_in_forward at batch size 7, sequence length 64 raised:"
@@ -182,7 +182,7 @@ def test_a_forward_that_raises(run: Run) -> None:
 
 def test_a_recording_that_dies(run: Run) -> None:
     """A recording whose process dies is told with the operator that ran, how it ended and what it printed."""
-    done = run("sweep", "--model", "mine:aborts", "--seq-len", "16")
+    done = run("sweep", "--gpu", "t4", "--model", "mine:aborts", "--seq-len", "16")
     assert (done.code, done.out) == (1, "")
     assert "Traceback" not in done.err
     said = done.err.removeprefix("building mine:aborts\n")

@@ -121,7 +121,7 @@ def test_table(small_json: Done, small_table: Done) -> None:
     ]
     assert small_table.out.splitlines() == [
         "Largest training batch, simulated",
-        "fp32, adamw, headroom 10%, for an effective batch of 100000, with gradients kept from micro-batch to micro-batch",
+        "fp32, adamw, headroom 10%, for an effective batch of 100000, gradients kept between micro-batches",
         f"usable: 1.00 GiB of {T4}, 1.00 GiB of {INSTANCE}",
         "",
         f"model      {'GPU':<43}  seq len  max batch  peak reserved  micro-batch x accumulation  source",

@@ -91,7 +91,8 @@ def test_defaults() -> None:
     assert request.models == ("bert-base", "bert-large")
     assert [card.name for card in request.place.cards] == ["Titan X Pascal"]
     assert (request.step.mode, request.step.precision, request.step.optimizer) == ("train", "fp32", "adamw")
-    assert (request.place.notes, request.conditions, request.place.device) == ((), (), "simulated")
+    note = "no GPU was found here, and no --gpu is named: simulating Titan X Pascal"
+    assert (request.place.notes, request.conditions, request.place.device) == ((note,), (), "simulated")
 
 
 def test_each_thing_once() -> None:
@@ -105,7 +106,7 @@ def test_conditions() -> None:
     options = "--headroom 10% --max-batch-size 32 --target-batch-size 256 --min-batch-size 2 --multiple-of 8"
     words = (
         *("headroom 10%", "at least 2", "at most 32", "multiples of 8"),
-        "for an effective batch of 256, with gradients kept from micro-batch to micro-batch",
+        "for an effective batch of 256, gradients kept between micro-batches",
     )
     assert request_for(options).conditions == words
     cpu = f"{options} --device cpu --budget 64MiB"

@@ -90,7 +90,7 @@ CUDA context        300.00 MiB   12.2%
 all                   2.40 GiB  100.0%
 
 peak: step 0, loss, no module, where _log_softmax allocates 60.00 MiB; 1.42 GiB allocated
-reserved memory is highest from step 0, optimizer on; fragmentation: reserved, but in no tensor at the peak
+reserved memory is highest from step 0, optimizer on; fragmentation: reserved, in no tensor at the peak
 the smallest GPU that runs it has 1.92 GiB, where PyTorch has to free cached memory for it
 1 assumption; --explain says which
 """
