@@ -198,3 +198,12 @@ def test_results_name_no_place_of_a_machine() -> None:
     """What failed is said without the traceback's files."""
     for path in sorted(RESULTS.parent.rglob("*.json")):
         assert not re.search(r"[\"' (]/(tmp|home|root|work|usr|opt)/|Traceback", path.read_text(encoding="utf-8")), path
+
+
+def test_liger_rows_are_near_their_figures() -> None:
+    """Of the rows that were recorded half are within 0.1 % of what was published, and nine in ten within 5 %."""
+    rows = json.loads((RESULTS / "liger.json").read_text(encoding="utf-8"))["rows"]
+    errors = sorted(abs(row["error"]) for row in rows if "error" in row)
+    assert len(errors) >= 490
+    assert errors[len(errors) // 2] <= 0.001
+    assert errors[len(errors) * 9 // 10] <= 0.05

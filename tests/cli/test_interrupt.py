@@ -87,7 +87,7 @@ def interrupted(
 @pytest.mark.parametrize("whole_group", [True, False], ids=["the whole group", "the process alone"])
 def test_while_building(tmp_path: Path, whole_group: bool) -> None:
     """While the model is built: 130, one line, nothing on stdout, no child and no folder left."""
-    done = interrupted(tmp_path, ("--model", "mine:slow_to_build"), "building", BUILDING, whole_group)
+    done = interrupted(tmp_path, ("--gpu", "t4", "--model", "mine:slow_to_build"), "building", BUILDING, whole_group)
     assert done == Done(130, "", "building mine:slow_to_build\nbatchfinder: interrupted\n")
 
 

@@ -28,7 +28,7 @@ SETUPS = ("fp32_eager", "fp32_sdpa", "bf16_mixed_sdpa", "bf16_mixed_sdpa_checkpo
 # Model, length, published, the largest batch in each setup, and the micro-batch of the two plans.
 LARGEST = (
     ("bert-base", 64, 64, (234, 266, 309, 1696), (256, 256)),
-    ("bert-base", 128, 32, (106, 133, 133, 766), (128, 256)),
+    ("bert-base", 128, 32, (106, 133, 133, 770), (128, 256)),
     ("bert-base", 256, 16, (44, 66, 52, 334), (64, 256)),
     ("bert-base", 320, 14, (32, 53, 38, 220), (32, 128)),
     ("bert-base", 384, 12, (24, 44, 28, 172), (32, 128)),
@@ -55,7 +55,7 @@ AdamW
 model       len  published  eager  sdpa        sdpa  checkpointing  published
 ─────────────────────────────────────────────────────────────────────────────
 bert-base    64         64    234   266         309           1696       3.66
-bert-base   128         32    106   133         133            766       3.31
+bert-base   128         32    106   133         133            770       3.31
 bert-base   256         16     44    66          52            334       2.75
 bert-base   320         14     32    53          38            220       2.29
 bert-base   384         12     24    44          28            172       2.00

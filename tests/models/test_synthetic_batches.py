@@ -42,7 +42,8 @@ def test_ids_alone_are_one_tensor() -> None:
 @pytest.mark.parametrize("seq_len", [None, 0, 33])
 def test_lengths_outside_the_positions_are_refused(seq_len: int | None) -> None:
     """A sequence that the model has no positions for is an error of the caller's that names the limit."""
-    with pytest.raises(InvalidValue, match=f"seq_len: invalid value {seq_len}.* up to the 32 positions"):
+    wrong = "missing" if seq_len is None else f"invalid value {seq_len}"
+    with pytest.raises(InvalidValue, match=f"seq_len: {wrong}.* up to the 32 positions"):
         TEXT(2, seq_len)
 
 
