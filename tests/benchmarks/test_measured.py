@@ -22,7 +22,7 @@ HERE = Path(cases_module.__file__).parent
 SEED = 14
 SAMPLED = {
     "litgpt": ("phi-1.5 None", "StableLM Alpha None"),
-    "fms": ("bigcode/gpt_bigcode-santacoder full",),
+    "fms": ("bigcode/gpt_bigcode-santacoder full 4",),
     "xmem": ("EleutherAI/gpt-neo-125M AdamW 10",),  # 0.85 % less were gradients not summed in place
     "megatron": ("gpt3_mcore_tp4", "gpt3_mcore_tp1"),
 }

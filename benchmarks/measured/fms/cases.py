@@ -1,4 +1,4 @@
-"""fms-acceleration's rows without an acceleration framework, on one GPU; README.md says what was read where."""
+"""fms-acceleration's rows of one GPU, and of full fine-tuning on 2 and 4; README.md says what was read where."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from batchfinder.training.spec import StepConfig, WorkloadSpec
 from benchmarks.measured.case import ALLOCATED, Case, read_rows
 
 # Tokens of a sample: what the rows' tokens per second are to their samples per second.
-TOKENS = {"bigcode/gpt_bigcode-santacoder": 2048, "mistralai/Mistral-7B-v0.1": 4096, "ibm/PowerLM-3b": 4096}
+TOKENS = {
+    "bigcode/gpt_bigcode-santacoder": 2048,
+    "mistralai/Mistral-7B-v0.1": 4096,
+    "ibm/PowerLM-3b": 4096,
+    "meta-llama/Meta-Llama-3-8B": 4096,
+}
 
 NOTES = {
     (
@@ -18,6 +23,7 @@ NOTES = {
     "which was not found; at batch size 4 the optimizer's step is the peak"
 }
 """What is known of rows that are off."""
+FSDP_1 = "FSDP 1; FSDP2 gathers a layer into a buffer and copies it out: 0.51 GiB for a layer of 416 MiB on 4 GPUs"
 
 
 def cases() -> list[Case]:
@@ -27,18 +33,25 @@ def cases() -> list[Case]:
         if row["mem_peak_torch_mem_alloc_in_bytes"]:
             model, lora = row["model_name_or_path"], row["peft_method"] == "lora"
             batch_size = int(row["per_device_train_batch_size"])
+            gpus, kernels, mixed = int(row["num_gpus"]), row["framework_config"], row["bf16"] == "True"
+            on = f", {gpus} GPUs, {kernels}, {'bf16 mixed' if mixed else 'bf16'}" if gpus > 1 else ""
+            technique = "FSDP2" if gpus > 1 else "LoRA" if lora else "checkpointing"
+            made = {"kernels": kernels, "mixed": mixed} if gpus > 1 else {}
             found.append(
                 Case(
-                    name=f"{model} {'LoRA' if lora else 'full'} {batch_size}",
-                    technique="LoRA" if lora else "checkpointing",
+                    name=f"{model} {'LoRA' if lora else 'full'} {batch_size}{on}",
+                    technique=technique,
                     gpu="A100 80GB",
                     statistic=ALLOCATED,
-                    published_bytes=int(row["mem_peak_torch_mem_alloc_in_bytes"]),
-                    workload=WorkloadSpec("benchmarks.measured.fms.model:build", {"model": model, "lora": lora}),
-                    step=StepConfig(),  # its types are those it was built with
+                    published_bytes=int(float(row["mem_peak_torch_mem_alloc_in_bytes"])),
+                    workload=WorkloadSpec(
+                        "benchmarks.measured.fms.model:build", {"model": model, "lora": lora, **made}
+                    ),
+                    # Without autocast the types are those it was built with.
+                    step=StepConfig(precision="bf16-mixed" if mixed else "fp32", gpus=gpus, flash=mixed),
                     batch_size=batch_size,
                     seq_len=TOKENS[model],
-                    note="" if lora else NOTES.get((model, batch_size), ""),
+                    note=FSDP_1 if mixed else "" if lora or gpus > 1 else NOTES.get((model, batch_size), ""),
                 )
             )
     return found

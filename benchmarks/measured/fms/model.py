@@ -1,21 +1,28 @@
-"""transformers' models as fms-acceleration's benchmark trains them: bf16 weights, every layer checkpointed, AdamW.
+"""transformers' models as fms-acceleration's benchmark trains them: checkpointed layers, AdamW, one GPU or FSDP.
 
 The models are those of the installed transformers; the losses are the rows' own:
 https://github.com/huggingface/transformers/blob/v4.48.1/src/transformers/loss/loss_utils.py (`ForCausalLMLoss`) and
-https://github.com/huggingface/transformers/blob/v4.45.2/src/transformers/models/granite/modeling_granite.py.
+https://github.com/huggingface/transformers/blob/v4.45.2/src/transformers/models/granite/modeling_granite.py. The fused
+kernels are written for what they allocate and keep, after plugins/fused-ops-and-kernels of
+https://github.com/foundation-model-stack/fms-acceleration/tree/876e2ed6fc4e966785e3f4315f5ee3cdf8e3d097.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from transformers.models.mistral.modeling_mistral import repeat_kv
 
 from batchfinder.training.step import Workload
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _MISTRAL = {"sliding_window": None}  # 4096 there, which hides nothing of 4096 tokens; else the class's defaults
 _POWERLM = {
@@ -35,7 +42,9 @@ _POWERLM = {
 _SANTACODER = {"vocab_size": 49280, "n_positions": 2048, "n_embd": 2048, "n_layer": 24, "n_head": 16}
 # The class of transformers, its config's figures, and where logits were taken to fp32: nowhere, in the loss function
 # with the forward's own beside them (4.48), or in the forward, in their place (4.45).
+_LLAMA = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "meta-llama/Meta-Llama-3-8B": ("LlamaForCausalLM", "LlamaConfig", _LLAMA, "forward"),
     "bigcode/gpt_bigcode-santacoder": ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _SANTACODER, ""),
     "mistralai/Mistral-7B-v0.1": ("MistralForCausalLM", "MistralConfig", _MISTRAL, "loss"),
     "ibm/PowerLM-3b": ("GraniteForCausalLM", "GraniteConfig", _POWERLM, "forward"),
@@ -43,11 +52,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def build(model: str, lora: bool) -> Workload:
-    """One of `MODELS`; with `lora`, adapters of rank 16 in fp32 train alone."""
+def build(model: str, lora: bool = False, kernels: str = "none", mixed: bool = False) -> Workload:
+    """One of `MODELS`; with `lora`, adapters of rank 16 in fp32 train alone.
+
+    Args:
+        kernels: `foak-fast-kernels` for fused norms and a fused loss of fp32 logits, `foak-fast-kernels-liger` for the
+            norms and Liger's loss of chunks of logits.
+        mixed: fp32 weights, computed with and summed in bf16; else all is bf16.
+    """
     head, config, figures, widened = MODELS[model]
     built = getattr(transformers, head)._from_config(
-        getattr(transformers, config)(**figures), dtype=torch.bfloat16, attn_implementation="sdpa"
+        getattr(transformers, config)(**figures),
+        dtype=torch.float32 if mixed else torch.bfloat16,
+        attn_implementation="repeated" if kernels != "none" and model.startswith("mistralai/") else "sdpa",
     )
     built.config.use_cache = False
     built.loss_function = partial(shifted_loss, wide=widened == "loss")
@@ -59,7 +76,41 @@ def build(model: str, lora: bool) -> Workload:
         built = peft.get_peft_model(
             built, peft.LoraConfig(r=16, lora_alpha=16, lora_dropout=0.1, target_modules=TARGETS)
         )
-    return Workload(WidensLogits(built) if widened == "forward" else built, batch_of_tokens, casts_weights=False)
+    if kernels != "none":
+        for module in built.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = MethodType(_fused_norm, module)
+        fused: nn.Module = FusedLoss(built, chunked=kernels.endswith("-liger"))
+    else:
+        fused = WidensLogits(built) if widened == "forward" else built
+    return Workload(fused, batch_of_tokens, casts_weights=False, parallelize=partial(shard_layers, mixed=mixed))
+
+
+def repeated_heads(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention with a copy of keys and values for each head, as Mistral had it in 4.45, and Llama had not.
+
+    https://github.com/huggingface/transformers/blob/v4.45.2/src/transformers/models/mistral/modeling_mistral.py
+    """
+    key, value = (repeat_kv(each, module.num_key_value_groups) for each in (key, value))
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+transformers.AttentionInterface.register("repeated", repeated_heads)
+
+
+def shard_layers(model: nn.Module, mesh: DeviceMesh, mixed: bool) -> None:
+    """A unit for each layer and one for the rest, as accelerate wraps them (`TRANSFORMER_BASED_WRAP`)."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    half = torch.bfloat16 if mixed else None
+    policy = MixedPrecisionPolicy(half, half, half)
+    (layers,) = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 20]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def batch_of_tokens(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
@@ -91,3 +142,79 @@ class WidensLogits(nn.Module):
         loss = shifted_loss(logits, labels, wide=False)
         self.hidden.clear()
         return {"loss": loss, "logits": logits}
+
+
+def _fused_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return FusedNorm.apply(hidden, norm.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class FusedNorm(torch.autograd.Function):
+    """Unsloth's RMSNorm (kernels/unsloth/rms_layernorm.py): keeps the input, and the weight gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None  # in its place
+
+
+class FusedLoss(nn.Module):
+    """A model with a fused loss: of fp32 logits, or of chunks of logits."""
+
+    def __init__(self, model: Any, chunked: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.chunked = chunked
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.model.model(input_ids=input_ids).last_hidden_state
+        labels = labels[..., 1:].reshape(-1)
+        if self.chunked:
+            shifted = hidden[..., :-1, :].contiguous().view(-1, hidden.shape[-1])
+            return {"loss": LossOfChunks.apply(shifted, self.model.lm_head.weight, labels)}  # type: ignore[no-untyped-call]
+        logits = self.model.lm_head(hidden).float()
+        shifted = logits[..., :-1, :].contiguous().view(-1, logits.shape[-1])
+        del logits  # as the Trainer lets a model's outputs go before the backward
+        return {"loss": LossInPlace.apply(shifted, labels).sum()}  # type: ignore[no-untyped-call]
+
+
+class LossInPlace(torch.autograd.Function):
+    """Unsloth's cross-entropy (kernels/unsloth/cross_entropy_loss.py), whose gradient takes the logits' place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+        ctx.save_for_backward(logits, losses.clone(), labels)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0], None
+
+
+class LossOfChunks(torch.autograd.Function):
+    """Liger's fused loss as of 2024 (fused_ops/liger_ce): both gradients are made in the forward, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        tokens, chunks = hidden.shape[0], -(-weight.shape[0] // hidden.shape[1])
+        size = 1 << (-(-tokens // chunks) - 1).bit_length()
+        grad_weight, grad_hidden = torch.zeros_like(weight), torch.zeros_like(hidden)
+        losses = hidden.new_zeros(tokens, dtype=torch.float32)
+        for start in range(0, tokens, size):
+            part = hidden[start : start + size]
+            logits = (part @ weight.t()).float()
+            grad = logits.to(hidden.dtype)
+            grad_hidden[start : start + size] = grad @ weight
+            torch.addmm(grad_weight, grad.t(), part, out=grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden, grad_weight, None
