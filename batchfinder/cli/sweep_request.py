@@ -124,7 +124,7 @@ def real_gpu(asked: str, budget_bytes: int | None) -> Place:
     """The GPU that is asked for, as `--device` has it, which this machine must have.
 
     Raises:
-        InvalidValue: there is none, or PyTorch cannot use it.
+        InvalidValue: this machine has no such GPU, or PyTorch cannot use it.
     """
     device = "cuda:0" if asked == "cuda" else asked
     try:

@@ -35,7 +35,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scratch_sizes(scratch: kernel_memory.Scratch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-    """What a kernel takes on another card; None where there is none for these arguments."""
+    """The scratch of a kernel on another compute capability; None where that has no kernel for these arguments."""
     try:
         return scratch(*args, **kwargs)
     except BatchFinderError:

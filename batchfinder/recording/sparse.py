@@ -120,7 +120,7 @@ def _add_scratch(first: torch.Tensor, second: Any, **_: Any) -> list[int]:
 
     Args:
         first: dense, (...).
-        second: sparse, of the same shape; for all else there is none.
+        second: sparse, of the same shape. Any other sum takes no scratch.
 
     Source: `add_out_dense_sparse_cuda` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/sparse/cuda/SparseCUDATensorMath.cu.

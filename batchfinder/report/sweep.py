@@ -239,8 +239,8 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     notes = []
     if any(row.cell.published is not None for row in rows):
         notes.append(
-            "published: by google-research/bert in 2018 for a 12 GB Titan X: TensorFlow 1.11, Adam in fp32. PyTorch "
-            "needs less memory for the same training; `batchfinder reproduce titan-x` compares them"
+            "published: by google-research/bert in 2018 for a 12 GB Titan X: TensorFlow 1.11, Adam in fp32. The "
+            "other figures are of today's PyTorch; `batchfinder reproduce titan-x` has both"
         )
     if any(row.plan is not None and row.plan.num_devices > 1 for row in rows):
         notes.append("where a plan has three factors, the last is the number of GPUs")
