@@ -70,10 +70,16 @@ Figures that look wrong stay in. What explains a row goes into its `note`; nothi
 
 ## Submit a measurement of your own
 
-`python benchmarks/cuda_check.py` in a clone takes eight minutes of a CUDA card: it measures training steps of six
-models and the largest batches, sets them beside what is predicted, and writes a result file with the card, the driver
-and the versions. Send it with a pull request. It is not a command of the package: it carries 1,600 lines that only
-read a card's memory.
+On a machine with a CUDA card:
+
+```sh
+python -m batchfinder check --model gpt2 --seq-len 512 --batch-size 16 --precision bf16-mixed --out check.json
+```
+
+It takes training steps of the model, any that `sweep` takes, prints their peaks beside the simulated ones, and writes both
+to a file, with the card, the driver and the versions. Send it with an issue or a pull request. It has not run on a card
+yet. `python benchmarks/cuda_check.py` in a clone goes further: in eight minutes it compares each allocation of six models'
+steps, their largest batches and the callback's answers.
 """
 
 GROUPS = {

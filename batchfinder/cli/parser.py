@@ -291,6 +291,26 @@ PLAN = Command(
         "the output": {**_JSON, **_MARKDOWN, **_HTML, "--explain": _PLOT["--explain"]},
     },
 )
+CHECK = Command(
+    "take training steps on this machine's GPU, and print their peaks beside the simulated ones",
+    {
+        "what is checked": {
+            **_ONE_SIZE,
+            "--model": {
+                "action": "append",
+                "metavar": _MODEL,
+                "help": "repeatable (default: bert-base, gpt2 and resnet50)",
+            },
+            "--device": {"default": "cuda", "metavar": "NAME", "help": "cuda (default) or cuda:1"},
+        },
+        "the step": _STEP,
+        "the output": {
+            **_JSON,
+            "--out": {"metavar": "FILE", "help": "also write the same JSON, with the GPU, driver and versions"},
+            "--explain": _PLOT["--explain"],
+        },
+    },
+)
 REPRODUCE = Command(
     "print published tables beside the same figures, found here",
     {
@@ -352,6 +372,7 @@ COMMANDS = {
     "estimate": ESTIMATE,
     "profile": PROFILE,
     "plan": PLAN,
+    "check": CHECK,
     "reproduce": REPRODUCE,
     "cache": CACHE,
     "page": PAGE,
