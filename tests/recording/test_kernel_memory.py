@@ -269,6 +269,13 @@ def test_efficient_backward_pads_the_tokens() -> None:
     assert efficient_backward_bytes((8, 0), tensor, tensor, tensor) == [3200, 262_144]
 
 
+@pytest.mark.parametrize(("capability", "rows"), [((8, 0), 256), ((7, 5), 192)])
+def test_wide_heads_in_fp32_have_larger_tiles_on_newer_gpus(capability: tuple[int, int], rows: int) -> None:
+    """150 tokens in tiles of 128 queries from 8.0 on, of 64 before; 72 columns of 128."""
+    tensor = heads_of(2, 4, 150, 72, FULL)
+    assert efficient_backward_bytes(capability, tensor, tensor, tensor) == [4800, 4 * 8 * rows * 128]
+
+
 def test_efficient_backward_copies_grad() -> None:
     """4 bytes x 2 x 4 x 128 x 64 more when the gradient comes in head order."""
     grad = heads_of(2, 4, 128, 64, FULL, head_order=True)
