@@ -7,12 +7,13 @@ and `fully_shard` pads the others to their size.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.sharding import bucket_sizes
@@ -160,8 +161,8 @@ class _Unseen:
         self._recording.paused -= 1
 
 
-def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: AllocationRecorder) -> None:
-    """Spread a model over a mesh while that is recorded.
+def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: AllocationRecorder) -> nn.Module:
+    """Spread a model over a mesh while that is recorded, and return what is trained: the model, or what it is wrapped in.
 
     Its parameters are on the fake device already, and unseen by the recorder: `fully_shard` moves a unit to the GPU as
     it shards it, and so each is seen when it is first touched, and goes when its unit has been sharded.
@@ -172,10 +173,49 @@ def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: Al
     recording.sharded = DTensor
     # What DTensor enters around its computing of shapes on whole fake tensors (torch 2.13, _sharding_prop.py).
     setattr(ShardingPropagator, "_fake_mode_lock", _Unseen(recording))  # noqa: B010
+    _give_addresses()
     model = workload.model
     if workload.parallelize is not None:
-        workload.parallelize(model, mesh)
+        made = workload.parallelize(model, mesh)
+        model = made if isinstance(made, nn.Module) else model
     else:
         assert config.strategy is not None
-        shard(model, config.strategy, mesh, config.precision)
+        model = shard(model, config.strategy, mesh, config.precision)
     recording.note([*model.parameters(), *model.buffers()], "module.to")
+    return model
+
+
+def _give_addresses() -> None:
+    """Let version 1 of FSDP tell fake tensors' storages apart, and say on which streams they are used.
+
+    It compares addresses, which all are 0 (`_same_storage` of
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_flat_param.py and `_catch_all_reshard` of
+    `_runtime_utils.py` beside it).
+    """
+    address = torch.UntypedStorage.data_ptr
+
+    def of_storage(storage: torch.UntypedStorage) -> int:
+        if storage.device.type != "meta":  # what fake tensors are made of
+            return address(storage)
+        return storage._cdata if storage.nbytes() else 0
+
+    def of_tensor(tensor: torch.Tensor) -> int:
+        start = of_storage(tensor.untyped_storage())
+        return start and start + tensor.storage_offset() * tensor.element_size()
+
+    torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]
+    FakeTensor.data_ptr = of_tensor  # type: ignore[method-assign]
+    FakeTensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+
+
+def flat_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What version 1 of FSDP has of each unit, by the unit's path in the model that was wrapped."""
+    for name, module in model.named_modules():
+        flat = getattr(module, "_flat_param", None) if hasattr(module, "_fsdp_wrapped_module") else None
+        if flat is not None:
+            yield name_in_model(name), flat
+
+
+def name_in_model(name: str) -> str:
+    """A dotted path without what version 1 of FSDP puts into it for each module that it wraps."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")

@@ -6,6 +6,7 @@ import bisect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ def record_step(
         elif stage == "optimizer":
             for name, parameter in workload.model.named_parameters():
                 recording.label([parameter.grad], "gradient", name.rpartition(".")[0])
+            for unit, flat in distributed.flat_parameters(workload.model):
+                recording.label([flat.grad], "gradient", unit)
             recording.label([getattr(step.optimizer, "summed", None)], "gradient", "")
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
@@ -132,7 +135,9 @@ def record_step(
     with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording, recording.watching_resizes():
         recording.mark(-1, "model")
         if sharded:
-            distributed.parallelize(workload, config, mesh, recording)
+            workload = step.workload = replace(
+                workload, model=distributed.parallelize(workload, config, mesh, recording)
+            )
         else:
             fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
         if config.strategy == "ddp-bucket-view":
@@ -150,11 +155,13 @@ def record_step(
                 ) from error
             raise
         for name, buffer in workload.model.named_buffers():
-            recording.label([buffer], "buffer", name.rpartition(".")[0])
+            recording.label([buffer], "buffer", distributed.name_in_model(name).rpartition(".")[0])
         holders: dict[torch.Tensor, str] = {}
         for name, parameter in workload.model.named_parameters():
-            holders[parameter] = name.rpartition(".")[0]
+            holders[parameter] = distributed.name_in_model(name).rpartition(".")[0]
             recording.label([parameter], "parameter", holders[parameter])
+        for unit, flat in distributed.flat_parameters(workload.model):
+            recording.label([flat], "parameter", unit)
         if isinstance(step.optimizer, PartitionedOptimizer):
             bucket = BUCKET_ELEMENTS * step.optimizer.flat.element_size()
             for block, size in enumerate(recording.sizes):

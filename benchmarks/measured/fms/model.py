@@ -83,7 +83,7 @@ def build(model: str, lora: bool = False, kernels: str = "none", mixed: bool = F
         fused: nn.Module = FusedLoss(built, chunked=kernels.endswith("-liger"))
     else:
         fused = WidensLogits(built) if widened == "forward" else built
-    return Workload(fused, batch_of_tokens, casts_weights=False, parallelize=partial(shard_layers, mixed=mixed))
+    return Workload(fused, batch_of_tokens, casts_weights=False)
 
 
 def repeated_heads(
