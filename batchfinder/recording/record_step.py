@@ -159,7 +159,8 @@ def record_step(
         holders: dict[torch.Tensor, str] = {}
         for name, parameter in workload.model.named_parameters():
             holders[parameter] = distributed.name_in_model(name).rpartition(".")[0]
-            recording.label([parameter], "parameter", holders[parameter])
+            if parameter.numel():  # of a parameter that is in another GPU's shard there is an empty one in each step
+                recording.label([parameter], "parameter", holders[parameter])
         for unit, flat in distributed.flat_parameters(workload.model):
             recording.label([flat], "parameter", unit)
         if isinstance(step.optimizer, PartitionedOptimizer):
