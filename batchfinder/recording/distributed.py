@@ -1,7 +1,7 @@
 """One rank of many on the fake GPU: a process group that sends nothing, a mesh, and what each strategy adds to a step.
 
 PyTorch's own sharding code runs, on rank 0. No rank holds more: `torch.chunk` gives the first ranks the larger parts,
-and `fully_shard` pads the others to their size.
+and `fully_shard` pads the others to their size. Version 1 of FSDP runs on the rank of which most trains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.estimate.sharding import bucket_sizes
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
-from batchfinder.training.spec import STRATEGIES, StepConfig
+from batchfinder.training.spec import FSDP1_STRATEGIES, STRATEGIES, StepConfig
 from batchfinder.training.step import Workload
 from batchfinder.training.strategies import mesh_shape, shard
 
@@ -42,14 +42,14 @@ def make_group(config: StepConfig, rank: int = 0) -> None:
         dist.init_process_group("fake", store=FakeStore(), world_size=config.gpus, rank=rank)
 
 
-def make_mesh(config: StepConfig) -> Any:
-    """A mesh of as many GPUs as the step is taken on, of a process group of which this process is rank 0.
+def make_mesh(config: StepConfig, rank: int = 0) -> Any:
+    """A mesh of as many GPUs as the step is taken on, of a process group of which this process is one rank.
 
     It is made outside of any fake mode: its table of ranks has to be a real tensor.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    make_group(config)
+    make_group(config, rank)
     shape = mesh_shape(
         config.strategy,
         config.gpus,
@@ -96,6 +96,12 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
         )
     elif config.strategy == "zero2":
         left_out.append("DeepSpeed's settings are its defaults: buckets of 500 million elements, no overlap")
+    elif config.strategy in FSDP1_STRATEGIES:
+        left_out.append("embeddings and head are of the root's unit")
+        left_out.append(
+            "in the backward the block before is gathered ahead (BACKWARD_PRE); Trainer's default is not to"
+        )
+        left_out.append("what another stream has used can be used again as soon as it is released (record_stream)")
     elif config.strategy is not None:
         left_out.append("embeddings and head are of the root's unit; accelerate 1.15 gives them units of their own")
     return tuple(left_out)
@@ -162,7 +168,7 @@ class _Unseen:
 
 
 def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: AllocationRecorder) -> nn.Module:
-    """Spread a model over a mesh while that is recorded, and return what is trained: the model, or what it is wrapped in.
+    """Spread a model over a mesh while that is recorded; returns what is trained, the model or what it is wrapped in.
 
     Its parameters are on the fake device already, and unseen by the recorder: `fully_shard` moves a unit to the GPU as
     it shards it, and so each is seen when it is first touched, and goes when its unit has been sharded.
@@ -201,11 +207,11 @@ def _give_addresses() -> None:
 
     def of_tensor(tensor: torch.Tensor) -> int:
         start = of_storage(tensor.untyped_storage())
-        return start and start + tensor.storage_offset() * tensor.element_size()
+        return start and start + int(tensor.storage_offset()) * tensor.element_size()
 
-    torch.UntypedStorage.data_ptr = of_storage  # type: ignore[method-assign]
-    FakeTensor.data_ptr = of_tensor  # type: ignore[method-assign]
-    FakeTensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
+    torch.UntypedStorage.data_ptr = of_storage  # type: ignore[assignment, method-assign]
+    FakeTensor.data_ptr = of_tensor  # type: ignore[assignment, method-assign]
+    FakeTensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
 
 
 def flat_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,9 +32,9 @@ from batchfinder.recording import (
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
-from batchfinder.training.spec import StepConfig
+from batchfinder.training.spec import FSDP1_STRATEGIES, StepConfig
 from batchfinder.training.step import Step, Workload
-from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank
+from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank, fullest_shard
 
 _CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
 
@@ -109,8 +109,8 @@ def record_step(
         elif stage == "optimizer":
             for name, parameter in workload.model.named_parameters():
                 recording.label([parameter.grad], "gradient", name.rpartition(".")[0])
-            for unit, flat in distributed.flat_parameters(workload.model):
-                recording.label([flat.grad], "gradient", unit)
+            for unit, whole in distributed.flat_parameters(workload.model):
+                recording.label([whole.grad], "gradient", unit)
             recording.label([getattr(step.optimizer, "summed", None)], "gradient", "")
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
@@ -126,7 +126,9 @@ def record_step(
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     sharded = distributed.shards(workload, config)
-    mesh = distributed.make_mesh(config) if sharded else None
+    flat = config.strategy in FSDP1_STRATEGIES
+    rank = fullest_shard(workload.model, config.gpus) if flat else 0
+    mesh = distributed.make_mesh(config, rank) if sharded else None
     if config.strategy == "zero1":
         distributed.make_group(config, fullest_rank(workload.model, config.gpus))
     if sharded:
@@ -161,8 +163,8 @@ def record_step(
             holders[parameter] = distributed.name_in_model(name).rpartition(".")[0]
             if parameter.numel():  # of a parameter that is in another GPU's shard there is an empty one in each step
                 recording.label([parameter], "parameter", holders[parameter])
-        for unit, flat in distributed.flat_parameters(workload.model):
-            recording.label([flat], "parameter", unit)
+        for unit, whole in distributed.flat_parameters(workload.model):
+            recording.label([whole], "parameter", unit)
         if isinstance(step.optimizer, PartitionedOptimizer):
             bucket = BUCKET_ELEMENTS * step.optimizer.flat.element_size()
             for block, size in enumerate(recording.sizes):

@@ -7,9 +7,9 @@ where blocks are the classes of a transformers model's `_no_split_modules` (`tra
 1.15 gives embeddings and the output head units of their own besides
 (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/fsdp_utils.py, `fsdp2_prepare_model`).
 
-`fsdp` is `torch.distributed.fsdp.FullyShardedDataParallel`, version 1, https://docs.pytorch.org/docs/2.13/fsdp.html: the
-same units, of which each is one flat parameter. It is wrapped as accelerate does with `fsdp_version: 1`, which is the
-default of transformers' Trainer.
+`fsdp` is `torch.distributed.fsdp.FullyShardedDataParallel`, version 1, https://docs.pytorch.org/docs/2.13/fsdp.html:
+the same units, of which each is one flat parameter. It is wrapped as accelerate does with `fsdp_version: 1`, and as
+Lightning's FSDPStrategy does.
 
 `zero1` is DDP with PyTorch's `ZeroRedundancyOptimizer`, which deals out whole parameters. `zero2` does what DeepSpeed's
 stage 2 does with its defaults, as accelerate takes them, and without its C++:
@@ -116,12 +116,10 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
 def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> nn.Module:
     """Shard a model by version 1 of FSDP, block by block, with accelerate's defaults.
 
-    `use_orig_params`, prefetching in the backward (`BACKWARD_PRE`) and `limit_all_gathers`; the types are those of
-    `mixed_precision` above, buffers included:
+    `use_orig_params`, prefetching in the backward (`BACKWARD_PRE`) and `limit_all_gathers` are what `accelerate config`
+    proposes, and Lightning's FSDPStrategy has; the types are those of `mixed_precision` above, buffers included:
     https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/dataclasses.py
-    (`FullyShardedDataParallelPlugin`). Of a model with peft's adapters each layer that trains and has no other in it is a
-    unit besides, as Trainer has it of peft's `fsdp_auto_wrap_policy`:
-    https://github.com/huggingface/peft/blob/v0.19.1/src/peft/utils/other.py.
+    (`FullyShardedDataParallelPlugin`).
 
     Args:
         reshard: whether what was gathered for a forward is given back until the backward.
@@ -133,19 +131,55 @@ def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> n
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     half = torch.bfloat16 if precision == "bf16-mixed" else None
-    units = set(blocks_of(model))
-    if hasattr(model, "peft_config"):
-        leaves = [module for module in model.modules() if not [*module.children()]]
-        units |= {leaf for leaf in leaves if getattr(getattr(leaf, "weight", None), "requires_grad", False)}
-    return FullyShardedDataParallel(
-        model,
-        device_mesh=mesh,
-        sharding_strategy=ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
-        auto_wrap_policy=CustomPolicy(lambda module: module in units),
-        mixed_precision=MixedPrecision(half, half, half),
-        use_orig_params=True,
-        device_id=next(model.parameters()).device,
-    )
+    units = set(flat_units_of(model))
+    try:
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
+            auto_wrap_policy=CustomPolicy(lambda module: module in units),
+            mixed_precision=MixedPrecision(half, half, half),
+            use_orig_params=True,
+            device_id=next(model.parameters()).device,
+        )
+    except ValueError as error:
+        if "uniform dtype" not in str(error):
+            raise
+        expected = f"fsdp2, or parameters of one type in each block: version 1 makes one of them all ({error})"
+        raise InvalidValue("strategy", "fsdp" if reshard else "fsdp-shard-grad-op", expected) from error
+
+
+def flat_units_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are units of version 1 of FSDP, but for the model itself, inner ones before outer ones.
+
+    Of a model with peft's adapters each layer that trains and has no other in it is one besides the blocks, as
+    transformers' Trainer has it by peft's `fsdp_auto_wrap_policy`,
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py.
+    """
+    blocks = blocks_of(model)
+    if not hasattr(model, "peft_config"):
+        return blocks
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    return [leaf for leaf in leaves if getattr(getattr(leaf, "weight", None), "requires_grad", False)] + blocks
+
+
+def fullest_shard(model: nn.Module, gpus: int) -> int:
+    """The rank that version 1 of FSDP gives most elements that train.
+
+    A unit's parameters stand one after the other, frozen ones among them, and each rank has a run of them.
+    """
+    held, seen = [0] * gpus, set[nn.Parameter]()
+    for unit in [*flat_units_of(model), model]:
+        own = [parameter for parameter in unit.parameters() if parameter not in seen]
+        seen.update(own)
+        run = max(1, -(-sum(parameter.numel() for parameter in own) // gpus))
+        start = 0
+        for parameter in own:
+            end = start + parameter.numel()
+            for rank in range(start // run, -(-end // run)) if parameter.requires_grad else ():
+                held[rank] += min(end, (rank + 1) * run) - max(start, rank * run)
+            start = end
+    return held.index(max(held))
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, option: str) -> None:

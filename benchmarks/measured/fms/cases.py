@@ -48,7 +48,12 @@ def cases() -> list[Case]:
                         "benchmarks.measured.fms.model:build", {"model": model, "lora": lora, **made}
                     ),
                     # Without autocast the types are those it was built with.
-                    step=StepConfig(precision="bf16-mixed" if mixed else "fp32", gpus=gpus, flash=mixed, strategy="fsdp" if gpus > 1 else None),
+                    step=StepConfig(
+                        precision="bf16-mixed" if mixed else "fp32",
+                        gpus=gpus,
+                        flash=mixed,
+                        strategy="fsdp" if gpus > 1 else None,
+                    ),
                     batch_size=batch_size,
                     seq_len=TOKENS[model],
                     note=FSDP_1 if mixed else "" if lora or gpus > 1 else NOTES.get((model, batch_size), ""),
