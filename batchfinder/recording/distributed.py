@@ -99,7 +99,7 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
     elif config.strategy in FSDP1_STRATEGIES:
         left_out.append("embeddings and head are of the root's unit")
         left_out.append(
-            "in the backward the block before is gathered ahead (BACKWARD_PRE); Trainer's default is not to"
+            "in the backward the block before is gathered ahead (BACKWARD_PRE), which Trainer has to be asked for"
         )
         left_out.append("what another stream has used can be used again as soon as it is released (record_stream)")
     elif config.strategy is not None:
