@@ -25,7 +25,7 @@ NOTES = {
 """What is known of rows that are off."""
 
 IN_USE = 81213 << 20
-"""What nvidia-smi saw in use in a run on several GPUs: the cards had that much, 163 MiB more than with newer drivers."""
+"""What nvidia-smi saw in use in a run on several GPUs: cards had that much, 163 MiB more than newer drivers leave."""
 
 
 def cases() -> list[Case]:
