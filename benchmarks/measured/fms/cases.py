@@ -15,15 +15,6 @@ TOKENS = {
     "meta-llama/Meta-Llama-3-8B": 4096,
 }
 
-NOTES = {
-    (
-        "bigcode/gpt_bigcode-santacoder",
-        8,
-    ): "at the loss; a fourth bf16 tensor of the logits' size must have been alive, "
-    "which was not found; at batch size 4 the optimizer's step is the peak"
-}
-"""What is known of rows that are off."""
-
 IN_USE = 81213 << 20
 """What nvidia-smi saw in use in a run on several GPUs: cards had that much, 163 MiB more than newer drivers leave."""
 
@@ -58,7 +49,6 @@ def cases() -> list[Case]:
                     ),
                     batch_size=batch_size,
                     seq_len=TOKENS[model],
-                    note="" if lora or gpus > 1 else NOTES.get((model, batch_size), ""),
                     total_bytes=IN_USE,
                 )
             )

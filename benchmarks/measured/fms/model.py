@@ -83,7 +83,7 @@ def build(model: str, lora: bool = False, kernels: str = "none", mixed: bool = F
                 module.forward = MethodType(_fused_norm, module)
         fused: nn.Module = FusedLoss(built, chunked=kernels.endswith("-liger"))
     else:
-        fused = WidensLogits(built) if widened == "forward" else built
+        fused = WidensLogits(built) if widened == "forward" else HoldsKeys(built) if head.startswith("GPT") else built
     return Workload(fused, batch_of_tokens, casts_weights=False)
 
 
@@ -148,6 +148,32 @@ class WidensLogits(nn.Module):
         loss = shifted_loss(logits, labels, wide=False)
         self.hidden.clear()
         return {"loss": loss, "logits": logits}
+
+
+class HoldsKeys(nn.Module):
+    """A model whose output holds the keys and values of all layers, as GPTBigCode's did, with checkpointing too.
+
+    They are views of what a layer's one projection has made for queries, keys and values, and keep all of that:
+    https://github.com/huggingface/transformers/blob/v4.48.1/src/transformers/models/gpt_bigcode/modeling_gpt_bigcode.py.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._no_split_modules = model._no_split_modules
+        self.held: list[torch.Tensor] = []
+        for name, module in model.named_modules():
+            if name.endswith(".c_attn"):
+                module.register_forward_hook(self._hold)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        output = self.model(input_ids=input_ids, labels=labels)
+        held, self.held = self.held, []
+        return {"loss": output.loss, "logits": output.logits, "past_key_values": held}
+
+    def _hold(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():  # and not when the layer is computed again
+            self.held.append(output)
 
 
 def _fused_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
