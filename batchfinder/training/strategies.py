@@ -125,7 +125,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> n
         reshard: whether what was gathered for a forward is given back until the backward.
 
     Raises:
-        InvalidValue: a unit has parameters of several types, which cannot be one flat parameter.
+        InvalidValue: version 1 cannot do it, as where parameters of several types would be one flat parameter.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
@@ -143,9 +143,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> n
             device_id=next(model.parameters()).device,
         )
     except ValueError as error:
-        if "uniform dtype" not in str(error):
-            raise
-        expected = f"fsdp2, or parameters of one type in each block: version 1 makes one of them all ({error})"
+        expected = f"another for this model, which version 1 of FSDP cannot wrap: {str(error).rstrip('.')}"
         raise InvalidValue("strategy", "fsdp" if reshard else "fsdp-shard-grad-op", expected) from error
 
 

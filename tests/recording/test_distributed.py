@@ -315,12 +315,21 @@ def llama() -> Workload:
     return Workload(transformers.LlamaForCausalLM(config), make_batch)
 
 
+def of_two_types() -> Workload:
+    """PyTorch's model with its last norm in another type."""
+    model = sharded.Transformer()
+    model.norm.bfloat16()
+    return Workload(model, sharded.make_batch)
+
+
 def test_nothing_says_how(record: Record) -> None:
-    """Refused in words: eight GPUs without a strategy, one beside a workload's own calls, heads that do not divide."""
+    """Refused in words: no strategy for eight GPUs, one beside own calls, mixed types, heads that do not divide."""
     with pytest.raises(AssertionError, match=r"expected one of ddp, .*fsdp2.* with 8 GPUs, or a workload with"):
         record(sharded.transformer, 1, sharded.LENGTH, gpus=8)
     with pytest.raises(AssertionError, match="none for a workload that brings a `parallelize` of its own"):
         record(sharded.sharded_by_hand, 1, sharded.LENGTH, gpus=8, strategy="fsdp2")
+    with pytest.raises(AssertionError, match=r"expected another for this model.*uniform dtype.*float32 and .*bfloat16"):
+        record(of_two_types, 1, sharded.LENGTH, gpus=8, strategy="fsdp")
     for option, settings in (
         ("gpus", {"gpus": 3, "strategy": "tp"}),
         ("tensor_parallel", {"gpus": 32, "strategy": "fsdp2-tp"}),
