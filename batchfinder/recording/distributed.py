@@ -192,7 +192,7 @@ def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: Al
 
 
 def _give_addresses() -> None:
-    """Let version 1 of FSDP tell fake tensors' storages apart, and say on which streams they are used.
+    """Let version 1 of FSDP tell fake tensors' storages apart; on which streams they are used is not kept.
 
     It compares addresses, which all are 0 (`_same_storage` of
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_flat_param.py and `_catch_all_reshard` of

@@ -114,7 +114,7 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
 
 
 def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> nn.Module:
-    """Shard a model by version 1 of FSDP, block by block, with accelerate's defaults.
+    """Shard a model by version 1 of FSDP, block by block.
 
     `use_orig_params`, prefetching in the backward (`BACKWARD_PRE`) and `limit_all_gathers` are what `accelerate config`
     proposes, and Lightning's FSDPStrategy has; the types are those of `mixed_precision` above, buffers included:
