@@ -1,24 +1,25 @@
 """One rank of many on the fake GPU: a process group that sends nothing, a mesh, and what each strategy adds to a step.
 
 PyTorch's own sharding code runs, on rank 0. No rank holds more: `torch.chunk` gives the first ranks the larger parts,
-and `fully_shard` pads the others to their size.
+and `fully_shard` pads the others to their size. Version 1 of FSDP runs on the rank of which most trains.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.sharding import bucket_sizes
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
-from batchfinder.training.spec import STRATEGIES, StepConfig
+from batchfinder.training.spec import FSDP1_STRATEGIES, STRATEGIES, StepConfig
 from batchfinder.training.step import Workload
 from batchfinder.training.strategies import mesh_shape, shard
 
@@ -41,14 +42,14 @@ def make_group(config: StepConfig, rank: int = 0) -> None:
         dist.init_process_group("fake", store=FakeStore(), world_size=config.gpus, rank=rank)
 
 
-def make_mesh(config: StepConfig) -> Any:
-    """A mesh of as many GPUs as the step is taken on, of a process group of which this process is rank 0.
+def make_mesh(config: StepConfig, rank: int = 0) -> Any:
+    """A mesh of as many GPUs as the step is taken on, of a process group of which this process is one rank.
 
     It is made outside of any fake mode: its table of ranks has to be a real tensor.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    make_group(config)
+    make_group(config, rank)
     shape = mesh_shape(
         config.strategy,
         config.gpus,
@@ -95,6 +96,12 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
         )
     elif config.strategy == "zero2":
         left_out.append("DeepSpeed's settings are its defaults: buckets of 500 million elements, no overlap")
+    elif config.strategy in FSDP1_STRATEGIES:
+        left_out.append("embeddings and head are of the root's unit")
+        left_out.append(
+            "in the backward the block before is gathered ahead (BACKWARD_PRE), which Trainer has to be asked for"
+        )
+        left_out.append("what another stream has used can be used again as soon as it is released (record_stream)")
     elif config.strategy is not None:
         left_out.append("embeddings and head are of the root's unit; accelerate 1.15 gives them units of their own")
     return tuple(left_out)
@@ -160,8 +167,8 @@ class _Unseen:
         self._recording.paused -= 1
 
 
-def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: AllocationRecorder) -> None:
-    """Spread a model over a mesh while that is recorded.
+def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: AllocationRecorder) -> nn.Module:
+    """Spread a model over a mesh while that is recorded; returns what is trained, the model or what it is wrapped in.
 
     Its parameters are on the fake device already, and unseen by the recorder: `fully_shard` moves a unit to the GPU as
     it shards it, and so each is seen when it is first touched, and goes when its unit has been sharded.
@@ -172,10 +179,49 @@ def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: Al
     recording.sharded = DTensor
     # What DTensor enters around its computing of shapes on whole fake tensors (torch 2.13, _sharding_prop.py).
     setattr(ShardingPropagator, "_fake_mode_lock", _Unseen(recording))  # noqa: B010
+    _give_addresses()
     model = workload.model
     if workload.parallelize is not None:
-        workload.parallelize(model, mesh)
+        made = workload.parallelize(model, mesh)
+        model = made if isinstance(made, nn.Module) else model
     else:
         assert config.strategy is not None
-        shard(model, config.strategy, mesh, config.precision)
+        model = shard(model, config.strategy, mesh, config.precision)
     recording.note([*model.parameters(), *model.buffers()], "module.to")
+    return model
+
+
+def _give_addresses() -> None:
+    """Let version 1 of FSDP tell fake tensors' storages apart; on which streams they are used is not kept.
+
+    It compares addresses, which all are 0 (`_same_storage` of
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_flat_param.py and `_catch_all_reshard` of
+    `_runtime_utils.py` beside it).
+    """
+    address = torch.UntypedStorage.data_ptr
+
+    def of_storage(storage: torch.UntypedStorage) -> int:
+        if storage.device.type != "meta":  # what fake tensors are made of
+            return address(storage)
+        return storage._cdata if storage.nbytes() else 0
+
+    def of_tensor(tensor: torch.Tensor) -> int:
+        start = of_storage(tensor.untyped_storage())
+        return start and start + int(tensor.storage_offset()) * tensor.element_size()
+
+    torch.UntypedStorage.data_ptr = of_storage  # type: ignore[assignment, method-assign]
+    FakeTensor.data_ptr = of_tensor  # type: ignore[assignment, method-assign]
+    FakeTensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
+
+
+def flat_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What version 1 of FSDP has of each unit, by the unit's path in the model that was wrapped."""
+    for name, module in model.named_modules():
+        flat = getattr(module, "_flat_param", None) if hasattr(module, "_fsdp_wrapped_module") else None
+        if flat is not None:
+            yield name_in_model(name), flat
+
+
+def name_in_model(name: str) -> str:
+    """A dotted path without what version 1 of FSDP puts into it for each module that it wraps."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("._fsdp_wrapped_module", "")

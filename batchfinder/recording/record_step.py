@@ -6,6 +6,7 @@ import bisect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from batchfinder.recording import (
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS, states_of
-from batchfinder.training.spec import StepConfig
+from batchfinder.training.spec import FSDP1_STRATEGIES, StepConfig
 from batchfinder.training.step import Step, Workload
-from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank
+from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank, fullest_shard
 
 _CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
 
@@ -108,6 +109,8 @@ def record_step(
         elif stage == "optimizer":
             for name, parameter in workload.model.named_parameters():
                 recording.label([parameter.grad], "gradient", name.rpartition(".")[0])
+            for unit, whole in distributed.flat_parameters(workload.model):
+                recording.label([whole.grad], "gradient", unit)
             recording.label([getattr(step.optimizer, "summed", None)], "gradient", "")
         if stage in ("batch", "forward"):
             first = len(recording.sizes)
@@ -123,7 +126,9 @@ def record_step(
     # With CPU tensors in the graph, the engine's threads would race inside the fake mode.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     sharded = distributed.shards(workload, config)
-    mesh = distributed.make_mesh(config) if sharded else None
+    flat = config.strategy in FSDP1_STRATEGIES
+    rank = fullest_shard(workload.model, config.gpus) if flat else 0
+    mesh = distributed.make_mesh(config, rank) if sharded else None
     if config.strategy == "zero1":
         distributed.make_group(config, fullest_rank(workload.model, config.gpus))
     if sharded:
@@ -132,7 +137,9 @@ def record_step(
     with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording, recording.watching_resizes():
         recording.mark(-1, "model")
         if sharded:
-            distributed.parallelize(workload, config, mesh, recording)
+            workload = step.workload = replace(
+                workload, model=distributed.parallelize(workload, config, mesh, recording)
+            )
         else:
             fake_device.move_module(workload.model, move, step.weights_dtype, on_moved)
         if config.strategy == "ddp-bucket-view":
@@ -150,11 +157,14 @@ def record_step(
                 ) from error
             raise
         for name, buffer in workload.model.named_buffers():
-            recording.label([buffer], "buffer", name.rpartition(".")[0])
+            recording.label([buffer], "buffer", distributed.name_in_model(name).rpartition(".")[0])
         holders: dict[torch.Tensor, str] = {}
         for name, parameter in workload.model.named_parameters():
-            holders[parameter] = name.rpartition(".")[0]
-            recording.label([parameter], "parameter", holders[parameter])
+            holders[parameter] = distributed.name_in_model(name).rpartition(".")[0]
+            if parameter.numel():  # of a parameter that is in another GPU's shard there is an empty one in each step
+                recording.label([parameter], "parameter", holders[parameter])
+        for unit, whole in distributed.flat_parameters(workload.model):
+            recording.label([whole], "parameter", unit)
         if isinstance(step.optimizer, PartitionedOptimizer):
             bucket = BUCKET_ELEMENTS * step.optimizer.flat.element_size()
             for block, size in enumerate(recording.sizes):

@@ -50,6 +50,8 @@ STRATEGIES = {
     "fsdp2": Strategy("FSDP2"),
     "fsdp2-shard-grad-op": Strategy("FSDP2 that reshards after the backward alone", reshards=False),
     "hsdp": Strategy("HSDP", communicators=2),
+    "fsdp": Strategy("FSDP version 1"),
+    "fsdp-shard-grad-op": Strategy("FSDP version 1 that reshards after the backward alone", reshards=False),
     "tp": Strategy("tensor parallelism", reshards=False),
     "fsdp2-tp": Strategy("FSDP2 and tensor parallelism", communicators=2),
     "fsdp2-cp": Strategy("FSDP2 and context parallelism", communicators=2),
@@ -60,6 +62,9 @@ STRATEGIES = {
 
 FSDP2_STRATEGIES = ("fsdp2", "fsdp2-shard-grad-op", "hsdp")
 """Those that are `fully_shard` of each block."""
+
+FSDP1_STRATEGIES = ("fsdp", "fsdp-shard-grad-op")
+"""Those that are `FullyShardedDataParallel` of each block."""
 
 SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum")
 """PyTorch's own that look at one element at a time, and so at a shard as at a whole parameter."""

@@ -41,7 +41,8 @@ class Workload:
             for PyTorch before 2.0, which did not (https://github.com/pytorch/pytorch/pull/88339).
         parallelize: `parallelize(model, mesh)` spreads the model over several GPUs in place, by `fully_shard` and other
             calls of PyTorch; `mesh` is a one-dimensional `DeviceMesh` of them. It is run as it is, and the optimizer is
-            made of the parameters that there are after it. None to leave it to a strategy by name.
+            made of the parameters that there are after it. A module that it returns is trained in the model's place, as
+            `FullyShardedDataParallel(model, ...)`. None to leave it to a strategy by name.
     """
 
     model: nn.Module

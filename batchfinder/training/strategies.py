@@ -7,6 +7,10 @@ where blocks are the classes of a transformers model's `_no_split_modules` (`tra
 1.15 gives embeddings and the output head units of their own besides
 (https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/fsdp_utils.py, `fsdp2_prepare_model`).
 
+`fsdp` is `torch.distributed.fsdp.FullyShardedDataParallel`, version 1, https://docs.pytorch.org/docs/2.13/fsdp.html:
+the same units, of which each is one flat parameter. It is wrapped as accelerate does with `fsdp_version: 1`, and as
+Lightning's FSDPStrategy does.
+
 `zero1` is DDP with PyTorch's `ZeroRedundancyOptimizer`, which deals out whole parameters. `zero2` does what DeepSpeed's
 stage 2 does with its defaults, as accelerate takes them, and without its C++:
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.5/deepspeed/runtime/zero/stage_1_and_2.py.
@@ -23,7 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from batchfinder.errors import InvalidValue
-from batchfinder.training.spec import GPUS_PER_NODE, STRATEGIES, StepConfig
+from batchfinder.training.spec import FSDP1_STRATEGIES, GPUS_PER_NODE, STRATEGIES, StepConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,19 +80,24 @@ def mixed_precision(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
 
-def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> None:
+def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> nn.Module:
     """Shard a model over a mesh, in place.
 
     Args:
         strategy: one of `spec.STRATEGIES` that shard parameters.
         mesh: of the dimensions that `mesh_shape` says.
         precision: one of `spec.PRECISION_NAMES`.
+
+    Returns:
+        What is trained: the model, or with version 1 of FSDP the module that it is wrapped in.
     """
     from torch.distributed.fsdp import fully_shard
 
+    if strategy in FSDP1_STRATEGIES:
+        return wrap(model, mesh, precision, STRATEGIES[strategy].reshards)
     if strategy == "tp":
         split_layers(model, mesh, "gpus")
-        return
+        return model
     if strategy == "fsdp2-tp":
         split_layers(model, mesh["tensor"], "tensor_parallel")
         mesh = mesh["shard"]
@@ -101,6 +110,74 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
+    return model
+
+
+def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> nn.Module:
+    """Shard a model by version 1 of FSDP, block by block.
+
+    `use_orig_params`, prefetching in the backward (`BACKWARD_PRE`) and `limit_all_gathers` are what `accelerate config`
+    proposes, and Lightning's FSDPStrategy has; the types are those of `mixed_precision` above, buffers included:
+    https://github.com/huggingface/accelerate/blob/v1.15.0/src/accelerate/utils/dataclasses.py
+    (`FullyShardedDataParallelPlugin`).
+
+    Args:
+        reshard: whether what was gathered for a forward is given back until the backward.
+
+    Raises:
+        InvalidValue: version 1 cannot do it, as where parameters of several types would be one flat parameter.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    half = torch.bfloat16 if precision == "bf16-mixed" else None
+    units = set(flat_units_of(model))
+    try:
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
+            auto_wrap_policy=CustomPolicy(lambda module: module in units),
+            mixed_precision=MixedPrecision(half, half, half),
+            use_orig_params=True,
+            device_id=next(model.parameters()).device,
+        )
+    except ValueError as error:
+        expected = f"another for this model, which version 1 of FSDP cannot wrap: {str(error).rstrip('.')}"
+        raise InvalidValue("strategy", "fsdp" if reshard else "fsdp-shard-grad-op", expected) from error
+
+
+def flat_units_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that are units of version 1 of FSDP, but for the model itself, inner ones before outer ones.
+
+    Of a model with peft's adapters each layer that trains and has no other in it is one besides the blocks, as
+    transformers' Trainer has it by peft's `fsdp_auto_wrap_policy`,
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/other.py.
+    """
+    blocks = blocks_of(model)
+    if not hasattr(model, "peft_config"):
+        return blocks
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    return [leaf for leaf in leaves if getattr(getattr(leaf, "weight", None), "requires_grad", False)] + blocks
+
+
+def fullest_shard(model: nn.Module, gpus: int) -> int:
+    """The rank that version 1 of FSDP gives most elements that train.
+
+    A unit's parameters stand one after the other, frozen ones among them, and each rank has a run of them.
+    """
+    held, seen = [0] * gpus, set[nn.Parameter]()
+    for unit in [*flat_units_of(model), model]:
+        own = [parameter for parameter in unit.parameters() if parameter not in seen]
+        seen.update(own)
+        run = max(1, -(-sum(parameter.numel() for parameter in own) // gpus))
+        start = 0
+        for parameter in own:
+            end = start + parameter.numel()
+            for rank in range(start // run, -(-end // run)) if parameter.requires_grad else ():
+                held[rank] += min(end, (rank + 1) * run) - max(start, rank * run)
+            start = end
+    return held.index(max(held))
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, option: str) -> None:
@@ -182,6 +259,10 @@ def sum_gradients(model: nn.Module, now: bool) -> None:
     set_sync = getattr(model, "set_requires_gradient_sync", None)
     if callable(set_sync):
         set_sync(now)
+    for module in model.modules() if hasattr(model, "_fsdp_wrapped_module") else ():
+        if hasattr(module, "_fsdp_wrapped_module"):
+            # What `FullyShardedDataParallel.no_sync` sets, around a forward and its backward (torch 2.13).
+            module._sync_gradients = now  # type: ignore[assignment]
 
 
 def fullest_rank(model: nn.Module, gpus: int) -> int:

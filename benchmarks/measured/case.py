@@ -48,6 +48,7 @@ class Case:
             other segments are taken then, and the figure is the most reserved in any of the steps.
         note: what is to be known of the row, such as why it is off.
         ran: whether the run went well although there is no figure.
+        total_bytes: what the card had, where the source shows it; None for what the catalog says.
         context_bytes: what the CUDA context took of the card; None for what the catalog says of today's.
         other_contexts: more of them, with which the verdict is asked for as well.
         limits_tried: limits on what the allocator may reserve that the run was repeated with, and whether it ran.
@@ -72,6 +73,7 @@ class Case:
     note: str = ""
     ran: bool = False
     context_bytes: int | None = None
+    total_bytes: int | None = None
     other_contexts: tuple[int, ...] = ()
     limits_tried: tuple[tuple[int, bool], ...] = ()
     limit_step_bytes: float = 1
@@ -101,6 +103,9 @@ class Case:
     def card(self) -> DeviceMemory:
         """What its card has, and what the CUDA context and other GPUs' communicators leave."""
         device = device_for(find_gpu(self.gpu), self.context_bytes)
+        if self.total_bytes is not None:
+            taken = device.total_bytes - device.usable_bytes
+            device = replace(device, total_bytes=self.total_bytes, usable_bytes=self.total_bytes - taken)
         if self.step.gpus > 1:
             strategy = self.step.strategy
             device = device.among_others(STRATEGIES[strategy].communicators if strategy is not None else 1)

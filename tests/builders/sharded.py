@@ -92,4 +92,26 @@ def sharded_by_hand(reshard_after_forward: bool = True, offload: bool = False, f
     model = Transformer()
     for part in (model.tokens, model.positions, model.layers[0]):
         part.requires_grad_(not frozen)
+    return _trained(model, parallelize)
+
+
+def wrapped_by_hand() -> Workload:
+    """The same with version 1 of FSDP, of a unit for each block, of which all but the first train, and no more."""
+
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        policy, device = ModuleWrapPolicy([Block]), next(model.parameters()).device
+        return FullyShardedDataParallel(
+            model, device_mesh=mesh, auto_wrap_policy=policy, use_orig_params=True, device_id=device
+        )
+
+    model = Transformer()
+    model.requires_grad_(False)
+    model.layers[1:].requires_grad_(True)
+    return _trained(model, parallelize)
+
+
+def _trained(model: nn.Module, parallelize: Any) -> Workload:
     return Workload(model, make_batch, loss=lambda output, batch: output.sum(), optimizer=adam, parallelize=parallelize)

@@ -111,6 +111,48 @@ def test_shards_in_fp32_and_work_in_bf16(record: Record) -> None:
     assert forward < found[1, "forward"][0] < 1.03 * forward
 
 
+def test_version_1_gathers_into_one_flat_parameter(record: Record) -> None:
+    """`fsdp`: a block is gathered once, without a copy, and the one before it ahead in the backward.
+
+    Which parameters a rank has a part of depends on the number of GPUs, and so each number is recorded.
+    """
+    eight, sixteen = (
+        record(sharded.transformer, 1, sharded.LENGTH, gpus=gpus, strategy="fsdp", precision="bf16-mixed")
+        for gpus in (8, 16)
+    )
+    found, eighth = peaks(eight), 4 * ALL // 8
+    assert found[1, "optimizer"][1] == pytest.approx(4 * eighth, rel=1e-4)
+    forward = 3 * eighth + 2 * (REST + BLOCK + BLOCK // 8)  # the last is the shard in bf16, which is sent
+    assert forward < found[1, "forward"][0] < 1.01 * forward
+    # Two blocks are gathered; of one the gradients are there twice, as each parameter's and flat, and another's shard.
+    backward = 3 * eighth + 2 * (REST + 4 * BLOCK) + 4 * BLOCK // 8
+    assert backward < found[1, "backward"][0] < 1.01 * backward
+    longer = repeat_last_step(eight.structure, 2)
+    assert longer is not None
+    held = {(module, kind) for module, kind in zip(eight.structure.modules, eight.structure.kinds, strict=True)}
+    assert {("layers.0", "parameter"), ("layers.0", "gradient"), ("", "parameter")} < held
+    assert between_gpus((8, eight), (16, sixteen), 16) is None
+
+
+def test_version_1_that_keeps_what_it_gathered(record: Record) -> None:
+    """`fsdp-shard-grad-op`: all blocks are there at the loss. Between micro-batches gradients are whole, in bf16."""
+    settings = {"gpus": 8, "precision": "bf16-mixed", "micro_batches": 2}
+    kept, given_back = (
+        record(sharded.transformer, 1, sharded.LENGTH, strategy=strategy, **settings)
+        for strategy in ("fsdp-shard-grad-op", "fsdp")
+    )
+    assert peaks(kept)[0, "loss"][1] - peaks(given_back)[0, "loss"][1] == pytest.approx(3 * 2 * BLOCK, rel=1e-3)
+    assert peaks(given_back)[0, "batch"][0] == pytest.approx(2 * ALL + 4 * ALL // 8, rel=1e-3)
+
+
+def test_version_1_by_calls_of_its_own(record: Record) -> None:
+    """What `parallelize` returns is trained. The root's frozen unit has no gradient, and goes as the backward ends."""
+    trace = record(sharded.wrapped_by_hand, 1, sharded.LENGTH, gpus=2)
+    held = SHARD + 3 * 4 * 2 * BLOCK // 2
+    assert 0 <= peaks(trace)[1, "optimizer"][1] - held < 4 * REST / 8
+    assert 4 * REST <= peaks(trace)[1, "loss"][1] - (SHARD + 2 * 4 * 2 * BLOCK // 2) < 4 * REST + 1e6
+
+
 def test_hybrid_shards_within_a_node(record: Record) -> None:
     """With `hsdp` on 16 GPUs each holds an eighth.
 
@@ -273,12 +315,21 @@ def llama() -> Workload:
     return Workload(transformers.LlamaForCausalLM(config), make_batch)
 
 
+def of_two_types() -> Workload:
+    """PyTorch's model with its last norm in another type."""
+    model = sharded.Transformer()
+    model.norm.bfloat16()
+    return Workload(model, sharded.make_batch)
+
+
 def test_nothing_says_how(record: Record) -> None:
-    """Refused in words: eight GPUs without a strategy, one beside a workload's own calls, heads that do not divide."""
+    """Refused in words: no strategy for eight GPUs, one beside own calls, mixed types, heads that do not divide."""
     with pytest.raises(AssertionError, match=r"expected one of ddp, .*fsdp2.* with 8 GPUs, or a workload with"):
         record(sharded.transformer, 1, sharded.LENGTH, gpus=8)
     with pytest.raises(AssertionError, match="none for a workload that brings a `parallelize` of its own"):
         record(sharded.sharded_by_hand, 1, sharded.LENGTH, gpus=8, strategy="fsdp2")
+    with pytest.raises(AssertionError, match=r"expected another for this model.*uniform dtype.*float32 and .*bfloat16"):
+        record(of_two_types, 1, sharded.LENGTH, gpus=8, strategy="fsdp")
     for option, settings in (
         ("gpus", {"gpus": 3, "strategy": "tp"}),
         ("tensor_parallel", {"gpus": 32, "strategy": "fsdp2-tp"}),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from batchfinder.training.spec import STRATEGIES, StepOptions
-from batchfinder.training.strategies import blocks_of, mesh_shape, mixed_precision, own_tokens
+from batchfinder.training.strategies import blocks_of, fullest_shard, mesh_shape, mixed_precision, own_tokens
 
 
 class Block(nn.Module):
@@ -48,6 +48,15 @@ def test_transformers_names_its_blocks() -> None:
     model = Named()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert blocks_of(model) == linear[::-1]
+
+
+def test_the_rank_of_which_most_trains() -> None:
+    """Where the first part of a flat parameter is frozen the last ranks have what trains; else the first has most."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False))
+    wrapped = nn.ParameterList(model.parameters())
+    assert fullest_shard(wrapped, 4) == 0
+    wrapped[0].requires_grad_(False)
+    assert (fullest_shard(wrapped, 4), fullest_shard(wrapped, 80)) == (3, 64)
 
 
 def test_meshes() -> None:
@@ -103,6 +112,7 @@ def test_types() -> None:
         ({"strategy": "fsdp2", "gpus": 2, "optimizer": "muon"}, "optimizer"),
         ({"strategy": "fsdp2", "gpus": 2, "compile": "model"}, "compile"),
         ({"strategy": "tp", "gpus": 2, "compile": "layers"}, "compile"),
+        ({"strategy": "fsdp", "gpus": 2, "compile": "layers"}, "compile"),
         ({"strategy": "fsdp2", "gpus": 2, "lora": 8, "quantization": "nf4"}, "quantization"),
     ],
 )

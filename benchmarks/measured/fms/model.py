@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.mistral.modeling_mistral import repeat_kv
 
 from batchfinder.training.step import Workload
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _MISTRAL = {"sliding_window": None}  # 4096 there, which hides nothing of 4096 tokens; else the class's defaults
 _POWERLM = {
@@ -68,7 +66,10 @@ def build(model: str, lora: bool = False, kernels: str = "none", mixed: bool = F
     )
     built.config.use_cache = False
     built.loss_function = partial(shifted_loss, wide=widened == "loss")
-    built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layers in list(built.modules()):
+        if isinstance(layers, nn.ModuleList) and len(layers) > 20:
+            for number, layer in enumerate(layers):
+                layers[number] = Checkpointed(layer)
     if lora:
         import peft
 
@@ -82,8 +83,8 @@ def build(model: str, lora: bool = False, kernels: str = "none", mixed: bool = F
                 module.forward = MethodType(_fused_norm, module)
         fused: nn.Module = FusedLoss(built, chunked=kernels.endswith("-liger"))
     else:
-        fused = WidensLogits(built) if widened == "forward" else built
-    return Workload(fused, batch_of_tokens, casts_weights=False, parallelize=partial(shard_layers, mixed=mixed))
+        fused = WidensLogits(built) if widened == "forward" else HoldsKeys(built) if head.startswith("GPT") else built
+    return Workload(fused, batch_of_tokens, casts_weights=False)
 
 
 def repeated_heads(
@@ -101,16 +102,20 @@ def repeated_heads(
 transformers.AttentionInterface.register("repeated", repeated_heads)
 
 
-def shard_layers(model: nn.Module, mesh: DeviceMesh, mixed: bool) -> None:
-    """A unit for each layer and one for the rest, as accelerate wraps them (`TRANSFORMER_BASED_WRAP`)."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+class Checkpointed(nn.Module):
+    """A layer that is computed again in the backward, by the reentrant kind of checkpointing, with FSDP's unit inside.
 
-    half = torch.bfloat16 if mixed else None
-    policy = MixedPrecisionPolicy(half, half, half)
-    (layers,) = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 20]
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    That is what transformers did by default until version 5, where what is checkpointed is inside of the unit:
+    https://github.com/huggingface/transformers/blob/v4.45.2/src/transformers/modeling_utils.py
+    (`gradient_checkpointing_enable`) and models/llama/modeling_llama.py beside it (`decoder_layer.__call__`).
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(self.layer, **kwargs), hidden, *args, use_reentrant=True)
 
 
 def batch_of_tokens(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
@@ -133,6 +138,7 @@ class WidensLogits(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self._no_split_modules = model._no_split_modules
         self.hidden: list[torch.Tensor] = []
         head: nn.Module = model.get_output_embeddings()
         head.register_forward_pre_hook(lambda _, inputs: self.hidden.append(inputs[0]))
@@ -142,6 +148,32 @@ class WidensLogits(nn.Module):
         loss = shifted_loss(logits, labels, wide=False)
         self.hidden.clear()
         return {"loss": loss, "logits": logits}
+
+
+class HoldsKeys(nn.Module):
+    """A model whose output holds the keys and values of all layers, as GPTBigCode's did, with checkpointing too.
+
+    They are views of what a layer's one projection has made for queries, keys and values, and keep all of that:
+    https://github.com/huggingface/transformers/blob/v4.48.1/src/transformers/models/gpt_bigcode/modeling_gpt_bigcode.py.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._no_split_modules = model._no_split_modules
+        self.held: list[torch.Tensor] = []
+        for name, module in model.named_modules():
+            if name.endswith(".c_attn"):
+                module.register_forward_hook(self._hold)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        output = self.model(input_ids=input_ids, labels=labels)
+        held, self.held = self.held, []
+        return {"loss": output.loss, "logits": output.logits, "past_key_values": held}
+
+    def _hold(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if not torch.is_grad_enabled():  # and not when the layer is computed again
+            self.held.append(output)
 
 
 def _fused_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -168,6 +200,7 @@ class FusedLoss(nn.Module):
     def __init__(self, model: Any, chunked: bool) -> None:
         super().__init__()
         self.model = model
+        self._no_split_modules = model._no_split_modules
         self.chunked = chunked
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
