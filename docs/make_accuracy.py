@@ -36,9 +36,10 @@ whether the run fits. Of `brackets`, a size that ran and the next larger one whi
 `failures` is xMem's measure: a wrong verdict, or a run that is out of memory with the estimate as its limit. Where the
 source repeated the run with limits it is known. Elsewhere an estimate below the measured figure counts as a failure
 unless the recorded step runs with a limit that is lower still by the same: as if all that it is short of had been in
-use. Of two numbers there, the first is with the figure itself as the limit. Steps of random lengths have an interval
-beside the figure, from the 5th to the 95th percentile of draws of the data's lengths, and the second number is with its
-upper end as the limit, which is what a user would set. Over all, every source weighs the same.
+use. Of two numbers there, the first is with the figure itself as the limit. Figures that hang on what cannot be known
+have an interval beside them, and the second number is with its upper end as the limit, which is what a user would set:
+from the 5th to the 95th percentile of draws where steps have random lengths, and with segments at falling and at rising
+addresses, which decide between free blocks of one size. Over all, every source weighs the same.
 
 """
 AFTER = """
@@ -76,10 +77,10 @@ On a machine with a CUDA card:
 python -m batchfinder check --model gpt2 --seq-len 512 --batch-size 16 --precision bf16-mixed --out check.json
 ```
 
-It takes training steps of the model, any that `sweep` takes, prints their peaks beside the simulated ones, and writes both
-to a file, with the card, the driver and the versions. Send it with an issue or a pull request. It has not run on a card
-yet. `python benchmarks/cuda_check.py` in a clone goes further: in eight minutes it compares each allocation of six models'
-steps, their largest batches and the callback's answers.
+It takes training steps of the model, any that `sweep` takes, prints their peaks beside the simulated ones, and writes
+both to a file, with the card, the driver and the versions. Send it with an issue or a pull request. It has not run on a
+card yet. `python benchmarks/cuda_check.py` in a clone goes further: in eight minutes it compares each allocation of six
+models' steps, their largest batches and the callback's answers.
 """
 
 GROUPS = {

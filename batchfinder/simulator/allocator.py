@@ -11,7 +11,8 @@ wholly free goes back to the card whichever stream it is of.
 What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`); `Tensor.record_stream`, which keeps a released
 block from being used again until the other stream's work on it is done (`insert_events`, `process_events`), that is for
 a time which only a clock knows; memory callbacks, the garbage collector, and the addresses cudaMalloc really gives.
-Here each new segment lies above all earlier ones; addresses only decide between free blocks of the same size.
+Each new segment lies above all earlier ones, or below them with `falling`; addresses only decide between free blocks of
+the same size.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class CachingAllocator:
     Args:
         memory: the card; a number stands for a card of which the allocator may take all of that many bytes, None for
             one that is never full.
+        falling: whether new segments lie below the earlier ones, as in published memory snapshots
+            (`CudaMallocSegments`), and not above all of them. That decides between free blocks of the same size, and
+            with both it is seen how much depends on it.
 
     Attributes:
         taken: what has been taken from the card; `reserved` and `max_reserved` read it.
@@ -66,7 +70,10 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, memory: DeviceMemory | int | None = None, settings: AllocatorSettings = DEFAULT_SETTINGS
+        self,
+        memory: DeviceMemory | int | None = None,
+        settings: AllocatorSettings = DEFAULT_SETTINGS,
+        falling: bool = False,
     ) -> None:
         if memory is None:
             memory = UNLIMITED
@@ -83,7 +90,7 @@ class CachingAllocator:
         self._segments: CudaMallocSegments | ExpandableSegments = (
             ExpandableSegments(self.taken, settings, memory.total_bytes)
             if expandable
-            else CudaMallocSegments(self.taken, partial(segment_size, settings=settings))
+            else CudaMallocSegments(self.taken, partial(segment_size, settings=settings), falling)
         )
         self._pools: dict[int, tuple[FreeList, FreeList]] = {}  # of small and large blocks, by stream
         self._small, self._large = self._pools_of(0)

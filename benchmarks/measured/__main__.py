@@ -99,22 +99,26 @@ def _row(case: Case, draws: Sequence[tuple[int, Case, Trace | Exception]]) -> tu
         row["bracket"] = case.bracket
     try:
         found: list[tuple[float, int, Trace]] = []  # bytes, infinite where it runs out of memory
+        ends: tuple[list[float], list[float]] = [], []  # the least and the most, by the order of the addresses
         for times, each, trace in draws:
             if isinstance(trace, Exception):
                 raise trace
-            answer = each.predicted_bytes(trace)
-            found.append((math.inf if answer is None else answer, times, trace))
+            answers = [each.predicted_bytes(trace, falling) for falling in (False, True)]
+            value, other = (math.inf if answer is None else answer for answer in answers)
+            found.append((value, times, trace))
+            ends[0].append(min(value, other))
+            ends[1].append(max(value, other))
         values, weights = [each[0] for each in found], [each[1] for each in found]
         middle = weighted_quantile(values, weights, 0.5)
         trace = min(found, key=lambda each: abs(each[0] - middle) if each[0] != middle else -1)[2]
         predicted = None if math.isinf(middle) else int(middle)
         row["predicted_bytes"] = predicted
-        if case.draws:
-            ends = [weighted_quantile(values, weights, share) for share in (0.05, 0.95)]
-            row["interval"] = [None if math.isinf(end) else int(end) for end in ends]
+        if case.draws or ends[0] != ends[1]:
+            around = [weighted_quantile(end, weights, share) for end, share in zip(ends, (0.05, 0.95), strict=True)]
+            row["interval"] = [None if math.isinf(end) else int(end) for end in around]
         if predicted is not None and case.published_bytes is not None and case.statistic == RESERVED:
             row["unsafe"] = case.is_unsafe(trace, predicted)
-            if case.draws:
+            if "interval" in row:
                 row["unsafe_at_upper"] = case.is_unsafe(trace, predicted, row["interval"][1])
         for limit, ran in case.limits_tried:
             row.setdefault("limits", []).append([limit, ran, case.runs_within(trace, limit)])

@@ -87,14 +87,18 @@ class Case:
         steps = {lengths: replace(self.step, lengths=lengths) for lengths in self.draws}
         return [(self.draws.count(lengths), replace(self, step=step, draws=())) for lengths, step in steps.items()]
 
-    def predicted_bytes(self, trace: Trace) -> int | None:
-        """The same figure of a recorded step; None where it runs out of memory on that card."""
+    def predicted_bytes(self, trace: Trace, falling: bool = False) -> int | None:
+        """The same figure of a recorded step; None where it runs out of memory on that card.
+
+        Args:
+            falling: whether new segments lie below the earlier ones, as `CachingAllocator` has it.
+        """
         memory, sizes = self.card(), self.sizes(trace)
         if self.empties_cache:
-            allocator = CachingAllocator(memory)
+            allocator = CachingAllocator(memory, falling=falling)
             reserved = reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache)
             return None if reserved is None else reserved + self.outside_bytes
-        timeline = replay(trace.structure, sizes, CachingAllocator(memory))
+        timeline = replay(trace.structure, sizes, CachingAllocator(memory, falling=falling))
         if timeline.oom is not None:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes

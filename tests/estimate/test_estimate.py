@@ -56,6 +56,20 @@ def test_the_kinds_of_a_perceptron(mlp: Trace) -> None:
     assert (found.peak.moment.step, found.peak.moment.stage) == (1, "backward")
 
 
+def test_the_interval_of_reserved() -> None:
+    """Which of two free blocks of one size is taken is for addresses to say, and with it whether neighbours merge.
+
+    A segment of 80 MiB holds two blocks, of which the upper one is free, as is another segment of 40. Where the next 40
+    MiB go into that one, the lower block comes free beside the upper one, and both hold 80; else they are taken anew.
+    """
+    order, sizes = (0, ~0, 1, 2, 3, ~2, ~3, 4, ~1, 5), [size * MIB for size in (80, 40, 40, 40, 40, 80)]
+    structure = TraceStructure(order, (), ("",) * 6, ("",) * 6, ("temporary",) * 6)
+    found = estimate(Trace(1, None, structure, tuple(sizes)), CARD)
+    assert found.reserved_bytes == 200 * MIB  # with rising addresses
+    assert found.reserved_interval_bytes == (120 * MIB, 200 * MIB)
+    assert found.to_json()["reserved_interval_bytes"] == [120 * MIB, 200 * MIB]
+
+
 def test_the_fullest_moment(bert: Trace) -> None:
     """The peak is the first moment with the most in live blocks, and what is alive then is what is counted."""
     found = estimate(bert, CARD, CONTEXT)

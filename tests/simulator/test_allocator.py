@@ -325,6 +325,23 @@ def test_oversize_blocks_must_add_up_to_the_request_by_themselves() -> None:
     assert (allocator.reserved, allocator.num_alloc_retries) == (70 * MIB, 1)
 
 
+# In the order in which they were taken, in MiB: size, and how far above the first one. From memory snapshots of CUDA
+# cards: https://github.com/shreyansh26/MLSys-Experiments/blob/main/model_memory_usage/profile_grad.pkl (its first four)
+# and memory_files/memory_ctx128_forward_mixed.pickle of https://github.com/kkaitlyn111/cs336-a2-systems/tree/46eae3f8.
+PLACES = (
+    [(1908, 0), (2, 1908), (192, -192), (954, -1152)],
+    [(50, 0), (10, 50), (50, -64), (10, -14), (50, -128), (14, -78)],
+)
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_falling_segments_lie_as_in_real_snapshots(places: list[tuple[int, int]]) -> None:
+    """A segment lies in the lowest gap that 32 MiB of addresses leave, or below all others."""
+    allocator = CachingAllocator(falling=True)
+    addresses = [take(allocator, size * MIB if size > 2 else 200_000).address for size, _ in places]
+    assert [(address - addresses[0]) // MIB for address in addresses] == [place for _, place in places]
+
+
 def test_segments_are_described_block_by_block() -> None:
     """A segment shows its address, its size, its pool and its blocks with what was asked for."""
     allocator = CachingAllocator()
