@@ -126,8 +126,9 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
         # A probe of its own for each cell: it collects what this cell's result leaves out.
         device = cell.card.device.with_headroom(cell.headroom_bytes)
         probe = simulation.probe(device, cells.seq_lens, request.allocator)
-        key = cache_key(cell, facts, request)
-        return probe, None if request.cache is None else request.cache.entry(key, cells.model)
+        if request.cache is None:
+            return probe, None
+        return probe, request.cache.entry(cache_key(cell, facts, request), cells.model)
 
     elsewhere: dict[tuple[Card, int | None], tuple[Future[list[SearchResult | None]], int]] | None = None
     for card in request.place.cards:
