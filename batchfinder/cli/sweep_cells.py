@@ -295,6 +295,8 @@ class MeasuredCells:
         self._cell = cells.cell(None, self._card)
         self._recordable = True
         self._longer: SearchResult | None = None
+        self._seen: list[str] = []  # of the cell, what came of each size
+        self._tries = 0
         self._limits = SearchLimits(
             request.max_batch_size,
             request.tolerance,
@@ -310,9 +312,7 @@ class MeasuredCells:
             self._limits,
             self._open_probe,
             hint=self._predicted,
-            on_trial=lambda trial: status(
-                f"{self._cell}: {trial.batch_size} {'runs' if trial.fits else 'does not run'}"
-            ),
+            on_trial=lambda trial: self._seen.append(f"{trial.batch_size} {'runs' if trial.fits else 'does not run'}"),
             time_steps=self._time_steps,
         )
 
@@ -326,6 +326,11 @@ class MeasuredCells:
         if self._probe is not None:
             self._probe.timed_steps = steps
 
+    def _say_try(self, batch_size: int) -> None:
+        self._tries += 1
+        last = f" ({self._seen[-1]})" if self._seen else ""
+        self._status(f"{self._cell}: try {self._tries}, batch size {batch_size}{last}")
+
     def free_bytes(self) -> int:
         """What may be used of the device now."""
         return self._card.device.usable_bytes
@@ -334,6 +339,7 @@ class MeasuredCells:
         """Find the largest batch size for a length; None for data of one fixed shape."""
         self._cell = cell = self._cells.cell(seq_len, self._card)
         self._status(str(cell))
+        self._seen, self._tries = [], 0
         cache = self._request.cache
         entry = None if cache is None else cache.entry(self._key(cell), self._cells.model)
         found = self._tuner.find(Shape(seq_len), entry)
@@ -401,6 +407,7 @@ class MeasuredCells:
             # Without a limit the driver's own out-of-memory is the answer.
             limited = self._place.budget_bytes is not None or reserve > 0
             self._probe.limit_bytes = max_peak_bytes if limited else None
+        self._probe.on_try = self._say_try
         return self._probe, max_peak_bytes
 
     def _key(self, cell: Cell) -> CacheKey:
