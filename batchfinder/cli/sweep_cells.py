@@ -338,7 +338,6 @@ class MeasuredCells:
     def row(self, seq_len: int | None) -> SweepRow:
         """Find the largest batch size for a length; None for data of one fixed shape."""
         self._cell = cell = self._cells.cell(seq_len, self._card)
-        self._status(str(cell))
         self._seen, self._tries = [], 0
         cache = self._request.cache
         entry = None if cache is None else cache.entry(self._key(cell), self._cells.model)
