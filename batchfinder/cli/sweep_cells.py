@@ -31,6 +31,7 @@ from batchfinder.probe import Probe
 from batchfinder.recording.simulation import Simulation, search_cards, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
+from batchfinder.report.terminal import words_of
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import SearchResult, Shape, StopReason
 from batchfinder.simulator.steady_state import SimulatedProbe
@@ -256,7 +257,7 @@ def changes_of(
                 most = search_simulated(probe, result.shape, *limits, confirm=False).max_batch_size
             found.append(Alternative(as_typed(change), size, peak, most >= size, most))
         except BatchFinderError as error:  # some models refuse an option, or fail with it
-            found.append(Alternative(as_typed(change), size, error=str(error).strip().splitlines()[-1]))
+            found.append(Alternative(as_typed(change), size, error=words_of(error).strip().splitlines()[-1]))
     return tuple(found)
 
 
