@@ -26,6 +26,7 @@ from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateR
 from batchfinder.report.page import cell_of_estimate, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_estimate
 from batchfinder.report.progress import StatusLine
+from batchfinder.report.terminal import words_of
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
@@ -277,7 +278,7 @@ def _alternative(changes: Changes, request: EstimateRequest, probe: SimulatedPro
             peak, fits = _peak(request, probe, batch_size, shape)
     except BatchFinderError as error:
         # Some models refuse an option, or fail with it.
-        return Alternative(as_typed(changes), batch_size, error=str(error).strip().splitlines()[-1])
+        return Alternative(as_typed(changes), batch_size, error=words_of(error).strip().splitlines()[-1])
     return Alternative(as_typed(changes), batch_size, peak, fits, most)
 
 

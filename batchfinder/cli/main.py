@@ -15,9 +15,9 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
-from batchfinder.cli.parser import build_parser
+from batchfinder.cli.parser import build_parser, nearest, options_of
 from batchfinder.errors import BatchFinderError
-from batchfinder.report.terminal import printable, tell
+from batchfinder.report.terminal import printable, tell, words_of
 
 OK, USER_ERROR, WRONG_USAGE, INTERNAL_ERROR, INTERRUPTED = 0, 1, 2, 3, 130
 _SIGNALLED = 128
@@ -90,7 +90,9 @@ def main(argv: Sequence[str]) -> int:
         option, _, value = word.partition("=")
         if option.startswith("--") and value == "--":  # argparse takes the value for the end of the options
             parser.error(f"argument {printable(option, 100)}: expected one argument")
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], options_of(arguments))}")
     if sys.platform == "win32":
         tell("batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.")
         return USER_ERROR
@@ -104,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
             sys.stdout.flush()
             return code
     except BatchFinderError as error:
-        tell(f"batchfinder: {error}")
+        tell(f"batchfinder: {words_of(error)}")
         return USER_ERROR
     except KeyboardInterrupt:
         tell("batchfinder: interrupted")

@@ -7,9 +7,10 @@ wrong value, which is kept for wrong usage.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from batchfinder.reproductions import REPRODUCTIONS
 from batchfinder.training.spec import (
@@ -379,9 +380,34 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the command nearest to a wrong one."""
+
+    def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += nearest(wrong[1], re.findall(r"[\w-]+", wrong[2]))
+        super().error(message)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A question for the known words that are most like one that is not known; empty where none is."""
+    from difflib import get_close_matches
+
+    matches = get_close_matches(word.partition("=")[0], list(known), n=2)
+    return f". Did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def options_of(arguments: argparse.Namespace) -> list[str]:
+    """The options of the command that was typed, in every spelling."""
+    command = COMMANDS[arguments.command]
+    if command.commands is not None:
+        command = command.commands[getattr(arguments, f"{arguments.command}_command")]
+    return [word for options in command.groups.values() for option in options for word in option.split()]
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
     )
 

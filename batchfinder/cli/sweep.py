@@ -107,9 +107,10 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
         cards = [card.name for card in request.place.cards]
         progress.expect([(model, card, length) for model in lengths for card in cards for length in lengths[model]])
 
+    simulated = request.place.device == SIMULATED
     with ExitStack() as stack:
         pool = None
-        many = request.place.device == SIMULATED and len(request.place.cards) >= CARDS_OF_A_POOL
+        many = simulated and len(request.place.cards) >= CARDS_OF_A_POOL
         if many and (os.cpu_count() or 1) > 1:
             pool = search_pool()
             stack.callback(pool.shutdown, cancel_futures=True)
@@ -125,9 +126,10 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
                 facts = simulations[model].facts()
                 lengths[model] = seq_lens_of(model, request.seq_lens, facts, DEFAULT_SEQ_LENS)
                 expect()
-                find = simulate_cells if request.place.device == SIMULATED else measure_cells
+                find = simulate_cells if simulated else measure_cells
                 cells = ModelCells(model, simulations[model], lengths[model], request, pool)
-                for row in find(cells, lambda status: progress.update(status, terminal_only=True)):
+                # Real steps take their time: each try is worth a line in a log.
+                for row in find(cells, lambda status: progress.update(status, terminal_only=simulated)):
                     progress.found(row)
             except CacheFailed:
                 raise

@@ -31,6 +31,7 @@ from batchfinder.probe import Probe
 from batchfinder.recording.simulation import Simulation, search_cards, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
+from batchfinder.report.terminal import words_of
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import SearchResult, Shape, StopReason
 from batchfinder.simulator.steady_state import SimulatedProbe
@@ -126,8 +127,9 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
         # A probe of its own for each cell: it collects what this cell's result leaves out.
         device = cell.card.device.with_headroom(cell.headroom_bytes)
         probe = simulation.probe(device, cells.seq_lens, request.allocator)
-        key = cache_key(cell, facts, request)
-        return probe, None if request.cache is None else request.cache.entry(key, cells.model)
+        if request.cache is None:
+            return probe, None
+        return probe, request.cache.entry(cache_key(cell, facts, request), cells.model)
 
     elsewhere: dict[tuple[Card, int | None], tuple[Future[list[SearchResult | None]], int]] | None = None
     for card in request.place.cards:
@@ -255,7 +257,7 @@ def changes_of(
                 most = search_simulated(probe, result.shape, *limits, confirm=False).max_batch_size
             found.append(Alternative(as_typed(change), size, peak, most >= size, most))
         except BatchFinderError as error:  # some models refuse an option, or fail with it
-            found.append(Alternative(as_typed(change), size, error=str(error).strip().splitlines()[-1]))
+            found.append(Alternative(as_typed(change), size, error=words_of(error).strip().splitlines()[-1]))
     return tuple(found)
 
 
@@ -294,6 +296,8 @@ class MeasuredCells:
         self._cell = cells.cell(None, self._card)
         self._recordable = True
         self._longer: SearchResult | None = None
+        self._seen: list[str] = []  # of the cell, what came of each size
+        self._tries = 0
         self._limits = SearchLimits(
             request.max_batch_size,
             request.tolerance,
@@ -309,9 +313,7 @@ class MeasuredCells:
             self._limits,
             self._open_probe,
             hint=self._predicted,
-            on_trial=lambda trial: status(
-                f"{self._cell}: {trial.batch_size} {'runs' if trial.fits else 'does not run'}"
-            ),
+            on_trial=lambda trial: self._seen.append(f"{trial.batch_size} {'runs' if trial.fits else 'does not run'}"),
             time_steps=self._time_steps,
         )
 
@@ -325,6 +327,11 @@ class MeasuredCells:
         if self._probe is not None:
             self._probe.timed_steps = steps
 
+    def _say_try(self, batch_size: int) -> None:
+        self._tries += 1
+        last = f" ({self._seen[-1]})" if self._seen else ""
+        self._status(f"{self._cell}: try {self._tries}, batch size {batch_size}{last}")
+
     def free_bytes(self) -> int:
         """What may be used of the device now."""
         return self._card.device.usable_bytes
@@ -332,7 +339,7 @@ class MeasuredCells:
     def row(self, seq_len: int | None) -> SweepRow:
         """Find the largest batch size for a length; None for data of one fixed shape."""
         self._cell = cell = self._cells.cell(seq_len, self._card)
-        self._status(str(cell))
+        self._seen, self._tries = [], 0
         cache = self._request.cache
         entry = None if cache is None else cache.entry(self._key(cell), self._cells.model)
         found = self._tuner.find(Shape(seq_len), entry)
@@ -400,6 +407,7 @@ class MeasuredCells:
             # Without a limit the driver's own out-of-memory is the answer.
             limited = self._place.budget_bytes is not None or reserve > 0
             self._probe.limit_bytes = max_peak_bytes if limited else None
+        self._probe.on_try = self._say_try
         return self._probe, max_peak_bytes
 
     def _key(self, cell: Cell) -> CacheKey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -81,6 +82,24 @@ def check_single_process() -> None:
             "one, since the others would hang when it runs out of memory; find the size on one device, and give it to "
             "plan_accumulation(target_batch_size, size, num_devices)",
         )
+
+
+def check_arguments(option: str, function: Callable[..., object], *given: str) -> None:
+    """Refuse a function that cannot be called with so many positional arguments, which are named in the message.
+
+    Raises:
+        InvalidValue: it takes fewer, or more.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        expected = f"a function that is called with {' and '.join(given)}, and nothing else"
+        raise InvalidValue(option, f"{name}{signature}", f"{expected} ({error})") from None
 
 
 def store_of(cache: str | os.PathLike[str] | Store | bool | None) -> Store | None:

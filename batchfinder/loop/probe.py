@@ -172,6 +172,8 @@ class LoopProbe:
         except Exception as error:
             at = "" if shape.seq_len is None else f" at seq_len {shape.seq_len}"
             error.add_note(f"Raised while {self._config.caller} tried batch size {batch_size}{at}.")
+            if isinstance(error, TypeError) and target is None:
+                error.add_note("train_step is given what make_batch(batch_size, seq_len) returns, as one argument.")
             if "MicroBatches" in str(error):
                 error.add_note(
                     "With target_batch_size, train_step is given an iterable of the micro-batches of one optimizer "

@@ -24,7 +24,7 @@ from batchfinder.distributed.agreement import (
     forget_used_parameters,
 )
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.options import LoopConfig, device_of, store_of, warn_not_cached, world_size
+from batchfinder.loop.options import LoopConfig, check_arguments, device_of, store_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
 from batchfinder.measure.device_memory import Memory, memory_of
@@ -262,6 +262,8 @@ def tune_batch_size(
     )
     budget_bytes = None if budget is None else parse_budget(budget)
     named = tuple(state) if isinstance(state, list | tuple) else (state,)
+    check_arguments("train_step", train_step, "the batch")
+    check_arguments("make_batch", make_batch, "batch_size", "seq_len")
     config = LoopConfig(train_step, make_batch, named, device_of(device, named))
     lengths = sorted(set(seq_lens), reverse=True) if seq_lens else [None]
     return tune_loop(config, limits, budget_bytes, lengths, store_of(cache), on_trial)

@@ -6,7 +6,7 @@ child's side. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -68,6 +68,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
     Attributes:
         limit_bytes: as it was given; may be changed until the first probe.
         timed_steps: how many steps a probe times at least, after those that show the peak.
+        on_try: called with each size as it is about to be tried.
 
     Example:
         >>> spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": "bert-base"})  # doctest: +SKIP
@@ -90,6 +91,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
         self.spec = spec
         self.limit_bytes = limit_bytes
         self.timed_steps = 0
+        self.on_try: Callable[[int], object] = lambda batch_size: None
         self.device = device
         self._open = {
             "builder": spec.builder,
@@ -113,6 +115,7 @@ class ChildProcessProbe(AbstractContextManager["ChildProcessProbe"]):
             ContextDied: twice, the user's code left the GPU's context dead behind it.
             ProbeDied: the child died twice in a way that says nothing about memory.
         """
+        self.on_try(batch_size)
         what = f"{self.spec.name} at batch size {batch_size}"
         if shape.seq_len is not None:
             what += f", sequence length {shape.seq_len}"

@@ -146,6 +146,7 @@ _DEVICE_MODULE = SimpleNamespace(
 )
 
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _MAKES_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 
 
@@ -171,6 +172,8 @@ class FakeDeviceMode(FakeTensorMode):
             args = (args[0], _without_masks(args[1]), *args[2:])
         if self._composing or any(type(arg) is FakeTensor for arg in args):
             return self._fake(func, types, args, kwargs)
+        if func is _ITEM and type(args[0]) is torch.Tensor and args[0].device.type == "cpu":
+            return func(*args)  # the count of steps, which optimizers keep for each parameter and read in each step
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" for tensor in tensors) or any(

@@ -178,7 +178,8 @@ def _by_kind(found: EstimateFindings, explain: bool) -> Table:
     }
     at = f"batch size {trace.batch_size}" + ("" if trace.seq_len is None else f", sequence length {trace.seq_len}")
     step = asked.options.words() + ([f"{asked.accumulation} micro-batches"] if asked.accumulation > 1 else [])
-    taken, there = format_bytes(one.peak_bytes), format_bytes(one.capacity_bytes)
+    taken = format_bytes(one.peak_bytes)
+    there = format_bytes(one.capacity_bytes) + (" with the CUDA context" if one.kinds.context else "")
     if one.fits:
         verdict = f"fits: takes {taken} of {there}, {format_bytes(one.capacity_bytes - one.peak_bytes)} free"
     else:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,10 +22,10 @@ from rich.progress import (
 )
 
 from batchfinder.report.sweep import SweepRow, sweep_table
-from batchfinder.report.terminal import printable, tell
+from batchfinder.report.terminal import printable, tell, words_of
 
-# The lines of a live table that are not rows: title, details, heading, rule, bar and the empty ones between them.
-_OTHER_LINES = 11
+# The lines of a live table that are not rows: title, details, heading, rule, bar and the empty ones between and after.
+_OTHER_LINES = 12
 
 
 class StatusLine(ExitStack):
@@ -39,8 +40,16 @@ class StatusLine(ExitStack):
         self._live: Live | None = None
         # A terminal on which a line can be redrawn.
         if sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
-            live = Live(self._bar, console=self._console, transient=True, redirect_stdout=False)
+            # The cursor stays on an empty line, where the terminal's own ^C does not run into another.
+            live = Live(Group(self._bar, ""), console=self._console, transient=True, redirect_stdout=False)
             self._live = self.enter_context(live)
+
+    def __exit__(self, kind: Any, *raised: Any) -> bool:
+        if kind is not None:
+            # An interrupt while rich writes leaves in its buffer what it has written, which would come once more.
+            self._console.begin_capture()
+            self._console.end_capture()
+        return bool(super().__exit__(kind, *raised))
 
     def update(self, status: str, terminal_only: bool = False) -> None:
         """Say what is being done now; on a terminal only, where it is too short for a line in a log."""
@@ -77,9 +86,10 @@ class SweepProgress(StatusLine):
     def failed(self, error: BaseException) -> None:
         """Show an error that does not end the sweep; it stays above a live table."""
         if self._live is None:
-            tell(f"batchfinder: {error}")
+            tell(f"batchfinder: {words_of(error)}")
         else:
-            self._console.print(printable(f"batchfinder: {error}", lines=True), markup=False, soft_wrap=True)
+            words = printable(f"batchfinder: {words_of(error)}", lines=True)
+            self._console.print(words, markup=False, soft_wrap=True)
 
     def found(self, row: SweepRow) -> None:
         """Show a finished row."""
@@ -93,4 +103,4 @@ class SweepProgress(StatusLine):
         last = {id(row) for row in self._found[-max(self._console.height - _OTHER_LINES, 1) :]}
         shown = [row for row in self.rows if id(row) in last]
         table = replace(sweep_table(shown, self._conditions), notes=())
-        self._live.update(Group(table, "", self._bar), refresh=True)
+        self._live.update(Group(table, "", self._bar, ""), refresh=True)

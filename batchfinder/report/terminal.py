@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from batchfinder.errors import shortened
+from batchfinder.errors import InvalidValue, shortened
 
 
 def tell(line: str) -> None:
@@ -32,3 +32,10 @@ def printable(text: str, most: int | None = None, lines: bool = False) -> str:
     return "".join(
         each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says, with an option as it is typed on the command line: `--seq-len` for `seq_len`."""
+    if isinstance(error, InvalidValue) and error.option.isidentifier() and error.option.islower():
+        return f"--{error.option.replace('_', '-')}{str(error).removeprefix(error.option)}"
+    return str(error)

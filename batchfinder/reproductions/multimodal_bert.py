@@ -91,7 +91,7 @@ def _reproduction(rows: list[dict[str, Any]], estimate: Estimate, unmodelled: It
     """The rows with the tables and notes that are made of them."""
     paper, kinds = published_multimodal_bert(), estimate.kinds
     instance = find_instance(paper.instance)
-    usable = format_bytes(device_for(instance.gpu).usable_bytes)
+    usable, least = format_bytes(device_for(instance.gpu).usable_bytes), format_bytes(estimate.required_bytes)
     memory = [row for row in rows if row.get("unit") == "MB"]
     samples = [row for row in rows if row.get("unit") == "samples"]
     table = {
@@ -113,13 +113,13 @@ def _reproduction(rows: list[dict[str, Any]], estimate: Estimate, unmodelled: It
             f"on one of {instance.num_gpus} {instance.gpu.name}, simulated",
             (
                 f"{paper.precision}, adamw, sdpa attention, DistributedDataParallel",
-                f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.capacity_bytes)}",
+                f"{format_bytes(estimate.peak_bytes)} of {format_bytes(estimate.capacity_bytes)} with the CUDA context",
             ),
             table,
         ),
         Table(
             f"Does it fit on {instance.name}?",
-            (f"{usable} usable on each GPU; it runs on {format_bytes(estimate.required_bytes)} and more",),
+            (f"{usable} usable on each GPU beside the CUDA context; with that it runs on {least} and more",),
             verdict,
         ),
     )

@@ -3,92 +3,124 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory
-from batchfinder.simulator.trace import TraceStructure
+from batchfinder.simulator.trace import StageMark, TraceStructure
 
 
-def replay(
-    structure: TraceStructure,
-    sizes: Sequence[int],
-    allocator: CachingAllocator,
-    stop_when: Callable[[Sequence[StageMemory]], bool] | None = None,
-) -> Timeline:
+def replay(structure: TraceStructure, sizes: Sequence[int], allocator: CachingAllocator) -> Timeline:
     """Replay a trace.
 
     Args:
         sizes: for each block, the bytes asked for. They may be of another size than the recorded one.
         allocator: a new one, made for the card and the settings in question. It is left as the trace leaves it.
-        stop_when: called as each stage ends with all that have ended; True ends the replay.
 
     Returns:
         The counters at the end of each stage, the peaks, and the failure if the card is too small.
     """
-    order, marks = structure.order, structure.marks
-    live: list[Block | None] = [None] * len(sizes)
-    streams = structure.streams
-    allocate, free = allocator.allocate, allocator.free
-    most_allocated = most_reserved = 0
-    allocated_peak = reserved_peak = -1
-    stages: list[StageMemory] = []
-    grown: list[int] = []
-    oom: OomEvent | None = None
-    i = -1
-    starts = [0, *(mark.position for mark in marks)]
-    ends = [*(mark.position for mark in marks), len(order)]
-    taken = allocator.taken
-    try:
-        for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            for i in order[start:end]:
-                if i < 0:
-                    free(live[~i])
-                    continue
-                live[i] = allocate(sizes[i], streams[i]) if streams else allocate(sizes[i])
-                if allocator.max_allocated > most_allocated:
-                    most_allocated = allocator.max_allocated
-                    allocated_peak = i
-                if taken.peak > most_reserved:
-                    most_reserved = taken.peak
-                    reserved_peak = i
-                    grown.append(i)
-            if number:
-                mark = marks[number - 1]
-                stages.append(
-                    StageMemory(
-                        step=mark.step,
-                        stage=mark.stage,
-                        micro_batch=mark.micro_batch,
-                        allocated_bytes=allocator.allocated,
-                        max_allocated_bytes=allocator.max_allocated,
-                        reserved_bytes=allocator.reserved,
-                        max_reserved_bytes=allocator.max_reserved,
-                        num_alloc_retries=allocator.num_alloc_retries,
-                    )
-                )
-                if stop_when is not None and stop_when(stages):
-                    break
-    except SimulatedOutOfMemory as error:
-        oom = OomEvent(
-            moment=_peak_event(structure, i),
-            requested_bytes=error.requested_bytes,
-            tried_bytes=error.tried_bytes,
-            allocated_bytes=error.allocated_bytes,
-            reserved_bytes=error.reserved_bytes,
-            message=str(error),
+    run = Replay(structure, sizes, allocator)
+    run.run()
+    return run.timeline()
+
+
+class Replay:
+    """A trace that is replayed bit by bit; arguments as for `replay`.
+
+    Attributes:
+        structure, sizes: of the trace. A longer one that begins with all that has been replayed may take their place.
+        allocator: as the trace leaves it so far.
+        stages: those that have ended.
+        oom: the allocation that failed, after which nothing is replayed.
+    """
+
+    def __init__(self, structure: TraceStructure, sizes: Sequence[int], allocator: CachingAllocator) -> None:
+        self.structure = structure
+        self.sizes = sizes
+        self.stages: list[StageMemory] = []
+        self.oom: OomEvent | None = None
+        self.allocator = allocator
+        self._live: dict[int, Block | None] = {}
+        self._begun = 0  # of the marks
+        self._position = 0
+        self._allocated_peak = self._reserved_peak = -1
+        self._grown: list[int] = []
+
+    def run(self, stages: int | None = None) -> None:
+        """Go on until so many stages have ended in all, or to the trace's end; not at all where memory has run out."""
+        if self.oom is not None:
+            return
+        structure, sizes, live, allocator = self.structure, self.sizes, self._live, self.allocator
+        order, marks, streams = structure.order, structure.marks, structure.streams
+        allocate, free, taken = allocator.allocate, allocator.free, allocator.taken
+        most_allocated, most_reserved = allocator.max_allocated, taken.peak
+        ends = [*(mark.position for mark in marks), len(order)]
+        i = -1
+        try:
+            for number in range(self._begun, len(ends) if stages is None else stages + 1):
+                for i in order[self._position : ends[number]]:
+                    if i < 0:
+                        free(live[~i])
+                        continue
+                    live[i] = allocate(sizes[i], streams[i]) if streams else allocate(sizes[i])
+                    if allocator.max_allocated > most_allocated:
+                        most_allocated = allocator.max_allocated
+                        self._allocated_peak = i
+                    if taken.peak > most_reserved:
+                        most_reserved = taken.peak
+                        self._reserved_peak = i
+                        self._grown.append(i)
+                self._begun, self._position = number + 1, ends[number]
+                if number:
+                    self.stages.append(self._stage(marks[number - 1], allocator.allocated))
+        except SimulatedOutOfMemory as error:
+            self.oom = OomEvent(
+                moment=_peak_event(structure, i),
+                requested_bytes=error.requested_bytes,
+                tried_bytes=error.tried_bytes,
+                allocated_bytes=error.allocated_bytes,
+                reserved_bytes=error.reserved_bytes,
+                message=str(error),
+            )
+
+    def _stage(self, mark: StageMark, allocated_bytes: int) -> StageMemory:
+        allocator = self.allocator
+        return StageMemory(
+            step=mark.step,
+            stage=mark.stage,
+            micro_batch=mark.micro_batch,
+            allocated_bytes=allocated_bytes,
+            max_allocated_bytes=allocator.max_allocated,
+            reserved_bytes=allocator.reserved,
+            max_reserved_bytes=allocator.max_reserved,
+            num_alloc_retries=allocator.num_alloc_retries,
         )
-    return Timeline(
-        stages=tuple(stages),
-        max_allocated_bytes=allocator.max_allocated,
-        max_reserved_bytes=allocator.max_reserved,
-        allocated_peak=None if allocated_peak < 0 else _peak_event(structure, allocated_peak),
-        reserved_peak=None if reserved_peak < 0 else _peak_event(structure, reserved_peak),
-        num_alloc_retries=allocator.num_alloc_retries,
-        grown=tuple(grown),
-        oom=oom,
-    )
+
+    def timeline(self, released: bool = False) -> Timeline:
+        """What has been seen so far.
+
+        Args:
+            released: with the trace's last stage, of which all releases are to come and nothing else.
+        """
+        structure, stages, allocator = self.structure, self.stages, self.allocator
+        if released:
+            left = [self._live[~event] for event in structure.order[self._position :]]
+            allocated = allocator.allocated - sum(block.size for block in left if block is not None)
+            stages = [*stages, self._stage(structure.marks[-1], allocated)]
+        peaks = self._allocated_peak, self._reserved_peak
+        allocated_peak, reserved_peak = (None if block < 0 else _peak_event(structure, block) for block in peaks)
+        return Timeline(
+            stages=tuple(stages),
+            max_allocated_bytes=allocator.max_allocated,
+            max_reserved_bytes=allocator.max_reserved,
+            allocated_peak=allocated_peak,
+            reserved_peak=reserved_peak,
+            num_alloc_retries=allocator.num_alloc_retries,
+            grown=tuple(self._grown),
+            oom=self.oom,
+        )
 
 
 def alive_at(structure: TraceStructure, position: int) -> list[int]:

@@ -276,15 +276,24 @@ class TraceSource:
             return ones.at(1, seq_len)
         if (batch_size, seq_len) not in self.unscaled:
             self.unscaled.append((batch_size, seq_len))
-        return self.recorded(batch_size, seq_len)
+        recording = self.ask(batch_size, seq_len)
+        group = self._ones_group(seq_len) if batch_size == 1 else []
+        if group and seq_len == min(group):  # where a single sample is in question, it is at longer lengths as well
+            self.ask(1, max(group))
+        return recording.result()
+
+    def _ones_group(self, seq_len: int | None) -> list[int]:
+        """The lengths at which a batch of one is scaled together; empty where it is not."""
+        group = [length for length in self._groups.get((seq_len or 0) % _ALIGNMENT == 0, ()) if length is not None]
+        return [] if self._compiled or len(group) < 3 or seq_len not in group else group
 
     def _ones_at(self, seq_len: int | None) -> ScaledTrace | None:
         """For a batch of one, once another length has been recorded: scaled from the shortest length and the longest.
 
         Its events differ from those of larger batches, so it is never scaled from these.
         """
-        group = [length for length in self._groups.get((seq_len or 0) % _ALIGNMENT == 0, ()) if length is not None]
-        if self._compiled or len(group) < 3 or seq_len not in group or (1, seq_len) in self._recorded:
+        group = self._ones_group(seq_len)
+        if not group or (1, seq_len) in self._recorded:
             return None
         ends = min(group), max(group)
         if seq_len not in self._ones and any((1, length) in self._recorded for length in group):
@@ -320,6 +329,13 @@ class TraceSource:
         """Where replays at a size may be kept: with the scaled trace, for as long as that is; else for one use."""
         scaled = self._scaled_at(seq_len) if batch_size > 1 else None
         return {} if scaled is None or scaled.compiled else scaled.replays
+
+    def polynomials_of(self, blocks: Iterable[int], seq_len: int | None) -> list[Polynomial]:
+        """What gives the bytes of each of these blocks, where the step is scaled (RuntimeError where it is not)."""
+        scaled = self._scaled_at(seq_len)
+        if scaled is None:
+            raise RuntimeError(f"the step at length {seq_len} is not scaled")
+        return [scaled.polynomials[scaled.index[block]] for block in blocks]
 
     def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
         """Record a compiled step at these very sizes, where it was scaled to them; whether there were any."""

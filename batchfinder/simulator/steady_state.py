@@ -27,7 +27,7 @@ from batchfinder.simulator.blocks import (
     round_up,
     segment_size,
 )
-from batchfinder.simulator.replay import StageMemory, Timeline, replay
+from batchfinder.simulator.replay import Replay, Timeline, replay
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 
@@ -64,25 +64,30 @@ def simulate_steady_state(
     Args:
         allocator: returns a new one, made for the card and the settings in question.
     """
-    timeline = replay(structure, sizes, allocator())
-    if not timeline.fits or not timeline.num_alloc_retries:
-        return SteadyState(timeline)
-    longer = repeat_last_step(structure, MORE_STEPS)
+    run = Replay(structure, sizes, allocator())
+    last = len(structure.marks) - 1
+    if last > 0:
+        run.run(last)  # in the last stage goes what the steps leave behind
+    retried = run.oom is None and run.allocator.num_alloc_retries > 0
+    longer = repeat_last_step(structure, MORE_STEPS) if retried else None
     if longer is None:
-        return SteadyState(timeline)
+        run.run()
+        return SteadyState(run.timeline())
+    timeline = run.timeline(released=True)
     recorded_steps = timeline.stages[-1].step + 1
-
-    def kept_its_cache(stages: Sequence[StageMemory]) -> bool:
-        """Whether a step beyond the recorded ones has just ended without the cache being released in it."""
-        last = stages[-1]
-        if last.step < recorded_steps or last.stage != "optimizer":
-            return False
-        before = next(stage for stage in reversed(stages) if stage.step < last.step)
-        return last.num_alloc_retries == before.num_alloc_retries
-
-    structure, origins = longer
-    later = replay(structure, [sizes[i] for i in origins], allocator(), kept_its_cache)
-    return SteadyState(timeline, kept_its_cache(later.stages)) if later.fits else SteadyState(later)
+    run.structure, origins = longer
+    run.sizes = [sizes[i] for i in origins]
+    for number, mark in enumerate(run.structure.marks):
+        if mark.step < recorded_steps or mark.stage != "optimizer":
+            continue
+        run.run(number + 1)
+        if run.oom is not None:
+            return SteadyState(run.timeline())
+        before = next(stage for stage in reversed(run.stages) if stage.step < mark.step)
+        if run.stages[-1].num_alloc_retries == before.num_alloc_retries:
+            return SteadyState(timeline)
+    run.run()
+    return SteadyState(timeline, settled=False) if run.oom is None else SteadyState(run.timeline())
 
 
 # Stage, micro-batch, operator, module, kind, and the count of earlier blocks that are alike in all of these.
@@ -294,6 +299,24 @@ class SimulatedProbe:
                 shared[key] = steady.timeline
         return steady
 
+    def segment_bytes(self, blocks: Iterable[int], shape: Shape) -> Callable[[int], int]:
+        """What segments for these blocks take together, as a function of the batch size, of at least 2."""
+        settings, length = self.allocator, shape.seq_len or 1
+        blocks = list(blocks)
+        alike = None if self._edit is not None else Counter(self.traces.polynomials_of(blocks, shape.seq_len))
+
+        def segments(batch_size: int) -> int:
+            if alike is None:
+                sizes = self.trace(batch_size, shape).sizes
+                counts = Counter(sizes[block] for block in blocks)
+            else:
+                counts = Counter()
+                for terms, count in alike.items():
+                    counts[sum(term(batch_size, length) for term in terms)] += count
+            return sum(count * segment_size(block_size(size, settings), settings) for size, count in counts.items())
+
+        return segments
+
     def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Any]:
         return {} if self._edit is not None else self.traces.replays(batch_size, shape.seq_len)
 
@@ -355,13 +378,12 @@ def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, i
     filled = min(most, low + math.floor(left / rise)) if rise > 0 else most
     near, seen = low, low_seen
     for _ in range(_CURVE_STEPS):
-        sizes = probe.trace(near, shape).sizes
-        extra = seen.max_reserved_bytes - _segment_bytes(seen.grown, sizes, probe.allocator)
+        segments = probe.segment_bytes(seen.grown, shape)
+        extra = seen.max_reserved_bytes - segments(near)
         below, above = low, high  # by the segments of the size that was looked at last
         while above - below > 1:
             middle = (below + above) // 2
-            sizes = probe.trace(middle, shape).sizes
-            if extra + _segment_bytes(seen.grown, sizes, probe.allocator) <= room:
+            if extra + segments(middle) <= room:
                 below = middle
             else:
                 above = middle
@@ -373,7 +395,3 @@ def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, i
         else:
             high = near
     return low, max(low, filled)
-
-
-def _segment_bytes(blocks: Iterable[int], sizes: Sequence[int], settings: AllocatorSettings) -> int:
-    return sum(segment_size(block_size(sizes[block], settings), settings) for block in blocks)

@@ -139,24 +139,24 @@ WHEN_BUILT = [
     ),
     (
         "nowhere:factory",
-        "model: invalid value 'nowhere:factory'; expected a module that exists; "
+        "--model: invalid value 'nowhere:factory'; expected a module that exists; "
         f"there is no nowhere in {HERE} or on the Python path.",
     ),
-    ("mine:nothing", "model: invalid value 'mine:nothing'; expected a factory that exists; mine has no nothing."),
+    ("mine:nothing", "--model: invalid value 'mine:nothing'; expected a factory that exists; mine has no nothing."),
     (
         "mine:number",
-        "model: invalid value 'mine:number'; expected a factory that can be called; it is of type int.",
+        "--model: invalid value 'mine:number'; expected a factory that can be called; it is of type int.",
     ),
     (
         "mine:rubbish",
-        "model: invalid value 'mine:rubbish'; expected a factory that returns a Workload, an nn.Module that takes "
+        "--model: invalid value 'mine:rubbish'; expected a factory that returns a Workload, an nn.Module that takes "
         "input_ids, or a LightningModule with make_batch(batch_size, seq_len); it returned something of type int.",
     ),
     (
         "mine:raises",
         RAISED % (1 + (HERE / "mine.py").read_text().split("\n").index('    raise ValueError("no model today")')),
     ),
-    ("resnet50 --seq-len 3", "seq_len: invalid value 3; expected an image side of at least 33 pixels."),
+    ("resnet50 --seq-len 3", "--seq-len: invalid value 3; expected an image side of at least 33 pixels."),
 ]
 
 

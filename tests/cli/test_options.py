@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.options import card, instance_card, seq_lens_of, step_options, write_file
+from batchfinder.cli.options import card, check_file, instance_card, seq_lens_of, step_options, write_file
 from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS
 from batchfinder.errors import InvalidValue
@@ -159,6 +159,14 @@ def test_no_room(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"--snapshot: invalid value '{link}'; expected a file that can be written (No space left on device)."
     )
+
+
+def test_a_folder_that_takes_no_files(tmp_path: Path) -> None:
+    """Refused before the work, though root may write there by its permissions; where it can be, nothing is left."""
+    with pytest.raises(InvalidValue, match=r"^--html: invalid value '/proc/page\.html'; expected a file that can be"):
+        check_file("--html", "/proc/page.html")
+    check_file("--html", str(tmp_path / "page.html"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_gpus() -> None:

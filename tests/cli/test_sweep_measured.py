@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,7 +62,11 @@ def test_a_measured_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     budget = 128 * MIB
     options = ("sweep", "--device", "cpu", "--budget", "128MiB", "--headroom", "10%", "--model", TINY_BERT)
-    row = run(*options, "--seq-len", "16", "--target-batch-size", "64", "--json").row
+    done = run(*options, "--seq-len", "16", "--target-batch-size", "64", "--json")
+    row, said = done.row, done.err.splitlines()[1:-1]
+    assert said[0].endswith(": try 1, batch size 1")
+    assert re.search(r": try 2, batch size \d+ \(1 runs\)$", said[1])
+    assert len(said) >= row["trials"]
     assert (row["model"], row["seq_len"]) == (TINY_BERT, 16)
     assert (row["source"], row["found_by"], row["stopped_by"]) == ("measured", "measured", "out_of_memory")
     assert row["gpu"].endswith(", 128.00 MiB budget")
@@ -156,7 +161,9 @@ def test_ctrl_c_ends_the_child(tmp_path: Path) -> None:
     os.kill(child_probe.pid, signal.SIGINT)
     out, err = child_probe.communicate(timeout=SECONDS)
     assert (child_probe.returncode, out) == (130, "")
-    assert err == "building mine:slow_to_record\nbatchfinder: interrupted\n"
+    first, tried, last = err.splitlines()
+    assert (first, last) == ("building mine:slow_to_record", "batchfinder: interrupted")
+    assert tried.endswith(" budget: try 1, batch size 1")
     assert _processes(temporary) == []
     assert list(temporary.glob("batchfinder-*")) == []
 

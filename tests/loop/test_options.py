@@ -46,6 +46,26 @@ def test_arguments(wrong: dict[str, Any], option: str) -> None:
     assert repr(wrong[option]) in text
 
 
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        (
+            (lambda model, batch: None, lambda size, length: None),
+            "train_step: invalid value '<lambda>(model, batch)'; expected a function that is called with the batch, "
+            "and nothing else (missing a required argument: 'batch').",
+        ),
+        (
+            (lambda batch: None, lambda size: None),
+            "make_batch: invalid value '<lambda>(size)'; expected a function that is called with batch_size and "
+            "seq_len, and nothing else (too many positional arguments).",
+        ),
+    ],
+)
+def test_functions_of_other_arguments(functions: tuple[Any, Any], said: str) -> None:
+    """A function that could not be called is refused by its signature, before anything is copied or tried."""
+    assert refused(lambda: tune_batch_size(*functions, [nn.Linear(1, 1)])) == said
+
+
 def test_device() -> None:
     """The one asked for, else that of the model's or the optimizer's parameters."""
     model = nn.Linear(1, 1)

@@ -74,7 +74,7 @@ def test_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
         == """\
 mine:net at batch size 4, sequence length 128 on A100 40GB, simulated
 bf16-mixed, adamw
-fits: takes 2.40 GiB of 20.29 GiB, 17.89 GiB free
+fits: takes 2.40 GiB of 20.29 GiB with the CUDA context, 17.89 GiB free
 
 kind                     bytes   share
 ──────────────────────────────────────
@@ -169,7 +169,7 @@ def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     found = replace(found, request=replace(found.request, options=options, accumulation=2))
     lines = printed(found, capsys, 0).splitlines()
     assert lines[1] == "bf16-mixed, forward, eager attention, gradient checkpointing, 2 micro-batches"
-    assert lines[2] == "does not fit: 638.00 MiB short; it would take 2.40 GiB of 1.29 GiB"
+    assert lines[2] == "does not fit: 638.00 MiB short; it would take 2.40 GiB of 1.29 GiB with the CUDA context"
     assert lines[17] == "it does not fit, so all figures are for a GPU with unlimited memory"
 
 
@@ -177,7 +177,7 @@ def test_the_smallest_card_itself() -> None:
     """On the smallest card nothing is to spare, and the cache is given back on the way."""
     required = on(20 * GIB).required_bytes
     table = estimate_tables(findings(on(required - CONTEXT)))[0]
-    assert table.details[1] == "fits: takes 1.92 GiB of 1.92 GiB, 0 B free"
+    assert table.details[1] == "fits: takes 1.92 GiB of 1.92 GiB with the CUDA context, 0 B free"
     assert table.notes[2:4] == (
         "the smallest GPU that runs it has 1.92 GiB",
         "allocation retries: 1; each frees the allocator's cache, which takes time",
@@ -187,7 +187,10 @@ def test_the_smallest_card_itself() -> None:
 def test_a_larger_card_may_fail() -> None:
     """Where the smallest card that would do is smaller than one that does not, nothing is said to be short."""
     found = replace(on(GIB), required_bytes=GIB)
-    assert estimate_tables(findings(found))[0].details[1] == "does not fit; it would take 2.40 GiB of 1.29 GiB"
+    assert (
+        estimate_tables(findings(found))[0].details[1]
+        == "does not fit; it would take 2.40 GiB of 1.29 GiB with the CUDA context"
+    )
 
 
 def test_no_card_was_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,6 +81,63 @@ def test_a_live_table(connect: Connect, capsys: pytest.CaptureFixture[str]) -> N
     assert "30/40" in last
     assert last[: last.index("30/40")].count("\n") < 24
     assert "[30/40]" not in sent
+
+
+class Interrupted(Terminal):
+    """A terminal at which Ctrl-C is typed as a text has been written: it shows ^C at the cursor."""
+
+    awaited = "1003"
+
+    def flush(self) -> None:
+        """Raise once."""
+        if self.awaited and self.awaited in self.getvalue():
+            self.awaited = ""
+            self.write("^C")
+            raise KeyboardInterrupt
+
+
+def left_on(terminal: Terminal, width: int) -> list[str]:
+    """The lines that stand on a terminal, by the few commands that rich sends."""
+    lines, row, column = [""], 0, 0
+    for sent in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|.|\n", terminal.getvalue()):
+        if sent == "\n":
+            row += 1
+        elif sent == "\r":
+            column = 0
+        elif sent.startswith("\x1b"):
+            row -= sent == "\x1b[1A"
+            lines[row] = "" if sent == "\x1b[2K" else lines[row]
+        else:
+            row, column = (row + 1, 0) if column == width else (row, column)
+            lines += [""] * (row + 1 - len(lines))
+            lines[row], column = lines[row][:column].ljust(column) + sent, column + 1
+        column = 0 if sent == "\n" else column
+        lines += [""] * (row + 1 - len(lines))
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("columns", [60, 64, 80])
+def test_an_interrupt_leaves_nothing_of_the_table(
+    columns: int, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was being drawn, and however wide the bar's line is."""
+    connect()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Interrupted()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = SweepProgress(())
+    progress.expect([("bert-base", "T4", length) for length in range(1, 41)])
+
+    def sweep() -> None:
+        with progress:
+            progress.update("bert-base at 64 on T4, which takes its time")
+            for length in range(1, 31):
+                progress.found(row(1000 + length, seq_len=length))
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep()
+    assert terminal.awaited == ""
+    assert left_on(terminal, columns) == []
 
 
 def test_a_spinner(connect: Connect) -> None:

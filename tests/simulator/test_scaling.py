@@ -277,6 +277,9 @@ def test_batches_of_one_are_scaled_between_lengths() -> None:
         seen = source.at(1, seq_len)
         assert (seen.structure.operators[0], seen.sizes) == ("view", clean(1, seq_len))
     assert [seq_len for size, seq_len in recordings.asked if size == 1] == [SEQ_LENS[1], SEQ_LENS[0], SEQ_LENS[-1]]
+    first = Recordings(clean)
+    TraceSource(first, SEQ_LENS).at(1, SEQ_LENS[0])
+    assert [seq_len for size, seq_len in first.asked if size == 1] == [SEQ_LENS[0], SEQ_LENS[-1]]
     other = Recordings(lambda b, s: (*clean(b, s), 2**s))
     source = TraceSource(other, SEQ_LENS)
     assert [source.at(1, seq_len).sizes[-1] for seq_len in SEQ_LENS] == [2**seq_len for seq_len in SEQ_LENS]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -60,6 +62,51 @@ def test_tells_from_two_steps_what_many_do(record: Record) -> None:
             assert not later.timeline.fits or later.timeline == once
             kinds.add((once.fits, once.num_alloc_retries > 0, later.fits))
     assert kinds == {(True, False, True), (True, True, True), (True, True, False), (False, True, False)}
+
+
+def random_steps(chance: random.Random) -> tuple[TraceStructure, list[int]]:
+    """Two steps alike, of blocks that go in their step or, as gradients do, in the next."""
+    sizes = [chance.choice([chance.randrange(1, 4), chance.randrange(4, 60)]) * MIB // 2 for _ in range(12)]
+    kept = [block for block in range(12) if chance.random() < 0.3]
+    step: list[tuple[int, bool]] = []
+    for block in range(12):
+        step.append((block, True))
+        gone = [block for block, taken in step if not taken]
+        step += [(each, False) for each in range(block + 1) if each not in (*kept, *gone) and chance.random() < 0.4]
+    gone = [block for block, taken in step if not taken]
+    step += [(block, False) for block in range(12) if block not in (*kept, *gone)]
+    order: list[int] = []
+    marks = []
+    for number in range(2):
+        marks.append(StageMark(len(order), number, "forward"))
+        order += [12 * number + block if taken else ~(12 * number + block) for block, taken in step]
+        marks.append(StageMark(len(order), number, "optimizer"))
+        order += [~(12 * (number - 1) + block) for block in kept if number]
+    marks.append(StageMark(len(order), 1, "end"))
+    order += [~(12 + block) for block in kept]
+    names = tuple(f"operator {block}" for block in range(12)) * 2
+    return TraceStructure(tuple(order), tuple(marks), names, names, names), sizes * 2
+
+
+def test_goes_on_as_if_it_had_begun_with_all_steps() -> None:
+    """What is replayed from the end of the recorded steps on is what a replay of all steps from the start shows."""
+    chance, kinds = random.Random(15), Counter[str]()
+    for _ in range(60):
+        events, sizes = random_steps(chance)
+        most = replay(events, sizes, CachingAllocator()).max_reserved_bytes
+        for card in range(most - 24 * MIB, most + 1, 2 * MIB):
+            once, seen = replay(events, sizes, CachingAllocator(card)), None
+            later = simulate_steady_state(events, sizes, lambda card=card: CachingAllocator(card))  # type: ignore[misc]
+            if once.fits and once.num_alloc_retries:
+                more, origins = repeat_last_step(events, MORE_STEPS) or (events, ())
+                seen = replay(more, [sizes[i] for i in origins], CachingAllocator(card))
+                ends = [stage.num_alloc_retries for stage in seen.stages if stage.stage == "optimizer"]
+                kept = any(before == after for before, after in pairwise(ends[1:]))
+                assert later.fits == kept
+                once = once if kept or seen.fits else seen
+                kinds["kept" if kept else "thrashes" if seen.fits else "fails later"] += 1
+            assert later.timeline == once
+    assert min(kinds[kind] for kind in ("kept", "thrashes", "fails later")) > 0, kinds
 
 
 def test_a_trace_without_steps_is_judged_as_it_is() -> None:
