@@ -33,13 +33,16 @@ _PEAKS = ("allocated", "reserved")
 
 def main(arguments: argparse.Namespace) -> int:
     """Check each model at one size; a size that does not fit is a result, not an error."""
-    models, options = tuple(dict.fromkeys(arguments.model or DEFAULT_MODELS)), step_options(arguments)
+    models = tuple(dict.fromkeys(arguments.model or DEFAULT_MODELS))
+    if arguments.strategy is not None:
+        raise InvalidValue("--strategy", arguments.strategy, "none: one GPU is checked")
+    options = step_options(arguments)
     batch_size = whole_number("--batch-size", arguments.batch_size)
     micro_batches = whole_number("--accumulation", arguments.accumulation)
     seq_len = whole_number("--seq-len", arguments.seq_len)
     for model in models:
         check_model_name(model)
-    if options.gpus > 1 or options.strategy is not None:
+    if options.gpus > 1:
         raise InvalidValue("--gpus", options.gpus, "1: one GPU is checked")
     if arguments.out is not None:
         check_file("--out", arguments.out)

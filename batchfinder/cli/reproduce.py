@@ -20,7 +20,7 @@ ALL = "all"
 
 def main(arguments: argparse.Namespace) -> int:
     """Reproduce one table or all, each printed as soon as it is found; JSON is printed at the end."""
-    asked = one_of("table", arguments.table, (*REPRODUCTIONS, ALL))
+    asked = one_of("TABLE", arguments.table, (*REPRODUCTIONS, ALL))
     if arguments.markdown is not None:
         check_file("--markdown", arguments.markdown)
     reproducers = {name: import_module(module) for name, module in REPRODUCTIONS.items() if asked in (name, ALL)}

@@ -24,11 +24,13 @@ def test_without_a_gpu_it_says_so(run: Run, options: tuple[str, ...]) -> None:
     assert len(done.err.splitlines()) == 1
 
 
-def test_several_gpus_are_refused(run: Run) -> None:
+@pytest.mark.parametrize("options", [("--gpus", "2"), ("--strategy", "ddp")])
+def test_several_gpus_are_refused(run: Run, options: tuple[str, str]) -> None:
     """What one process cannot measure."""
-    done = run("check", "--gpus", "2", "--strategy", "ddp")
+    done = run("check", *options)
     assert done.code == 1
-    assert "1: one GPU is checked" in done.err
+    assert done.err.startswith(f"batchfinder: {options[0]}: invalid value ")
+    assert "one GPU is checked" in done.err
 
 
 def test_peaks_stand_side_by_side() -> None:
