@@ -157,7 +157,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
                 needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
                 result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))
-            if entry is not None and known is None:
+            # Another process may have found it meanwhile, such as one of a cluster's whose driver has died.
+            if entry is not None and known is None and entry.get() is None:
                 entry.put(result)
             trials = () if known else result.trials
             curve: tuple[tuple[int, int], ...] = ()

@@ -223,9 +223,10 @@ def test_a_cached_answer_is_certified(measuring: Measuring) -> None:
     answer = first.result.max_batch_size
     assert (first.cached, first.result.source, first.result.stop) == (False, "measured", StopReason.EXACT)
     assert (first.trials, next(store.records()).result.free_bytes) == (first.result.trials, BUDGET)
-    assert said[0] == str(first.cell)
-    assert f"{said[0]}: {answer} runs" in said
-    assert f"{said[0]}: {answer + 1} does not run" in said
+    tries = [f"try {number}, batch size {trial.batch_size}" for number, trial in enumerate(first.trials, 1)]
+    seen = [f"{trial.batch_size} {'runs' if trial.fits else 'does not run'}" for trial in first.trials[:-1]]
+    words = [tries[0], *(f"{each} ({before})" for each, before in zip(tries[1:], seen, strict=True))]
+    assert said == [f"{first.cell}: {each}" for each in words]
 
     again = row(32)
     assert (again.cached, [trial.batch_size for trial in again.trials]) == (True, [answer])

@@ -13,8 +13,7 @@ from tests.forks import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp_fork", 1), ("ddp_fork", 2), ("ddp_spawn", 2)])
 def test_the_caller_can_read_what_was_found(strategy: str, devices: int) -> None:
     """Size, plan and results, as after a fit in this process; the trainer's own accumulation is as it was."""
     done = subprocess.run(

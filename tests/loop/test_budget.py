@@ -34,16 +34,6 @@ def test_searches_answer_alike(net: str, more_mib: int, times: int) -> None:
 
 @on_linux
 @pytest.mark.slow
-def test_five_searches_answer_alike() -> None:
-    """In forks of one process: within the tolerance of 1 % of one another."""
-    with forks("tests.loop.limited", malloc={}) as loops:
-        answers = [loops.run(more_mib=128, seq_lens=[128])["128"] for _ in range(5)]
-    assert min(answers) > 100
-    assert max(answers) - min(answers) <= 0.01 * max(answers), answers
-
-
-@on_linux
-@pytest.mark.slow
 def test_the_order_of_lengths_does_not_change_the_answers() -> None:
     """Each alone, or as the first, second or third: within 3 %, the tolerance of 1 % and what a process differs by.
 
