@@ -16,7 +16,6 @@ pytestmark = pytest.mark.slow
 # as much as one try left behind (kernels that oneDNN compiled for a new size of the convolutional net, 1 to 4 MiB).
 # Epochs end with a smaller batch, of a size that no try has seen.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "Transformer": ({"rows": 90, "seq_len": 128, "width": 16}, 128),
     "ConvNet": ({"rows": 160, "side": 80, "width": 8}, 224),
 }
 

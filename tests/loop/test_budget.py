@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @on_linux
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("net", "more_mib", "times"), [("conv", 300, 2)])
+@pytest.mark.parametrize(("net", "more_mib", "times"), [("bert", 150, 2)])
 def test_searches_answer_alike(net: str, more_mib: int, times: int) -> None:
     """Each in a process of its own, with this much more than it held: within the tolerance of 1 % of one another.
 
@@ -35,14 +35,14 @@ def test_searches_answer_alike(net: str, more_mib: int, times: int) -> None:
 @on_linux
 @pytest.mark.slow
 def test_the_order_of_lengths_does_not_change_the_answers() -> None:
-    """Each alone, or as the first, second or third: within 3 %, the tolerance of 1 % and what a process differs by.
+    """Each as the first, second or third: within 3 %, the tolerance of 1 % and what a process differs by.
 
     With the allocator as it comes, without the settings that other tests make.
     """
     answers: dict[str, list[int]] = {"32": [], "64": [], "128": []}
     with forks("tests.loop.limited", malloc={}) as loops:
-        for seq_lens in ([64], [128, 64, 32], [32, 64, 128]):
+        for seq_lens in ([128, 64, 32], [32, 64, 128]):
             for seq_len, answer in loops.run(more_mib=256, seq_lens=seq_lens).items():
                 answers[seq_len].append(answer)
-    assert [len(seen) for seen in answers.values()] == [2, 3, 2]
+    assert [len(seen) for seen in answers.values()] == [2, 2, 2]
     assert all(max(seen) - min(seen) <= 0.03 * max(seen) for seen in answers.values()), answers

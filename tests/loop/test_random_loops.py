@@ -11,7 +11,7 @@ import pytest
 from tests.forks import Forks, forks
 from tests.loop.random_loops import STEPS, draw, searching, training
 
-SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "4")))
+SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "3")))
 """As many as take a minute; the variable asks for more."""
 
 KEPT = {"RLIMIT_AS": 6, "budget": 0}
