@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from batchfinder.cli.options import check_file, seq_lens_of, step_options, whole_number, write_file
-from batchfinder.cli.sweep_request import Place, real_gpu
+from batchfinder.cli.sweep_request import CUDA_DEVICE, Place, real_gpu
 from batchfinder.devices import host_name
 from batchfinder.errors import InvalidValue
 from batchfinder.measure.child_probe import ChildProcessProbe
@@ -46,12 +45,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise InvalidValue("--gpus", options.gpus, "1: one GPU is checked")
     if arguments.out is not None:
         check_file("--out", arguments.out)
-    expected = f"a GPU that PyTorch {importlib.metadata.version('torch')} can use here; `profile` simulates one"
-    if not arguments.device.startswith("cuda"):
-        raise InvalidValue("--device", arguments.device, expected)
+    if not CUDA_DEVICE.fullmatch(arguments.device):
+        raise InvalidValue("--device", arguments.device, "cuda, or cuda:1 and so on; `profile` simulates a GPU")
     try:
         place = real_gpu(arguments.device, None)
     except InvalidValue as error:
+        expected = f"{error.expected.removeprefix('cpu, or ')}; `profile` simulates a GPU"
         raise InvalidValue("--device", arguments.device, expected) from error
     (card,) = place.cards
     rows, unmodelled = [], []
@@ -106,14 +105,16 @@ def check_model(
     spec, step = options.workload(model), options.step(micro_batches)
     with Simulation(spec, step) as simulation:
         line.update(f"recording {model}")
-        seq_len = seq_lens_of(model, asked, simulation.facts())[-1]
+        facts = simulation.facts()
+        seq_len = seq_lens_of(model, asked, facts)[-1]
         probe = simulation.probe(card.device, [seq_len], AllocatorSettings.from_environment())
         simulated = probe(batch_size, Shape(seq_len))
     line.update(f"{model}: training steps on {card.name}")
     with ChildProcessProbe(spec, step, place.device) as real:
         measured = real(batch_size, Shape(seq_len))
-    row = {"model": model, "seq_len": seq_len, "batch_size": batch_size, "accumulation": micro_batches}
-    return {**row, "simulated": _side(simulated), "measured": _side(measured)}, probe.unmodelled
+    row: dict[str, Any] = {"model": model, "seq_len": seq_len, "batch_size": batch_size, "accumulation": micro_batches}
+    row |= {"versions": facts.versions, "simulated": _side(simulated), "measured": _side(measured)}
+    return row, probe.unmodelled
 
 
 def _side(seen: Measurement) -> dict[str, Any]:

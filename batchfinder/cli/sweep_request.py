@@ -24,7 +24,7 @@ DEFAULT_MODELS = ("bert-base", "bert-large")
 DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
 SIMULATED, CPU = "simulated", "cpu"
 
-_CUDA = re.compile(r"cuda(:\d+)?")
+CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 _UNKNOWN_CONTEXT_BYTES = 600 << 20
 """What the CUDA context of a GPU that is not in the catalogue is taken to need."""
 
@@ -61,7 +61,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         UnknownName: no such GPU or instance.
     """
     asked = arguments.device
-    if asked not in ("auto", SIMULATED, CPU) and not _CUDA.fullmatch(asked):
+    if asked not in ("auto", SIMULATED, CPU) and not CUDA_DEVICE.fullmatch(asked):
         raise InvalidValue("--device", asked, "auto, simulated, cuda, cuda:1 (or another number) or cpu")
     budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     if arguments.engine == "ray":

@@ -211,8 +211,10 @@ def estimate(
     timeline = steady.timeline
     if not steady.fits:
         timeline = replay(structure, sizes, CachingAllocator(UNLIMITED, settings))
-    other = CachingAllocator(memory if steady.fits else UNLIMITED, settings, falling=True)
-    falling = replay(structure, sizes, other).max_reserved_bytes
+    other = replay(structure, sizes, CachingAllocator(memory if steady.fits else UNLIMITED, settings, falling=True))
+    if not other.fits:
+        other = replay(structure, sizes, CachingAllocator(UNLIMITED, settings, falling=True))
+    falling = other.max_reserved_bytes
     at_peak, last = timeline.allocated_peak, timeline.reserved_peak
     alive = () if at_peak is None else tuple(alive_at(structure, at_peak.position))
     held = bytes_by_kind(trace, alive)

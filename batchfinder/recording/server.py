@@ -209,7 +209,7 @@ class RecordingServer:
     def _record(self, job: dict[str, Any], number: int) -> None:
         """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
         process = os.getpid()
-        gc.freeze()  # what was imported is not looked through again: a sixth of a recording's time
+        gc.freeze()  # what was imported is not looked through again
         log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)

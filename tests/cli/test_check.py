@@ -15,12 +15,13 @@ from batchfinder.training.spec import StepOptions
 from tests.cli.command import HERE, Run
 
 
-@pytest.mark.parametrize("options", [("--device", "cpu"), ("--device", "cuda:7")])
+@pytest.mark.parametrize("options", [("--device", "cpu"), ("--device", "cudax"), ("--device", "cuda:7")])
 def test_without_a_gpu_it_says_so(run: Run, options: tuple[str, ...]) -> None:
     """Nothing is built, and the way to a simulated figure is named."""
     done = run("check", *options)
     assert (done.code, done.out) == (1, "")
-    assert "can use here; `profile` simulates one." in done.err
+    assert done.err.endswith("; `profile` simulates a GPU.\n")
+    assert "expected cpu" not in done.err
     assert len(done.err.splitlines()) == 1
 
 
@@ -65,6 +66,7 @@ def test_both_sides_are_of_the_same_steps(run: Run, monkeypatch: pytest.MonkeyPa
         assert simulated == max(stage[f"max_{peak}_bytes"] for stage in stages)
     assert (row["measured"]["verdict"], row["measured"]["peak_allocated_bytes"]) == ("fits", None)
     assert row["measured"]["peak_reserved_bytes"] > 0
+    assert {"torch", "transformers"} <= set(row["versions"])
     assert left_out
 
 

@@ -70,6 +70,15 @@ def test_the_interval_of_reserved() -> None:
     assert found.to_json()["reserved_interval_bytes"] == [120 * MIB, 200 * MIB]
 
 
+def test_the_interval_where_the_other_order_does_not_run() -> None:
+    """With falling addresses it takes 200 MiB, more than this card has; what it had when it failed is no end."""
+    order, sizes = (0, 1, ~1, 2, 3, ~0, ~3, 4, ~2, 5), [size * MIB for size in (40, 80, 40, 40, 40, 80)]
+    structure = TraceStructure(order, (), ("",) * 6, ("",) * 6, ("temporary",) * 6)
+    found = estimate(Trace(1, None, structure, tuple(sizes)), DeviceMemory(150 * MIB, 150 * MIB))
+    assert (found.fits, found.reserved_bytes) == (True, 120 * MIB)
+    assert found.reserved_interval_bytes == (120 * MIB, 200 * MIB)
+
+
 def test_the_fullest_moment(bert: Trace) -> None:
     """The peak is the first moment with the most in live blocks, and what is alive then is what is counted."""
     found = estimate(bert, CARD, CONTEXT)

@@ -1,4 +1,4 @@
-"""One search under a CPU budget in a process of its own: `python -m tests.loop.budgeted <net> <MiB>` prints JSON."""
+"""One search under a CPU budget in a process of its own: `python -m tests.loop.budgeted <MiB>` prints JSON."""
 
 from __future__ import annotations
 
@@ -27,26 +27,14 @@ def bert() -> tuple[nn.Module, Any, Any]:
     return model, make_batch, lambda batch: model(**batch).loss
 
 
-def conv() -> tuple[nn.Module, Any, Any]:
-    """A small convolutional net, its pictures, and its loss."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]
-    layers += [nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
-
-    def make_batch(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
-
-    return model, make_batch, lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def main(net: str, more_mib: int) -> dict[str, Any]:
+def main(more_mib: int) -> dict[str, Any]:
     """Search under a budget of what the process holds and `more_mib`, and take ten steps at the answer.
 
     Returns:
         The answer, its peak and the limit, and the most that was resident in the ten steps, in bytes.
     """
     torch.manual_seed(0)
-    model, make_batch, loss_of = {"bert": bert, "conv": conv}[net]()
+    model, make_batch, loss_of = bert()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def train_step(batch: Any) -> None:
@@ -66,4 +54,4 @@ def main(net: str, more_mib: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(main(int(sys.argv[1]))))
