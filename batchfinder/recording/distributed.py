@@ -101,7 +101,10 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
         left_out.append(
             "in the backward the block before is gathered ahead (BACKWARD_PRE), which Trainer has to be asked for"
         )
-        left_out.append("what another stream has used can be used again as soon as it is released (record_stream)")
+        left_out.append(
+            "what another stream has used (record_stream) can be used again when the host has waited for later work; "
+            "it is taken to be ahead of the GPU"
+        )
     elif config.strategy is not None:
         left_out.append("embeddings and head are of the root's unit; accelerate 1.15 gives them units of their own")
     return tuple(left_out)
@@ -192,7 +195,7 @@ def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: Al
 
 
 def _give_addresses() -> None:
-    """Let version 1 of FSDP tell fake tensors' storages apart; on which streams they are used is not kept.
+    """Let version 1 of FSDP tell fake tensors' storages apart.
 
     It compares addresses, which all are 0 (`_same_storage` of
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_flat_param.py and `_catch_all_reshard` of
@@ -211,7 +214,6 @@ def _give_addresses() -> None:
 
     torch.UntypedStorage.data_ptr = of_storage  # type: ignore[assignment, method-assign]
     FakeTensor.data_ptr = of_tensor  # type: ignore[assignment, method-assign]
-    FakeTensor.record_stream = lambda tensor, stream: None  # type: ignore[assignment, method-assign]
 
 
 def flat_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

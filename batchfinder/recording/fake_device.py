@@ -63,41 +63,71 @@ class Stream:
         self.number = next(self._numbers)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that has passed."""
-        return event or Event()
+        """An event that stands for the work so far."""
+        event = event or Event()
+        event.record()
+        return event
 
     def wait_stream(self, stream: object) -> None:
-        """Return at once, as does everything else that waits."""
+        """Return at once, as does everything else that lets a stream wait."""
 
     wait_event = wait_stream
 
-    def synchronize(self) -> None:
-        """Return at once."""
+    def synchronize(self, device: object = None) -> None:
+        """Let the host wait for the work so far."""
+        clock.host_waited_for = clock.now()
 
     def query(self) -> bool:
         """All work is done."""
         return True
 
 
+class Clock:
+    """How far the fake GPU is behind the host, which a block has to wait for that another stream has used.
+
+    The host goes on as long as it does not wait itself, and the GPU does work in the order in which it is given it,
+    whichever stream it is on.
+
+    Attributes:
+        host_waited_for: work of this moment and before is done.
+    """
+
+    def __init__(self) -> None:
+        self.host_waited_for = 0
+        self._moments = itertools.count(1)
+
+    def now(self) -> int:
+        """Later than all moments before."""
+        return next(self._moments)
+
+
+clock = Clock()
+
+
 class Event(torch.Event):
-    """An event on a stream of the fake GPU, which has passed as soon as it is recorded.
+    """An event on a stream of the fake GPU. Asked whether it has passed, it says yes.
 
     One of PyTorch's, since `fully_shard` gives it to the accelerator's own stream where a unit was gathered for a
     backward that does not come, as of frozen layers, and that stream takes what it gets for one, unchecked. As it was
     never recorded there, nothing waits for it.
     """
 
+    moment = 0
+
     def __new__(cls, *args: object, **kwargs: object) -> Event:
         """Make one that belongs to the fake GPU."""
         return super().__new__(cls, DEVICE_TYPE)
 
     def record(self, stream: object = None) -> None:
-        """Return at once, as does everything else."""
+        """Stand for the work so far."""
+        self.moment = clock.now()
 
-    wait = record
+    def wait(self, stream: object = None) -> None:
+        """Return at once, as does everything else that lets a stream wait."""
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Let the host wait."""
+        clock.host_waited_for = max(clock.host_waited_for, self.moment)
 
     def query(self) -> bool:
         """It has passed."""
@@ -141,7 +171,7 @@ _DEVICE_MODULE = SimpleNamespace(
     current_stream=current_stream,
     default_stream=lambda device=None: _current_streams[0],
     set_device=lambda device: None,
-    synchronize=lambda device=None: None,
+    synchronize=_current_streams[0].synchronize,
     empty_cache=lambda: None,
 )
 

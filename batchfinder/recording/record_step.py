@@ -134,7 +134,7 @@ def record_step(
     if sharded:
         with mode, allow_fake_weights():
             fake_device.move_module(workload.model, move, step.weights_dtype)
-    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording, recording.watching_resizes():
+    with mode, allow_fake_weights(), one_thread, tracker.tracking(), recording, recording.watching_storages():
         recording.mark(-1, "model")
         if sharded:
             workload = step.workload = replace(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.errors import BatchFinderError
 from batchfinder.recording import fake_values, kernel_memory, operands, user_kernels
-from batchfinder.recording.fake_device import DEVICE_TYPE, current_stream, parts_of
+from batchfinder.recording.fake_device import DEVICE_TYPE, Stream, clock, current_stream, parts_of
 from batchfinder.recording.kernel_memory import aten
 from batchfinder.simulator.trace import StageMark, TraceStructure
 
@@ -139,6 +139,9 @@ class AllocationRecorder(TorchDispatchMode):
         self.modules: list[str] = []
         self.kinds: list[str] = []
         self.streams: list[int] = []
+        self._used_by_others: set[int] = set()  # blocks that record_stream was called of
+        self._pending: dict[int, int] = {}  # those that are released, and the clock's moment then
+        self._free_completed: list[tuple[int, int]] = []
         self._shapes: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
         self.unmodelled: dict[str, None] = {}
         self.flops = 0
@@ -150,6 +153,7 @@ class AllocationRecorder(TorchDispatchMode):
 
     def structure(self) -> TraceStructure:
         """All that was seen, but for the sizes."""
+        never = [(len(self.order), block) for block in self._pending]
         return TraceStructure(
             tuple(self.order),
             tuple(self.marks),
@@ -157,6 +161,7 @@ class AllocationRecorder(TorchDispatchMode):
             tuple(self.modules),
             tuple(self.kinds),
             tuple(self.streams) if any(self.streams) else (),
+            tuple(sorted([*self._free_completed, *never])),
         )
 
     def shapes(self) -> tuple[str, ...]:
@@ -190,10 +195,11 @@ class AllocationRecorder(TorchDispatchMode):
                 self._note_storage(tensor, aten.empty_strided.default, name, ())
 
     @contextmanager
-    def watching_resizes(self) -> Iterator[None]:
-        """See storages give back their memory and take it again, which no operator does: FSDP's gathered parameters.
+    def watching_storages(self) -> Iterator[None]:
+        """See what no operator does: storages give back their memory and take it again; `record_stream`.
 
-        `resize_` of a CUDA storage takes the new memory on the current stream before it gives back the old,
+        FSDP does both with gathered parameters. `resize_` of a CUDA storage takes the new memory on the current stream
+        before it gives back the old,
         https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/Resize.cpp (`resize_bytes_cuda`).
         """
         resize = torch.UntypedStorage.resize_
@@ -210,14 +216,21 @@ class AllocationRecorder(TorchDispatchMode):
                 else:
                     self._emptied[identity] = weakref.ref(storage, lambda _: self._emptied.pop(identity, None))
                 if seen is not None:
-                    self.order.append(~seen[0])
+                    self._release(seen[0])
             return storage
 
+        def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+            block = self._block_of(tensor)
+            if block >= 0 and stream.number != self.streams[block]:
+                self._used_by_others.add(block)
+
         torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign, assignment]
+        FakeTensor.record_stream = record_stream  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+            del FakeTensor.record_stream
 
     def label_alive(self, first: int, kind: str) -> None:
         """Say what the blocks from number `first` on that are still alive are for."""
@@ -259,6 +272,7 @@ class AllocationRecorder(TorchDispatchMode):
                 with no_dispatch():
                     return values.item()
             if args[0].device.type == DEVICE_TYPE:
+                current_stream().synchronize()
                 block = self._block_of(args[0])
                 made_by = self.operators[block] if block >= 0 else ""
                 value = fake_values.plausible_scalar(args[0], made_by, self._constants.get(block))
@@ -373,6 +387,10 @@ class AllocationRecorder(TorchDispatchMode):
             raise user_kernels.without_fake_kernel(name, error, self._module()) from None
 
     def _allocate(self, size: int, name: str, kind: str) -> int:
+        for block, moment in list(self._pending.items()):
+            if moment <= clock.host_waited_for:
+                del self._pending[block]
+                self._free_completed.append((len(self.order), block))
         block = len(self.sizes)
         self.sizes.append(size)
         self.operators.append(name)
@@ -409,9 +427,14 @@ class AllocationRecorder(TorchDispatchMode):
 
         def released(_: Any, identity: int = identity, block: int = block) -> None:
             del self._live[identity]
-            self.order.append(~block)
+            self._release(block)
 
         self._live[identity] = (block, weakref.ref(storage, released))
+
+    def _release(self, block: int) -> None:
+        self.order.append(~block)
+        if block in self._used_by_others:
+            self._pending[block] = clock.now()
 
     def _block_of(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided:

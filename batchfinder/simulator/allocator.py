@@ -5,14 +5,14 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDACachingAllocator.cp
 were read in snapshots of that file from 2025; of 2.13.0 itself the headers were read and its settings parser was run.
 
 Each stream has blocks and segments of its own: a block is cut from a segment of the stream that was current as it was
-asked for, and when it is released only that stream can have it again, at once (`get_free_block`, `free_block`). What is
-wholly free goes back to the card whichever stream it is of.
+asked for, and when it is released only that stream can have it again (`get_free_block`, `free_block`): at once, or
+where another stream has used it (`Tensor.record_stream`) when that one's work on it is done (`insert_events`,
+`process_events`). When that is only a clock knows, so whoever calls says it. What is wholly free goes back to the card
+whichever stream it is of.
 
-What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`); `Tensor.record_stream`, which keeps a released
-block from being used again until the other stream's work on it is done (`insert_events`, `process_events`), that is for
-a time which only a clock knows; memory callbacks, the garbage collector, and the addresses cudaMalloc really gives.
-Each new segment lies above all earlier ones, or below them with `falling`; addresses only decide between free blocks of
-the same size.
+What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`); memory callbacks, the garbage collector, and
+the addresses cudaMalloc really gives. Each new segment lies above all earlier ones, or below them with `falling`;
+addresses only decide between free blocks of the same size.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class CachingAllocator:
             if expandable
             else CudaMallocSegments(self.taken, partial(segment_size, settings=settings), falling)
         )
+        self._pending: set[Block] = set()
         self._pools: dict[int, tuple[FreeList, FreeList]] = {}  # of small and large blocks, by stream
         self._small, self._large = self._pools_of(0)
         self._rounds_to_divisions = any(divisions > 1 for divisions in settings.roundup_power2_divisions)
@@ -208,8 +209,30 @@ class CachingAllocator:
             block.absorb(follower)
         pool.add(block)
 
+    def request_free(self, block: Block | None) -> None:
+        """Take a block back that another stream still uses: it is not allocated any more, but not free (`free`)."""
+        if block is not None:
+            self.allocated -= block.size
+            self._pending.add(block)
+
+    def is_pending(self, block: Block) -> bool:
+        """Whether a block was taken back by `request_free` and is not free yet."""
+        return block in self._pending
+
+    def complete_free(self, block: Block | None) -> None:
+        """Let a block be used again that `request_free` took back, if nothing else has done so (`process_events`)."""
+        if block in self._pending:
+            self._pending.remove(block)
+            self.allocated += block.size
+            self.free(block)
+
     def empty_cache(self) -> None:
-        """Release everything wholly free, `torch.cuda.empty_cache`: unsplit segments, or whole pages."""
+        """Release everything wholly free, `torch.cuda.empty_cache`: unsplit segments, or whole pages.
+
+        Other streams are waited for first (`synchronize_and_free_events`).
+        """
+        for block in list(self._pending):
+            self.complete_free(block)
         for small, large in self._pools.values():
             self._segments.release(large)
             self._segments.release(small)
@@ -236,7 +259,10 @@ class CachingAllocator:
                 size_bytes=sum(block.size for block in blocks),
                 small=blocks[0].pool.small,
                 expandable=self.settings.expandable_segments,
-                blocks=tuple(SegmentBlock(block.address, block.size, block.requested, block.free) for block in blocks),
+                blocks=tuple(
+                    SegmentBlock(block.address, block.size, block.requested, block.free, block in self._pending)
+                    for block in blocks
+                ),
                 stream=blocks[0].pool.stream,
             )
             for blocks in sorted(ranges, key=lambda blocks: blocks[0].address)

@@ -46,7 +46,19 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
         time = len(entries)
         entries.append({"action": action, **where, "size": size, "stream": stream, "time_us": time, "frames": frames})
 
+    pending: dict[int, tuple[Block, int, int, list[Entry]]] = {}  # by number, with what is entered when it is free
+
+    def enter_completed() -> None:
+        nonlocal stream
+        for number, (block, address, size, frames) in list(pending.items()):
+            if not allocator.is_pending(block):
+                del pending[number]
+                of_request, stream = stream, streams[number] if streams else 0
+                enter("free_completed", size, frames, addr=_FIRST_ADDRESS + address)
+                stream = of_request
+
     def enter_segment(action: str, address: int, nbytes: int) -> None:
+        enter_completed()  # a cache is emptied when other streams have been waited for
         segment_frames_at[address] = requesting
         enter(f"segment_{action}", nbytes, requesting, addr=_FIRST_ADDRESS + address)
 
@@ -54,15 +66,27 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
     frames_of = _frames(trace)
     streams = trace.structure.streams
     live: dict[int, Block | None] = {}
+    waits = {number: position for position, number in trace.structure.free_completed}
+    completed: dict[int, list[int]] = {}
+    for number, position in waits.items():
+        completed.setdefault(position, []).append(number)
     try:
-        for event in trace.structure.order:
+        for position, event in enumerate(trace.structure.order):
+            for number in completed.get(position, ()):
+                allocator.complete_free(live[number])
+            enter_completed()
             stream = streams[event if event >= 0 else ~event] if streams else 0
             if event < 0:
-                block = live.pop(~event)
-                if block is not None:  # no bytes, no event
-                    frames = frames_at.pop(block.address)
-                    for action in ("free_requested", "free_completed"):
-                        enter(action, block.requested, frames, addr=_FIRST_ADDRESS + block.address)
+                block = live[~event]
+                if block is None:  # no bytes, no event
+                    continue
+                size, frames = block.requested, frames_at.pop(block.address)
+                enter("free_requested", size, frames, addr=_FIRST_ADDRESS + block.address)
+                if ~event in waits:
+                    pending[~event] = block, block.address, size, frames
+                    allocator.request_free(block)
+                else:
+                    enter("free_completed", size, frames, addr=_FIRST_ADDRESS + block.address)
                     allocator.free(block)
                 continue
             requesting = frames_of[event]
@@ -73,16 +97,18 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
     except SimulatedOutOfMemory as error:
         size = block_size(error.requested_bytes, allocator.settings)
         enter("oom", size, requesting, device_free=error.free_bytes)
+    waiting = {address: frames for _, address, _, frames in pending.values()}
     segments = []
     for segment in allocator.segments():
         in_use = sum(block.size_bytes for block in segment.blocks if not block.free)
+        awaited = sum(block.size_bytes for block in segment.blocks if block.pending)
         blocks = [
             {
                 "address": _FIRST_ADDRESS + each.address,
                 "size": each.size_bytes,
                 "requested_size": each.requested_bytes,
-                "state": "inactive" if each.free else "active_allocated",
-                "frames": frames_at.get(each.address, []),
+                "state": each.state,
+                "frames": (waiting if each.pending else frames_at).get(each.address, []),
             }
             for each in segment.blocks
         ]
@@ -91,8 +117,8 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
                 "device": 0,
                 "address": _FIRST_ADDRESS + segment.address,
                 "total_size": segment.size_bytes,
-                "allocated_size": in_use,
-                "active_size": in_use,  # nothing waits for an event of another stream
+                "allocated_size": in_use - awaited,
+                "active_size": in_use,
                 "requested_size": sum(block.requested_bytes for block in segment.blocks),
                 "stream": segment.stream,
                 "segment_type": "small" if segment.small else "large",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, SimulatedOutOfMemory
@@ -57,22 +58,31 @@ class Replay:
         allocate, free, taken = allocator.allocate, allocator.free, allocator.taken
         most_allocated, most_reserved = allocator.max_allocated, taken.peak
         ends = [*(mark.position for mark in marks), len(order)]
+        stops = _frees_after_streams(structure)
         i = -1
         try:
             for number in range(self._begun, len(ends) if stages is None else stages + 1):
-                for i in order[self._position : ends[number]]:
-                    if i < 0:
-                        free(live[~i])
-                        continue
-                    live[i] = allocate(sizes[i], streams[i]) if streams else allocate(sizes[i])
-                    if allocator.max_allocated > most_allocated:
-                        most_allocated = allocator.max_allocated
-                        self._allocated_peak = i
-                    if taken.peak > most_reserved:
-                        most_reserved = taken.peak
-                        self._reserved_peak = i
-                        self._grown.append(i)
-                self._begun, self._position = number + 1, ends[number]
+                within = [stop for stop in stops if self._position <= stop.position < ends[number]]
+                for stop in (*within, _Stop(ends[number])):
+                    for i in order[self._position : stop.position]:
+                        if i < 0:
+                            free(live[~i])
+                            continue
+                        live[i] = allocate(sizes[i], streams[i]) if streams else allocate(sizes[i])
+                        if allocator.max_allocated > most_allocated:
+                            most_allocated = allocator.max_allocated
+                            self._allocated_peak = i
+                        if taken.peak > most_reserved:
+                            most_reserved = taken.peak
+                            self._reserved_peak = i
+                            self._grown.append(i)
+                    self._position = stop.position
+                    if stop.block >= 0 and stop.completes:
+                        allocator.complete_free(live[stop.block])
+                    elif stop.block >= 0:
+                        allocator.request_free(live[stop.block])
+                        self._position += 1
+                self._begun = number + 1
                 if number:
                     self.stages.append(self._stage(marks[number - 1], allocator.allocated))
         except SimulatedOutOfMemory as error:
@@ -121,6 +131,28 @@ class Replay:
             grown=tuple(self._grown),
             oom=self.oom,
         )
+
+
+class _Stop(NamedTuple):
+    """Where a replay does what no event of `TraceStructure.order` says.
+
+    Attributes:
+        block: that other streams have used: it is released by the event at this position, or if `completes` is free
+            before it; -1 where a stage ends.
+    """
+
+    position: int
+    block: int = -1
+    completes: bool = False
+
+
+def _frees_after_streams(structure: TraceStructure) -> list[_Stop]:
+    if not structure.free_completed:
+        return []
+    blocks = {block for _, block in structure.free_completed}
+    released = [_Stop(at, ~event) for at, event in enumerate(structure.order) if event < 0 and ~event in blocks]
+    completed = [_Stop(at, block, completes=True) for at, block in structure.free_completed]
+    return sorted([*completed, *released], key=lambda stop: stop.position)
 
 
 def alive_at(structure: TraceStructure, position: int) -> list[int]:

@@ -250,12 +250,23 @@ class ExpandableSegments:
 
 @dataclass(frozen=True, slots=True)
 class SegmentBlock:
-    """One block of a segment, for reading; `requested_bytes` is 0 when it is free."""
+    """One block of a segment, for reading.
+
+    Attributes:
+        requested_bytes: 0 when it is free.
+        pending: whether it was released and waits for another stream.
+    """
 
     address: int
     size_bytes: int
     requested_bytes: int
     free: bool
+    pending: bool = False
+
+    @property
+    def state(self) -> str:
+        """As a memory snapshot has it."""
+        return "inactive" if self.free else "active_pending_free" if self.pending else "active_allocated"
 
 
 @dataclass(frozen=True, slots=True)

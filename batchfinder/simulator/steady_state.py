@@ -125,8 +125,9 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
     start = next(mark.position for mark in structure.marks if mark.step == last)
     end = structure.marks[-1].position
     step = structure.order[start:end]
+    completed = [(position, block) for position, block in structure.free_completed if start <= position < end]
     successors: dict[int, int] = {}  # from a block of the step before the last to the same site's in the last
-    for block in (~event for event in step if event < 0):
+    for block in chain((~event for event in step if event < 0), (block for _, block in completed)):
         number, site = sites[block]
         if number < last:
             successor = blocks.get((last, site)) if number == last - 1 else None
@@ -135,6 +136,7 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
             successors[block] = successor
     order, marks, origins = [*structure.order[:end]], [*structure.marks[:-1]], [*range(len(structure.operators))]
     now = {block: block for block in origins}  # for each recorded block of the last step, the newest that repeats it
+    free_completed = [(position, block) for position, block in structure.free_completed if position < end]
     for n in range(1, times + 1):
         marks.extend(
             StageMark(mark.position - start + len(order), last + n, mark.stage, mark.micro_batch)
@@ -142,6 +144,7 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
             if mark.step == last
         )
         before = {block: now[successor] for block, successor in successors.items()}
+        begins = len(order)
         for event in step:
             if event >= 0:
                 now[event] = len(origins)
@@ -149,8 +152,12 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
                 origins.append(event)
             else:
                 order.append(~before.get(~event, now[~event]))
+        free_completed += [(begins + position - start, before.get(block, now[block])) for position, block in completed]
     marks.append(replace(structure.marks[-1], position=len(order), step=last + times))
     order.extend(~now[~event] for event in structure.order[end:])
+    waits = {block for _, block in structure.free_completed}
+    done = {block for _, block in free_completed}
+    never = [(len(order), block) for block, origin in enumerate(origins) if origin in waits and block not in done]
     longer = TraceStructure(
         tuple(order),
         tuple(marks),
@@ -158,6 +165,7 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
         modules=tuple(structure.modules[i] for i in origins),
         kinds=tuple(structure.kinds[i] for i in origins),
         streams=tuple(structure.streams[i] for i in origins) if structure.streams else (),
+        free_completed=tuple(sorted([*free_completed, *never])),
     )
     return longer, tuple(origins)
 

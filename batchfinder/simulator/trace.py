@@ -39,6 +39,9 @@ class TraceStructure:
         kinds: for each block, `parameter`, `gradient`, `optimizer`, `buffer`, `input`, `activation`, `temporary` or
             `workspace`.
         streams: for each block, the stream that it was allocated on, 0 being the default one; empty where all are that.
+        free_completed: for each released block that another stream has used (`Tensor.record_stream`) the position of
+            the event before which it can be used again, since the host has waited for that stream, or the end of
+            `order`; and the block. Sorted.
     """
 
     order: tuple[int, ...]
@@ -47,6 +50,7 @@ class TraceStructure:
     modules: tuple[str, ...]
     kinds: tuple[str, ...]
     streams: tuple[int, ...] = ()
+    free_completed: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class Trace:
             "shapes": [index[shape] for shape in self.shapes],
             **({"compiled": True} if self.compiled else {}),
             **({"streams": list(structure.streams)} if structure.streams else {}),
+            **({"free_completed": list(map(list, structure.free_completed))} if structure.free_completed else {}),
             "flops": self.flops,
             "alike": [[list(capability), list(sizes)] for capability, sizes in self.alike.items()],
         }
@@ -112,6 +117,7 @@ class Trace:
             modules=tuple(names[i] for i in data["modules"]),
             kinds=tuple(names[i] for i in data["kinds"]),
             streams=tuple(data.get("streams", ())),
+            free_completed=tuple([(position, block) for position, block in data.get("free_completed", ())]),
         )
         return cls(
             batch_size=data["batch_size"],
@@ -194,6 +200,7 @@ def add_blocks(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
             modules=merged(structure.modules, [block.module for block in added]),
             kinds=merged(structure.kinds, [block.kind for block in added]),
             streams=tuple([streams[number] for number in before]) if structure.streams else (),
+            free_completed=tuple([(moved[at], numbers[block]) for at, block in structure.free_completed]),
         ),
         sizes=tuple([sizes[number] for number in before]),
         shapes=merged(trace.shapes, [""] * len(added)) if trace.shapes else (),

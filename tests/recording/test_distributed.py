@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
+from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.replay import replay
 from batchfinder.simulator.scaling import between_gpus
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
@@ -127,11 +131,34 @@ def test_version_1_gathers_into_one_flat_parameter(record: Record) -> None:
     # Two blocks are gathered; of one the gradients are there twice, as each parameter's and flat, and another's shard.
     backward = 3 * eighth + 2 * (REST + 4 * BLOCK) + 4 * BLOCK // 8
     assert backward < found[1, "backward"][0] < 1.01 * backward
-    longer = repeat_last_step(eight.structure, 2)
-    assert longer is not None
     held = {(module, kind) for module, kind in zip(eight.structure.modules, eight.structure.kinds, strict=True)}
     assert {("layers.0", "parameter"), ("layers.0", "gradient"), ("", "parameter")} < held
     assert between_gpus((8, eight), (16, sixteen), 16) is None
+
+
+def test_what_version_1_gathered_is_used_again_when_the_host_has_waited(record: Record) -> None:
+    """Before a block is gathered the host waits for the one two before it to be given back (limit_all_gathers).
+
+    What waits is used again two units later, of the gathered and of the gradients that are sent. A recording of two
+    steps says so of all later ones.
+    """
+    settings = {"gpus": 8, "strategy": "fsdp", "precision": "bf16-mixed"}
+    two, four = (record(sharded.transformer, 1, sharded.LENGTH, steps=steps, **settings) for steps in (2, 4))
+    structure = two.structure
+    released = {~event: position for position, event in enumerate(structure.order) if event < 0}
+    waits = [(released[block], at, structure.streams[block]) for at, block in structure.free_completed]
+    assert all(start < at for start, at, _ in waits)
+    marks = {(mark.step, mark.stage): mark.position for mark in structure.marks}
+    gathered = [(start, at) for start, at, stream in waits if stream == 1 and start < marks[1, "forward"]]
+    assert len(gathered) == 7  # three blocks' in the forward and in the backward, and the root's
+    assert all(at >= after for (_, at), (after, _) in pairwise(gathered))
+    longer = repeat_last_step(structure, 2)
+    assert longer is not None
+    assert longer[0] == four.structure
+    plain = replace(structure, free_completed=())
+    reserved = [replay(each, two.sizes, CachingAllocator()).max_reserved_bytes for each in (structure, plain)]
+    assert reserved[0] >= reserved[1] + 2 * BLOCK
+    assert not record(sharded.transformer, 1, sharded.LENGTH, gpus=8, strategy="fsdp2").structure.free_completed
 
 
 def test_version_1_that_keeps_what_it_gathered(record: Record) -> None:

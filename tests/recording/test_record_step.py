@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from batchfinder.recording import operands
@@ -386,3 +387,50 @@ def test_models_of_image_libraries_are_recorded(record: Record, library: str, na
     trace = record(partial(_of_images, library, name), 2, capability=(8, 0), precision="bf16-mixed")
     parameters = sum(kind == "parameter" for kind in trace.structure.kinds)
     assert sum(kind == "gradient" for kind in trace.structure.kinds) == 2 * parameters
+
+
+class Prefetching(nn.Module):
+    """Four tensors made on another stream and used on the default one; the host waits in another way after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(IN, OUT)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        device: Any = torch.pretend  # type: ignore[attr-defined]
+        side, main = device.Stream(), device.current_stream()
+
+        def use() -> None:
+            with device.stream(side):
+                made = torch.empty(3, 1000, device=inputs.device)
+            main.wait_stream(side)
+            made.record_stream(side)  # its own
+            made.record_stream(main)
+
+        before = main.record_event()
+        use()
+        before.synchronize()
+        inputs.cos()
+        use()
+        main.record_event().synchronize()
+        use()
+        inputs.sum().item()
+        use()
+        device.synchronize()
+        return self.layer(inputs)
+
+
+def test_when_what_another_stream_has_used_is_free(record: Record) -> None:
+    """At the next allocation after the host has waited for later work: an event, a value or the whole device.
+
+    An event of before is none.
+    """
+    structure = record(lambda: Workload(Prefetching(), small.vectors), 8, steps=1).structure
+    waited = [
+        (structure.order[position], position - structure.order.index(~block), structure.streams[block])
+        for position, block in structure.free_completed
+    ]
+    empties = [block for block, name in enumerate(structure.operators) if name == "aten.empty.memory_format"]
+    product = structure.operators.index("aten.addmm.default")
+    # In the way of the first are the cosine, which comes and goes, and the second; of the third the sum.
+    assert waited == [(empties[2], 5, 1), (empties[2], 1, 1), (empties[3], 3, 1), (product, 1, 1)]

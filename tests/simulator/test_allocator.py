@@ -386,3 +386,35 @@ def test_other_streams_caches_are_released_for_a_request() -> None:
     allocator.free(allocator.allocate(40 * MIB, 1))
     allocator.allocate(40 * MIB)
     assert (allocator.reserved, allocator.num_alloc_retries) == (40 * MIB, 1)
+
+
+def test_what_another_stream_uses_is_not_free_yet() -> None:
+    """Once released a block is not allocated, but it serves no request before the other stream is done with it."""
+    allocator = CachingAllocator()
+    block = allocator.allocate(40 * MIB, 1)
+    allocator.request_free(block)
+    assert (allocator.allocated, [each.state for each in allocator.segments()[0].blocks]) == (
+        0,
+        ["active_pending_free"],
+    )
+    allocator.free(allocator.allocate(40 * MIB, 1))
+    assert allocator.reserved == 80 * MIB
+    allocator.complete_free(block)
+    again = [allocator.allocate(40 * MIB, 1) for _ in range(2)]
+    assert (allocator.allocated, allocator.reserved, None in again) == (80 * MIB, 80 * MIB, False)
+    allocator.complete_free(block)  # it is in use again
+    assert allocator.allocated == 80 * MIB
+
+
+@pytest.mark.parametrize("settings", [AllocatorSettings(), AllocatorSettings(expandable_segments=True)])
+def test_other_streams_are_waited_for_before_memory_runs_out(settings: AllocatorSettings) -> None:
+    """On a full card the allocator lets all streams finish and releases what they have used."""
+    allocator = CachingAllocator(64 * MIB, settings)
+    block = allocator.allocate(40 * MIB, 1)
+    allocator.request_free(block)
+    allocator.request_free(None)
+    allocator.allocate(40 * MIB)
+    assert (allocator.allocated, allocator.reserved, allocator.num_alloc_retries) == (40 * MIB, 40 * MIB, 1)
+    allocator.complete_free(block)
+    allocator.complete_free(None)
+    assert allocator.allocated == 40 * MIB

@@ -322,6 +322,38 @@ def test_the_most_is_the_replays() -> None:
     assert max(accumulate(changes)) == timeline.max_allocated_bytes == 56 * MIB
 
 
+def test_what_waits_for_another_stream() -> None:
+    """It is released when it was, and free when the host has waited for the other stream, or the card is full."""
+    step = step_of([0, 1, ~0, ~1, 2, 3], [30 * MIB] * 4)
+    waits = replace(step, structure=replace(step.structure, streams=(3, 3, 0, 0), free_completed=((4, 0), (6, 1))))
+    snapshot, timeline = both(waits, None, DEFAULT_SETTINGS)
+    frees = [
+        (entry["action"], entry["addr"] - START, entry["stream"])
+        for entry in snapshot["device_traces"][0]
+        if entry["action"].startswith("free")
+    ]
+    second = 30 * MIB
+    assert frees == [("free_requested", 0, 3), ("free_requested", second, 3), ("free_completed", 0, 3)]
+    sizes = [(segment["allocated_size"], segment["active_size"]) for segment in snapshot["segments"]]
+    assert sizes == [(0, 0), (0, second), (second, second), (second, second)]
+    states = [block["state"] for segment in snapshot["segments"] for block in segment["blocks"]]
+    assert states == ["inactive", "active_pending_free", "active_allocated", "active_allocated"]
+    assert all(block["frames"] for block in snapshot["segments"][1]["blocks"])
+    assert timeline.max_reserved_bytes == 4 * second
+    full, _ = both(waits, 64 * MIB, DEFAULT_SETTINGS)
+    assert [entry["action"] for entry in full["device_traces"][0]][-9:] == [
+        "free_requested",
+        "free_completed",
+        "free_completed",
+        "segment_free",
+        "segment_free",
+        "segment_alloc",
+        "alloc",
+        "segment_alloc",
+        "alloc",
+    ]
+
+
 def test_streams_are_told_apart() -> None:
     """Each event and each segment bears its block's stream."""
     step = step_of([0, 1, ~1], [12 * MIB, 12 * MIB])

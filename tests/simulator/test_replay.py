@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,6 +54,29 @@ def test_stages_show_the_counters_at_their_end() -> None:
     )
     assert timeline.fits
     assert timeline.num_alloc_retries == 0
+
+
+def test_a_block_that_another_stream_has_used() -> None:
+    """From the event on before which the host has waited it serves requests; on a full card it does before."""
+    order = [0, ~0, 1, 2, ~1, 3]
+    sizes = [30 * MIB] * 4
+    marks = (StageMark(0, 0, "forward"), StageMark(3, 0, "backward"), StageMark(4, 0, "optimizer"))
+    reserved = {}
+    for waited in (None, 2, 3, 5, 6):
+        waits = () if waited is None else ((waited, 0),)
+        events = replace(structure(order, marks), free_completed=waits)
+        reserved[waited] = [
+            stage.max_reserved_bytes // MIB for stage in replay(events, sizes, CachingAllocator()).stages
+        ]
+        assert replay(events, sizes, CachingAllocator(64 * MIB)).stages[-1].max_reserved_bytes == 60 * MIB
+    assert reserved == {None: [30, 60, 60], 2: [30, 60, 60], 3: [60, 60, 60], 5: [60, 90, 90], 6: [60, 90, 90]}
+    both = replace(structure(order, marks), free_completed=((3, 0), (6, 1)))
+    stages = replay(both, sizes, CachingAllocator()).stages
+    assert [(stage.allocated_bytes // MIB, stage.reserved_bytes // MIB) for stage in stages] == [
+        (30, 60),
+        (60, 60),
+        (60, 90),
+    ]
 
 
 def test_peaks_name_the_allocation_that_reached_them() -> None:

@@ -134,8 +134,10 @@ def test_still_a_trace(spans: list[tuple[int, int | None]]) -> None:
 def test_streams_are_kept() -> None:
     """In JSON and where blocks are added, which are on the default stream; without streams JSON has none."""
     names = ("", "")
-    structure = TraceStructure((0, 1, ~0), (StageMark(0, 0, "forward"),), names, names, names, (0, 3))
+    structure = TraceStructure((0, 1, ~0), (StageMark(0, 0, "forward"),), names, names, names, (0, 3), ((3, 0),))
     trace = Trace(1, None, structure, (1, 2))
     assert Trace.from_json(trace.to_json()) == trace
-    assert add_blocks(trace, [AddedBlock(5, 1, None, "", "")]).structure.streams == (0, 0, 3)
-    assert "streams" not in replace(trace, structure=replace(structure, streams=())).to_json()
+    longer = add_blocks(trace, [AddedBlock(5, 0, None, "", "")]).structure
+    assert (longer.streams, longer.free_completed) == ((0, 0, 3), ((4, 1),))
+    plain = replace(trace, structure=replace(structure, streams=(), free_completed=())).to_json()
+    assert not {"streams", "free_completed"} & plain.keys()
