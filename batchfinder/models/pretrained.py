@@ -308,6 +308,10 @@ def _vectors(features: Callable[..., Any], batches: MediaBatches) -> int:
     return sum(vector.numel() // vector.size(-1) for vector in vectors if isinstance(vector, torch.Tensor))
 
 
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the class of a causal language model is named in transformers; GPT-2's and some as old have the latter."""
+
+
 def pack(workload: Workload, attention: str | None, what: str) -> Workload:
     """The workload with its samples packed into one row without padding, and attention that knows where they end.
 
@@ -317,7 +321,7 @@ def pack(workload: Workload, attention: str | None, what: str) -> Workload:
     model: Any = workload.model
     name, batches = type(model).__name__, workload.make_batch
     takes = getattr(model, "_supports_flash_attn", False) and getattr(model.config, "num_attention_heads", 0)
-    if not name.endswith("ForCausalLM") or not takes or not isinstance(batches, TextBatches):
+    if not name.endswith(_CAUSAL) or not takes or not isinstance(batches, TextBatches):
         expected = f"no --packed: {what} ({name}) is no causal language model that takes packed samples"
         raise InvalidValue("packed", True, expected)
     if attention not in (None, "flash"):
@@ -390,7 +394,7 @@ def replace_loss(model: nn.Module, loss: str, what: str) -> None:
         MissingExtra: a package is missing.
     """
     name, head = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(model, transformers.PreTrainedModel) or not name.endswith("ForCausalLM") or head is None:
+    if not isinstance(model, transformers.PreTrainedModel) or not name.endswith(_CAUSAL) or head is None:
         raise InvalidValue("loss", loss, f"default: {what} ({name}) is no causal language model of transformers")
     config: Any = model.config.get_text_config()
     if loss == "liger":

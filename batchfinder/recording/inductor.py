@@ -21,7 +21,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import DispatchKey
 from torch._dynamo import device_interface, trace_rules
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
@@ -78,6 +80,7 @@ class InductorForCard:
         prepare()
         self._describe_device()
         self._replace_kernels()
+        self._allow_user_kernels()
         self._replace_allocations()
         self._rename_before_passes()
 
@@ -172,6 +175,22 @@ class InductorForCard:
 
         rng_prims.run_and_save_rng_state.py_impl(AllocationRecorder)(save_state)
         rng_prims.run_with_rng_state.py_impl(AllocationRecorder)(with_state)
+
+    def _allow_user_kernels(self) -> None:
+        """Let graphs hold Triton kernels of the user's, of which Inductor wants to know what they write into.
+
+        It reads that from what Triton makes of a kernel for a card, which the driver is asked for.
+        """
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        major, minor = self._capability
+        target = GPUTarget("cuda", 10 * major + minor, 32)
+        triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+        # torch/_higher_order_ops/triton_kernel_wrap.py does the same for CUDA.
+        for key in (DispatchKey.AutogradPrivateUse1, DispatchKey.AutocastPrivateUse1):  # type: ignore[attr-defined]
+            triton_kernel_wrap.triton_kernel_wrapper_mutation.fallthrough(key)
+            triton_kernel_wrap.triton_kernel_wrapper_functional.fallthrough(key)
 
     def _replace_allocations(self) -> None:
         """Send the generated code's allocations to the fake GPU, and constants of the card to the CPU."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import RecordingFailed
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.simulator.blocks import round_up
 
@@ -320,8 +320,11 @@ def attention_scratch(capability: tuple[int, int]) -> dict[Any, Scratch]:
     def packed_forward(query: torch.Tensor, *_: Any, **__: Any) -> list[int]:
         if capability < (8, 0) or query.element_size() != 2:
             kind = str(query.dtype).removeprefix("torch.")
-            expected = f"compute capability 8.0 and half precision, as flash attention needs; not {kind} on"
-            raise InvalidValue("attention", "packed", f"{expected} {capability[0]}.{capability[1]}")
+            raise RecordingFailed(
+                "attention over packed samples is PyTorch's flash kernel, which needs compute capability 8.0 and half "
+                f"precision; this is {kind} on {capability[0]}.{capability[1]}. Ask for bf16-mixed on a newer GPU, or"
+                " do not pack."
+            )
         return []
 
     def efficient_backward(grad: torch.Tensor, *rest: Any, **_: Any) -> list[int]:

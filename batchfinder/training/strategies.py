@@ -18,6 +18,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/v0.19.5/deepspeed/runtime/zero/sta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The modules that are units of their own, inner ones before those they are in.
 
     Of a transformers model those that it names in `_no_split_modules`; of others the elements of each outermost
-    `nn.ModuleList` or `nn.Sequential` of more than one module with parameters.
+    `nn.ModuleList` or `nn.Sequential` of more than one module with parameters. What shares a parameter with a module
+    outside of it, as BERT's embeddings do with its head, is not one: FSDP refuses that.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__ in named and module is not model]
@@ -63,7 +65,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
                 blocks = [block for block in module if next(block.parameters(), None) is not None]
                 found += blocks if len(blocks) > 1 else []
                 inside |= set(module.modules()) if len(blocks) > 1 else set()
-    return found[::-1]
+    holders = _holders(model)
+    return [block for block in found[::-1] if all(holders[each] == held for each, held in _holders(block).items())]
+
+
+def _holders(model: nn.Module) -> Counter[nn.Parameter]:
+    """For each parameter how many modules have it as their own."""
+    return Counter(each for module in model.modules() for each in module._parameters.values() if each is not None)
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:

@@ -322,6 +322,29 @@ def test_context_parallel(record: Record) -> None:
 KINDS = ("parameter", "optimizer", "activation")
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_embeddings_tied_to_the_head(record: Record, strategy: str) -> None:
+    """BERT names its embeddings among the modules not to be split. As its head has their weight they go to the root."""
+    trace = record(bert, 2, 64, gpus=4, strategy=strategy)
+    held = 4 * sum(parameter.numel() for parameter in bert().model.parameters()) // 4
+    assert peaks(trace)[1, "optimizer"][1] == pytest.approx(4 * held, rel=0.01)
+
+
+def bert() -> Workload:
+    """A masked language model of two layers."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+
+    def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
+        tokens = torch.zeros(batch_size, seq_len or 1, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return Workload(transformers.BertForMaskedLM(config), make_batch)
+
+
 def llama() -> Workload:
     """A Llama of two layers, from its class of transformers."""
     import transformers

@@ -148,6 +148,19 @@ def test_a_compiled_step_takes_less(record: Record) -> None:
     assert compiled < 0.7 * eager
 
 
+def test_a_triton_kernel_within_a_compiled_model(record: Record) -> None:
+    """Inductor reads from a kernel of the user's what it writes into: its input, used again, is not copied before."""
+    from tests.builders import small, triton_kernels
+
+    def doubling() -> Workload:
+        return compile_workload(Workload(triton_kernels.Doubling(), small.vectors), "model", "doubling")
+
+    inference = record(doubling, 64, None, AMPERE, mode="inference")
+    assert sizes_of(inference, "forward", "aten.empty_strided.default") == 2 * [4 * 64 * small.IN]
+    mixed = record(doubling, 64, None, AMPERE, precision="bf16-mixed")
+    assert sizes_of(mixed, "forward", "aten.empty_strided.default").count(2 * 64 * small.IN) == 4
+
+
 def test_with_checkpoints_and_accumulation(record: Record) -> None:
     """Checkpoints inside the compiled graph save memory, and dropout's random numbers are made again."""
     kept, computed_again = (

@@ -104,6 +104,23 @@ def test_other_losses_never_make_all_logits(record: Record, loss: str) -> None:
 
 
 @pytest.mark.slow
+def test_gpt_2_is_a_causal_model_too(record: Record) -> None:
+    """Its class is named otherwise, GPT2LMHeadModel; chunked, its loss makes no logits of all 2048 tokens."""
+
+    def gpt2() -> object:
+        from batchfinder.models.pretrained import replace_loss
+        from tests.builders.few_layers import build
+
+        workload = build("gpt2")
+        replace_loss(workload.model, "chunked", "gpt2")
+        return workload
+
+    logits, weights = 2 * 2048 * 50_257, 2 * 50_257 * 768
+    trace = record(gpt2, 2, 1024, capability=(8, 0), precision="bf16-true", steps=1)
+    assert {size for size in trace.sizes if size >= logits // 4} <= {weights, 2 * weights}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_packed_attention_is_the_flash_kernel(record: Record, precision: str) -> None:
     """One row of 4 samples of 512: the output, a number for each token and head, and the backward's own memory."""

@@ -35,6 +35,23 @@ class Named(Model):
     _no_split_modules: ClassVar[list[str]] = ["Linear"]
 
 
+class Tied(Model):
+    """A layer of the first block has the head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].experts[0].weight = self.head[2].weight  # type: ignore[union-attr, index]
+
+
+def test_what_shares_a_parameter_with_another_unit_is_none() -> None:
+    """FSDP refuses a parameter in two units; within one it may stand twice."""
+    model = Tied()
+    _, second, third = model.layers
+    assert blocks_of(model) == [model.head[0], third, second]
+    third.experts[0].weight = third.experts[1].weight  # type: ignore[union-attr, index]
+    assert blocks_of(model) == [model.head[0], third, second]
+
+
 def test_the_outermost_lists_hold_the_blocks() -> None:
     """What stands in a list within a block is part of it, and so is what has no parameters; the last come first."""
     model = Model()
