@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -86,18 +87,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def nothing_old_is_collected() -> Iterator[None]:
-    """Each try collects garbage; looking through what the process has imported takes longer than a small training.
+    """Each try collects garbage; looking through all that the tests import takes 0.2 s, longer than a small training.
 
-    Not for what looks for objects by `gc.get_objects`, which leaves out those that are old. How many are frozen, which
-    each search asks, is counted object by object in Python 3.11: for all that is imported that takes as long as a try.
+    `gc.get_objects` leaves out what is old. How many are frozen, which each search asks, is counted object by object in
+    Python 3.11: for all that is imported that takes as long as a try.
     """
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
-        frozen = gc.get_freeze_count()
-        patch.setattr(gc, "get_freeze_count", lambda: frozen)
+        patch.setattr(gc, "get_freeze_count", functools.cache(gc.get_freeze_count))
         yield
+    gc.collect()  # what this module has left
     gc.unfreeze()
 
 

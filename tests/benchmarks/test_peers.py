@@ -47,17 +47,14 @@ COMMITTED = next(case for case in RESULT["cases"] if case["name"] == "gpt2 at 10
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
+def quick(nothing_old_is_collected: None) -> Iterator[None]:
     """The nets are small, the machine is shared, and every peer collects garbage after each try."""
-    before, froze = torch.get_num_threads(), gc.get_freeze_count() == 0
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     import_module("benchmarks.peer.trainer")
     gc.collect()
-    if froze:
-        gc.freeze()
+    gc.freeze()
     yield
-    if froze:
-        gc.unfreeze()
     torch.set_num_threads(before)
 
 

@@ -19,6 +19,8 @@ from batchfinder.report.progress import StatusLine
 from batchfinder.results import Shape
 from batchfinder.training.spec import StepOptions
 
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+
 LAYERS = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -39,7 +41,9 @@ CHANGES = (-1, 1) if WHOLE else (1,)
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planner]:
+def planner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forked_recorders: None
+) -> Iterator[Planner]:
     """Of a small model at 2048 tokens, for 8 samples; the tests choose the card."""
     file = tmp_path_factory.mktemp(request.param) / "config.json"
     file.write_text(json.dumps(MODELS[request.param]))

@@ -14,6 +14,8 @@ from batchfinder.recording.simulation import Simulation, search_seq_len
 from batchfinder.results import Shape
 from batchfinder.training.spec import StepOptions
 
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 64,

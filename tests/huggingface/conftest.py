@@ -10,8 +10,3 @@ import pytest
 @pytest.fixture(autouse=True)
 def alone(own_cache: Path, one_thread: None) -> None:
     """In all modules of this folder."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(nothing_old_is_collected: None) -> None:
-    """In all modules of this folder."""

@@ -15,8 +15,3 @@ def alone_and_quiet(own_cache: Path, one_thread: None) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(nothing_old_is_collected: None) -> None:
-    """In all modules of this folder."""

@@ -115,9 +115,6 @@ def test_epoch_just_long_enough():
     assert not [warning for warning in caught if "An epoch has" in str(warning.message)]
 
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
-
 @pytest.mark.parametrize(
     ("exact", "plan"), [(False, "8 x 4 = 32 (1 more than the target of 31)"), (True, "1 x 31 = 31")], ids=str
 )

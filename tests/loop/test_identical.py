@@ -12,8 +12,6 @@ from batchfinder import tune_batch_size
 from tests.loop import loops
 from tests.snapshot.state_digest import Digester, differences
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 
 def train(loop: Any, batch_size: int, accumulation: int) -> dict[str, Any]:
     """Six optimizer steps; everything that came of them."""

@@ -40,11 +40,12 @@ def test_a_size_that_settles_fits(cap: int) -> None:
 
 
 @pytest.fixture
-def not_frozen() -> Iterator[None]:
-    """Nothing is frozen as the test begins."""
+def not_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is frozen as the test begins, and what is frozen is counted each time."""
+    monkeypatch.setattr(gc, "get_freeze_count", gc.get_freeze_count.__wrapped__)
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 def _raises(batch: Any) -> None:
@@ -70,16 +71,14 @@ def test_gc_is_unfrozen_when_the_start_fails(fails: str, monkeypatch: pytest.Mon
     assert all(seen)
 
 
+@pytest.mark.usefixtures("not_frozen")
 def test_a_user_who_has_frozen_keeps_it_so() -> None:
     """It is not for a search to unfreeze."""
     model = torch.nn.Linear(1, 1)
     gc.freeze()
-    try:
-        with pytest.raises(ValueError, match="the labels are wrong"):
-            tune_batch_size(_raises, lambda batch_size, seq_len: torch.ones(batch_size, 1), [model], cache=False)
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    with pytest.raises(ValueError, match="the labels are wrong"):
+        tune_batch_size(_raises, lambda batch_size, seq_len: torch.ones(batch_size, 1), [model], cache=False)
+    assert gc.get_freeze_count() > 0
 
 
 def test_without_room_for_a_sequence_of_sizes_nothing_is_tried() -> None:

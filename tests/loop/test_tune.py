@@ -21,8 +21,6 @@ from batchfinder.errors import InvalidValue, OutOfMemory
 from tests.loop.loops import MESSAGE
 from tests.measure.messages import without_figures
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 SIZE = r"\d+(\.\d+)? [KMG]?i?B"
 calls: list[Any] = []  # what the steps were given; module-level, so that nothing puts it back
 

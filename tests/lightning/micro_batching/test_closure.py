@@ -22,8 +22,6 @@ from batchfinder.lightning.micro_batching.micro_batch import MicroBatch
 from tests.lightning import nets
 from tests.lightning.varied_lengths import Given, Reader, Varied, collate
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 
 class Watch(pl.Callback):
     """Writes down what a run's callbacks see."""

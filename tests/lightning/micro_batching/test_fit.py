@@ -11,8 +11,6 @@ from batchfinder.lightning.micro_batching.fit import MicroBatchingFit
 from tests.lightning import nets
 from tests.lightning.varied_lengths import Reader
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 
 @pytest.mark.parametrize(
     ("longest", "seq_lens", "expected"),

@@ -26,8 +26,6 @@ from batchfinder.lightning.micro_batching.recovery import BatchSnapshot
 from tests.lightning import nets
 from tests.lightning.varied_lengths import MESSAGE, Given, Reader
 
-pytestmark = pytest.mark.usefixtures("nothing_old_is_collected")
-
 STAGES = ("forward", "backward")
 
 
