@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import partial
+from itertools import chain
 
 from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
 from batchfinder.simulator.blocks import (
@@ -212,6 +213,18 @@ class CachingAllocator:
         for small, large in self._pools.values():
             self._segments.release(large)
             self._segments.release(small)
+
+    def close(self) -> None:
+        """Let go of all blocks. As each refers to its neighbours, they would stay until a garbage collection."""
+        for pool in chain.from_iterable(self._pools.values()):
+            pool.keys.clear()
+            pool.blocks.clear()
+        for head in self._segments.heads.values():
+            block: Block | None = head
+            while block is not None:
+                follower, block.previous, block.next = block.next, None, None
+                block = follower
+        self._segments.heads.clear()
 
     def reset_peak(self) -> None:
         """Let the maxima start again from now, `torch.cuda.reset_peak_memory_stats`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -386,3 +388,20 @@ def test_other_streams_caches_are_released_for_a_request() -> None:
     allocator.free(allocator.allocate(40 * MIB, 1))
     allocator.allocate(40 * MIB)
     assert (allocator.reserved, allocator.num_alloc_retries) == (40 * MIB, 1)
+
+
+@pytest.mark.parametrize("settings", [AllocatorSettings(), AllocatorSettings(expandable_segments=True)])
+def test_closing_lets_go_of_all_blocks(settings: AllocatorSettings) -> None:
+    """No block is left for a garbage collection to find, of those in use, free, split or merged on any stream."""
+    gc.collect()
+    gc.disable()
+    try:
+        allocator = CachingAllocator(256 * MIB, settings)
+        blocks = [allocator.allocate(size, stream) for stream in (0, 1) for size in (512, 600 * KIB, 3 * MIB, 30 * MIB)]
+        for block in blocks[::3]:
+            allocator.free(block)
+        allocator.close()
+        del allocator, blocks, block
+        assert not any(type(each) is Block for each in gc.get_objects())
+    finally:
+        gc.enable()
