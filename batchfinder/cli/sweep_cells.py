@@ -44,7 +44,7 @@ _CARDS_WITH_CHANGES = 4
 CARDS_OF_A_POOL = 8
 """For fewer GPUs `search_pool` is of no use: its processes take as long to start."""
 _OBJECTS_OF_REPLAYS = 20_000
-"""New objects after which such a process looks for garbage: replays make many and leave none.
+"""New objects after which a process of `search_pool` looks for garbage: replays make many and leave none.
 
 By Python's own 700 it took a tenth of the time.
 """
