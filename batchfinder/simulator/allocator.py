@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import partial
+from itertools import chain
 
 from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
 from batchfinder.simulator.blocks import (
@@ -59,7 +60,6 @@ class CachingAllocator:
         allocated: bytes in live blocks, `torch.cuda.memory_allocated`. A block counts with its own size, which is the
             request's rounded up, and more where what was left over was too little to split off.
         max_allocated: the most that `allocated` was since the start or `reset_peak`.
-        requested: bytes that were asked for in live blocks (`requested_bytes.all.current`).
         num_alloc_retries: how often everything cached was released to try once more.
 
     Example:
@@ -83,7 +83,6 @@ class CachingAllocator:
         self.settings = settings
         self.allocated = 0
         self.max_allocated = 0
-        self.requested = 0
         self.num_alloc_retries = 0
         self.taken = TakenMemory(memory.usable_bytes)
         expandable = settings.expandable_segments
@@ -94,13 +93,18 @@ class CachingAllocator:
         )
         self._pending: set[Block] = set()
         self._pools: dict[int, tuple[FreeList, FreeList]] = {}  # of small and large blocks, by stream
-        self._small, self._large = self._pools_of(0)
+        self._default_pools = self._pools_of(0)
         self._rounds_to_divisions = any(divisions > 1 for divisions in settings.roundup_power2_divisions)
         self._plain = not expandable and settings.max_split_size_bytes is None
 
     @property
     def reserved(self) -> int:  # torch.cuda.memory_reserved
         return self.taken.current
+
+    @property
+    def requested(self) -> int:
+        """Bytes that were asked for in live blocks, `requested_bytes.all.current`."""
+        return sum(block.requested_bytes for segment in self.segments() for block in segment.blocks)
 
     @property
     def max_reserved(self) -> int:
@@ -137,13 +141,12 @@ class CachingAllocator:
             return None
         # round_size
         size = block_size(nbytes, self.settings) if self._rounds_to_divisions else (nbytes + 511) & -512
-        small, large = self._pools_of(stream) if stream else (self._small, self._large)
-        pool = small if size <= SMALL_BLOCK_BYTES else large  # get_pool
+        pools = self._pools_of(stream) if stream else self._default_pools
+        pool = pools[size > SMALL_BLOCK_BYTES]  # get_pool
         keys = pool.keys
         index = bisect_left(keys, size << ADDRESS_BITS)  # get_free_block: best fit, then lowest address
         if index < len(keys) and (self._plain or (index := self._choose(pool, index, size)) >= 0):
-            del keys[index]
-            block = pool.blocks.pop(index)
+            block = pool.blocks.pop(keys.pop(index))
         else:
             # malloc: take new memory, and when the card is full release what is cached and try again.
             segment, allowed = segment_size(size, self.settings), self.memory.allowed_bytes
@@ -177,7 +180,6 @@ class CachingAllocator:
             size += left
         block.free = False
         block.requested = nbytes
-        self.requested += nbytes
         self.allocated = allocated = self.allocated + size
         if allocated > self.max_allocated:
             self.max_allocated = allocated
@@ -194,8 +196,6 @@ class CachingAllocator:
         if block.free:
             raise ValueError(f"the block at {block.address:#x} was given back twice")
         self.allocated -= block.size
-        self.requested -= block.requested
-        block.requested = 0
         pool = block.pool
         previous = block.previous
         if previous is not None and previous.free:
@@ -237,6 +237,19 @@ class CachingAllocator:
             self._segments.release(large)
             self._segments.release(small)
 
+    def close(self) -> None:
+        """Let go of all blocks. As each refers to its neighbours, they would stay until a garbage collection."""
+        for pool in chain.from_iterable(self._pools.values()):
+            pool.keys.clear()
+            pool.blocks.clear()
+        for head in self._segments.heads.values():
+            block: Block | None = head
+            while block is not None:
+                follower, block.previous, block.next = block.next, None, None
+                block = follower
+        self._segments.heads.clear()
+        self._pending.clear()
+
     def reset_peak(self) -> None:
         """Let the maxima start again from now, `torch.cuda.reset_peak_memory_stats`."""
         self.max_allocated = self.allocated
@@ -260,7 +273,13 @@ class CachingAllocator:
                 small=blocks[0].pool.small,
                 expandable=self.settings.expandable_segments,
                 blocks=tuple(
-                    SegmentBlock(block.address, block.size, block.requested, block.free, block in self._pending)
+                    SegmentBlock(
+                        block.address,
+                        block.size,
+                        0 if block.free else block.requested,
+                        block.free,
+                        block in self._pending,
+                    )
                     for block in blocks
                 ),
                 stream=blocks[0].pool.stream,
@@ -274,13 +293,13 @@ class CachingAllocator:
 
     def _choose(self, pool: FreeList, index: int, size: int) -> int:
         """The rest of get_free_block, for settings that have a say in it; -1 when no free block will do."""
-        blocks, settings = pool.blocks, self.settings
+        settings = self.settings
         if settings.expandable_segments:
             # Of blocks in order of size prefer one that could grow less. One before unmapped addresses counts as large
             # as it can grow, and the walk ends at the first that is no smaller.
             room = 0
-            for place in range(index, len(blocks)):
-                block = blocks[place]
+            for place, key in enumerate(pool.keys[index:], index):
+                block = pool.blocks[key]
                 follower = block.next
                 grown = block.size if follower is None or follower.mapped else block.size + follower.size
                 if place > index and grown >= room:
@@ -288,7 +307,7 @@ class CachingAllocator:
                 index, room = place, grown
         max_split = settings.max_split_size_bytes
         if max_split is not None:
-            found = blocks[index].size
+            found = pool.blocks[pool.keys[index]].size
             if size < max_split <= found:
                 return -1  # a small request does not get a block that may not be split
             if size >= max_split and found >= size + settings.max_non_split_rounding_bytes:

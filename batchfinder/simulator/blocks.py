@@ -6,7 +6,8 @@ its constants in https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/Alloca
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from batchfinder.errors import InvalidValue, OutOfMemory
@@ -99,6 +100,8 @@ class FreeList:
         least_remainder: a block is split when at least this many bytes are left over,
         unsplit_from: and when the size that is needed is under this.
         stream: whose blocks these are.
+        keys: of the blocks, in order.
+        blocks: by key.
     """
 
     small: bool
@@ -106,21 +109,23 @@ class FreeList:
     unsplit_from: int = 1 << 63
     stream: int = 0
     keys: list[int] = field(default_factory=list)
-    blocks: list[Block] = field(default_factory=list)
+    blocks: dict[int, Block] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Block]:
+        """The blocks there are now, in order; they may be taken out meanwhile."""
+        return map(self.blocks.__getitem__, tuple(self.keys))
 
     def add(self, block: Block) -> None:
         block.key = key = (block.size << ADDRESS_BITS) + block.address
         block.free = True
-        keys = self.keys
-        index = bisect_left(keys, key)
-        keys.insert(index, key)
-        self.blocks.insert(index, block)
+        insort(self.keys, key)
+        self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
         """Take a certain block out, before it changes its size."""
-        index = bisect_left(self.keys, block.key)
-        del self.keys[index]
-        del self.blocks[index]
+        key = block.key
+        del self.keys[bisect_left(self.keys, key)]
+        del self.blocks[key]
         block.free = False
 
 

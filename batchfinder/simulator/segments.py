@@ -111,8 +111,9 @@ class CudaMallocSegments:
 
         A free block with a neighbour shares its segment with something in use, as free neighbours have merged.
         """
-        for block in [block for block in pool.blocks if block.previous is None and block.next is None]:
-            self._give_back(block)
+        for block in pool:
+            if block.previous is None and block.next is None:
+                self._give_back(block)
 
     def release_oversize(self, pool: FreeList, size: int, max_split: int) -> bool:
         """Give back the smallest segment that is large enough; else the largest ones until they are, together.
@@ -122,13 +123,13 @@ class CudaMallocSegments:
         """
         wanted = max(size, max_split)
         index = bisect_left(pool.keys, wanted << ADDRESS_BITS)
-        if index < len(pool.blocks):
-            self._give_back(pool.blocks[index])
+        if index < len(pool.keys):
+            self._give_back(pool.blocks[pool.keys[index]])
             return True
         released = 0
-        while pool.blocks and released < wanted and pool.blocks[-1].size >= max_split:
-            released += pool.blocks[-1].size
-            self._give_back(pool.blocks[-1])
+        while pool.keys and released < wanted and (block := pool.blocks[pool.keys[-1]]).size >= max_split:
+            released += block.size
+            self._give_back(block)
         return released >= wanted
 
     def _give_back(self, block: Block) -> None:
@@ -214,7 +215,7 @@ class ExpandableSegments:
     def release(self, pool: FreeList) -> None:
         """Unmap the pages that lie wholly within free blocks (`release_blocks`, `unmap_block`)."""
         page = self._page[pool.small]
-        for block in list(pool.blocks):
+        for block in pool:
             start = round_up(block.address, page)
             end = (block.address + block.size) // page * page
             if start >= end:

@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -64,30 +65,31 @@ def simulate_steady_state(
     Args:
         allocator: returns a new one, made for the card and the settings in question.
     """
-    run = Replay(structure, sizes, allocator())
-    last = len(structure.marks) - 1
-    if last > 0:
-        run.run(last)  # in the last stage goes what the steps leave behind
-    retried = run.oom is None and run.allocator.num_alloc_retries > 0
-    longer = repeat_last_step(structure, MORE_STEPS) if retried else None
-    if longer is None:
-        run.run()
-        return SteadyState(run.timeline())
-    timeline = run.timeline(released=True)
-    recorded_steps = timeline.stages[-1].step + 1
-    run.structure, origins = longer
-    run.sizes = [sizes[i] for i in origins]
-    for number, mark in enumerate(run.structure.marks):
-        if mark.step < recorded_steps or mark.stage != "optimizer":
-            continue
-        run.run(number + 1)
-        if run.oom is not None:
+    with closing(allocator()) as new:
+        run = Replay(structure, sizes, new)
+        last = len(structure.marks) - 1
+        if last > 0:
+            run.run(last)  # in the last stage goes what the steps leave behind
+        retried = run.oom is None and run.allocator.num_alloc_retries > 0
+        longer = repeat_last_step(structure, MORE_STEPS) if retried else None
+        if longer is None:
+            run.run()
             return SteadyState(run.timeline())
-        before = next(stage for stage in reversed(run.stages) if stage.step < mark.step)
-        if run.stages[-1].num_alloc_retries == before.num_alloc_retries:
-            return SteadyState(timeline)
-    run.run()
-    return SteadyState(timeline, settled=False) if run.oom is None else SteadyState(run.timeline())
+        timeline = run.timeline(released=True)
+        recorded_steps = timeline.stages[-1].step + 1
+        run.structure, origins = longer
+        run.sizes = [sizes[i] for i in origins]
+        for number, mark in enumerate(run.structure.marks):
+            if mark.step < recorded_steps or mark.stage != "optimizer":
+                continue
+            run.run(number + 1)
+            if run.oom is not None:
+                return SteadyState(run.timeline())
+            before = next(stage for stage in reversed(run.stages) if stage.step < mark.step)
+            if run.stages[-1].num_alloc_retries == before.num_alloc_retries:
+                return SteadyState(timeline)
+        run.run()
+        return SteadyState(timeline, settled=False) if run.oom is None else SteadyState(run.timeline())
 
 
 # Stage, micro-batch, operator, module, kind, and the count of earlier blocks that are alike in all of these.
@@ -272,7 +274,8 @@ class SimulatedProbe:
     def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
         """The replay of one size, on this card or another."""
         trace = self.trace(batch_size, shape)
-        return replay(trace.structure, trace.sizes, CachingAllocator(memory or self.memory, self.allocator))
+        with closing(CachingAllocator(memory or self.memory, self.allocator)) as allocator:
+            return replay(trace.structure, trace.sizes, allocator)
 
     def unlimited(self, batch_size: int, shape: Shape) -> Timeline:
         """The replay of one size on a card with unlimited memory, which all cards share where the trace is scaled."""

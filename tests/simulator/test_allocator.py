@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -418,3 +420,20 @@ def test_other_streams_are_waited_for_before_memory_runs_out(settings: Allocator
     allocator.complete_free(block)
     allocator.complete_free(None)
     assert allocator.allocated == 40 * MIB
+
+
+@pytest.mark.parametrize("settings", [AllocatorSettings(), AllocatorSettings(expandable_segments=True)])
+def test_closing_lets_go_of_all_blocks(settings: AllocatorSettings) -> None:
+    """No block is left for a garbage collection to find, of those in use, free, split or merged on any stream."""
+    gc.collect()
+    gc.disable()
+    try:
+        allocator = CachingAllocator(256 * MIB, settings)
+        blocks = [allocator.allocate(size, stream) for stream in (0, 1) for size in (512, 600 * KIB, 3 * MIB, 30 * MIB)]
+        for block in blocks[::3]:
+            allocator.free(block)
+        allocator.close()
+        del allocator, blocks, block
+        assert not any(type(each) is Block for each in gc.get_objects())
+    finally:
+        gc.enable()

@@ -303,14 +303,15 @@ def check(allocator: CachingAllocator, live: dict[int, Block], requests: dict[in
         (block.address, block.size_bytes, block.requested_bytes) for block in seen.values() if not block.free
     )
     assert all(block.requested_bytes == 0 for block in seen.values() if block.free)
-    listed = [block for pool in (allocator._small, allocator._large) for block in pool.blocks]
+    listed = [block for pool in allocator._default_pools for block in pool]
     assert sorted((block.address, block.size) for block in listed) == sorted(
         (block.address, block.size_bytes) for block in seen.values() if block.free
     )
-    for pool in (allocator._small, allocator._large):
-        order = [(block.size, block.address) for block in pool.blocks]
+    for pool in allocator._default_pools:
+        order = [(block.size, block.address) for block in pool]
         assert order == sorted(order)
-        assert all(block.pool is pool and block.free for block in pool.blocks)
+        assert len(pool.blocks) == len(order)
+        assert all(block.pool is pool and block.free for block in pool)
 
 
 @pytest.mark.parametrize("examples", [300, pytest.param(1000, marks=pytest.mark.slow)])
