@@ -23,7 +23,7 @@ from batchfinder.cache.store import ResultEntry
 from batchfinder.cli.estimate import as_typed, single_changes
 from batchfinder.cli.sweep_request import CPU, SweepRequest
 from batchfinder.devices import Card
-from batchfinder.errors import BatchFinderError
+from batchfinder.errors import BatchFinderError, InvalidValue, RecordingFailed
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
@@ -48,6 +48,8 @@ _OBJECTS_OF_REPLAYS = 20_000
 
 By Python's own 700 it took a tenth of the time.
 """
+_OF_A_KIND = InvalidValue, RecordingFailed
+"""What is raised where a GPU of a kind cannot do what is asked for, as flash attention on a T4."""
 _CURVE_POINTS, _CURVE_END = 12, 1.15
 """Of a curve for the picture: how many steps, and how far it goes, as a multiple of the result."""
 
@@ -117,7 +119,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
     """Find every cell of a model, and yield each row as it is found; `status` is given lines on what is being done.
 
     Raises:
-        BatchFinderError: the model could not be recorded.
+        BatchFinderError: the model could not be recorded. Where that may be for a compute capability or a number of
+            GPUs alone, the cells of others are found first.
     """
     request, facts = cells.request, cells.simulation.facts()
     simulations: dict[int, Simulation] = {}
@@ -138,57 +141,75 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
         return probe, request.cache.entry(cache_key(cell, facts, request), cells.model)
 
     elsewhere: dict[tuple[Card, int | None], tuple[Future[list[SearchResult | None]], int]] | None = None
+
+    def find(card: Card, seq_len: int | None) -> SweepRow:
+        nonlocal elsewhere
+        cell = cells.cell(seq_len, card)
+        status(str(cell))
+        start = time.perf_counter()
+        probe, entry = ask(cell)
+        known = entry.get() if entry is not None else None
+        if known is None and card.count not in recorded:
+            recorded.add(card.count)
+            simulation = simulations.get(card.count, cells.simulation)
+            for capability in capabilities:  # from old to new: newer kernels take no more blocks, and can share
+                with suppress(BatchFinderError):  # raised again where it is needed
+                    simulation.source(capability, cells.seq_lens).is_scaled(seq_len)
+        result = known
+        with suppress(BrokenExecutor):  # one of its processes was killed: all is found here then
+            if known is None and cells.pool is not None and elsewhere is None:
+                elsewhere = {}
+                elsewhere = _search_elsewhere(cells.pool, cells, ask, limits)
+            if known is None and elsewhere is not None and (card, seq_len) in elsewhere:
+                future, place = elsewhere[card, seq_len]
+                result = future.result()[place]
+        result = result or search_simulated(probe, Shape(seq_len), *limits)
+        if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
+            needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
+            result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))
+        # Another process may have found it meanwhile, such as one of a cluster's whose driver has died.
+        if entry is not None and known is None and entry.get() is None:
+            entry.put(result)
+        trials = () if known else result.trials
+        curve: tuple[tuple[int, int], ...] = ()
+        if request.draw:  # from a small size to a little beyond the result, with unlimited memory
+            most = max(2, math.ceil(_CURVE_END * result.max_batch_size))
+            sizes = sorted({2 + (most - 2) * number // _CURVE_POINTS for number in range(_CURVE_POINTS + 1)})
+            curve = tuple((size, probe.needed_bytes(size, result.shape)) for size in sizes)
+        over_time, changes = None, None
+        if request.page and result.max_batch_size:
+            over_time = bytes_over_time(probe.trace(result.max_batch_size, result.shape))
+        if request.page and len(request.place.cards) <= _CARDS_WITH_CHANGES:
+            status(f"{cell}, with other options")
+            changes = changes_of(cell, result, cells, changed)
+        return SweepRow(
+            cell,
+            result,
+            trials,
+            seconds=time.perf_counter() - start,
+            cached=known is not None,
+            unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
+            curve=curve,
+            over_time=over_time,
+            changes=changes,
+        )
+
+    refused: dict[tuple[tuple[int, int], int], BatchFinderError] = {}
     for card in request.place.cards:
+        kind = card.device.compute_capability, card.count
         for seq_len in cells.seq_lens:
-            cell = cells.cell(seq_len, card)
-            status(str(cell))
-            start = time.perf_counter()
-            probe, entry = ask(cell)
-            known = entry.get() if entry is not None else None
-            if known is None and card.count not in recorded:
-                recorded.add(card.count)
-                simulation = simulations.get(card.count, cells.simulation)
-                for capability in capabilities:  # from old to new: newer kernels take no more blocks, and can share
-                    with suppress(BatchFinderError):  # raised again where it is needed
-                        simulation.source(capability, cells.seq_lens).is_scaled(seq_len)
-            result = known
-            with suppress(BrokenExecutor):  # one of its processes was killed: all is found here then
-                if known is None and cells.pool is not None and elsewhere is None:
-                    elsewhere = {}
-                    elsewhere = _search_elsewhere(cells.pool, cells, ask, limits)
-                if known is None and elsewhere is not None and (card, seq_len) in elsewhere:
-                    future, place = elsewhere[card, seq_len]
-                    result = future.result()[place]
-            result = result or search_simulated(probe, Shape(seq_len), *limits)
-            if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
-                needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
-                result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))
-            # Another process may have found it meanwhile, such as one of a cluster's whose driver has died.
-            if entry is not None and known is None and entry.get() is None:
-                entry.put(result)
-            trials = () if known else result.trials
-            curve: tuple[tuple[int, int], ...] = ()
-            if request.draw:  # from a small size to a little beyond the result, with unlimited memory
-                most = max(2, math.ceil(_CURVE_END * result.max_batch_size))
-                sizes = sorted({2 + (most - 2) * number // _CURVE_POINTS for number in range(_CURVE_POINTS + 1)})
-                curve = tuple((size, probe.needed_bytes(size, result.shape)) for size in sizes)
-            over_time, changes = None, None
-            if request.page and result.max_batch_size:
-                over_time = bytes_over_time(probe.trace(result.max_batch_size, result.shape))
-            if request.page and len(request.place.cards) <= _CARDS_WITH_CHANGES:
-                status(f"{cell}, with other options")
-                changes = changes_of(cell, result, cells, changed)
-            yield SweepRow(
-                cell,
-                result,
-                trials,
-                seconds=time.perf_counter() - start,
-                cached=known is not None,
-                unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
-                curve=curve,
-                over_time=over_time,
-                changes=changes,
-            )
+            if kind in refused:
+                break
+            try:
+                row = find(card, seq_len)
+            except BatchFinderError as error:
+                if type(error) not in _OF_A_KIND:
+                    raise
+                refused[kind] = error
+            else:
+                yield row
+    for first in refused.values():
+        raise first
 
 
 def search_pool() -> ProcessPoolExecutor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from typing import Any
@@ -100,3 +101,19 @@ def test_many_cards_are_searched_on_all_cores(run: Run, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.delattr(sweep_cells, "search_simulated")
     assert rows() == alone
+
+
+@pytest.mark.slow
+def test_what_one_kind_of_gpu_cannot_do_leaves_the_others(run: Run) -> None:
+    """Flash attention needs Ampere: an A100's row is found, and a T4's is said to be missing, and why."""
+    models = ("--model", "bert-base", "--seq-len", "16", "--seq-len", "32", "--attention", "flash")
+    asked = ("sweep", "--json", "--no-cache", "--precision", "16-mixed", *models)
+    both = run(*asked, "--gpu", "T4", "--gpu", "A100 80GB")
+    assert [(row["gpu"], row["seq_len"]) for row in json.loads(both.out)["rows"]] == [
+        ("A100 80GB", 16),
+        ("A100 80GB", 32),
+    ]
+    assert both.code == 1
+    assert both.err.count("this is float16 on 7.5") == 1
+    alone = run(*asked, "--gpu", "T4")
+    assert (alone.code, alone.out) == (1, "")
