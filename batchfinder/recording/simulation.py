@@ -238,13 +238,15 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
             ends = [(end.how.gpus, end.source(capability, seq_lens)) for end in self._ends]
 
             def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+                between = None
                 if ends:
-                    traces = [(gpus, source.recorded(batch_size, seq_len)) for gpus, source in ends]
-                    between = between_gpus(traces[0], traces[1], self.how.gpus)
-                    if between is not None:
-                        made: Future[Trace] = Future()
-                        made.set_result(between)
-                        return made
+                    with contextlib.suppress(BatchFinderError):  # one cannot be recorded, and this one may be
+                        traces = [(gpus, source.recorded(batch_size, seq_len)) for gpus, source in ends]
+                        between = between_gpus(traces[0], traces[1], self.how.gpus)
+                if between is not None:
+                    made: Future[Trace] = Future()
+                    made.set_result(between)
+                    return made
                 recorded = self._recorded.setdefault((batch_size, seq_len), [])
                 for earlier in recorded:
                     done = earlier.done() and earlier.exception() is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +118,19 @@ def test_what_one_kind_of_gpu_cannot_do_leaves_the_others(run: Run) -> None:
     assert both.err.count("this is float16 on 7.5") == 1
     alone = run(*asked, "--gpu", "T4")
     assert (alone.code, alone.out) == (1, "")
+
+
+@pytest.mark.slow
+def test_a_number_of_gpus_that_cannot_be_recorded_leaves_those_between(run: Run, tmp_path: Path) -> None:
+    """Four heads of keys and values go on 4 GPUs, which are made of the traces of 2 and 8 where there are such."""
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config, **heads}))
+    asked = ("sweep", "--json", "--no-cache", "--model", str(tmp_path), "--seq-len", "16", "--strategy", "tp")
+    three = run(*asked, "--gpu", "A100 80GB", "--gpus", "2,4,8")
+    assert three.code == 1
+    assert "4 heads of keys and values" in three.err
+    two = run(*asked, "--gpu", "A100 80GB", "--gpus", "2,4")
+    sizes = [[row["max_batch_size"] for row in json.loads(found.out)["rows"]] for found in (three, two)]
+    assert len(sizes[0]) == 2
+    assert sizes[0] == sizes[1]
