@@ -27,6 +27,7 @@ from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
@@ -73,8 +74,11 @@ def cluster(kinds: Sequence[str], environment: Mapping[str, str]) -> Iterator[tu
     from ray.cluster_utils import Cluster
 
     ended_by = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own there
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: sockets
-        made = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder})
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,  # short: sockets
+        patch.dict(os.environ, RAY_TMPDIR=folder),  # with the file that names the machine's current cluster
+    ):
+        made = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
             nodes = [
                 made.add_node(
