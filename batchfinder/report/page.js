@@ -256,7 +256,10 @@ async function drawTimeline(cell) {
 }
 
 // A scale whose longest bar leaves room for its figure.
-const roomFor = (figures) => ({ domain: [0, 1.18 * Math.max(...figures, 1e-9)], nice: false });
+const roomFor = (figures) => {
+  const room = window.innerWidth < 640 ? 1.4 : 1.18;
+  return { domain: [0, room * Math.max(...figures, 1e-9)], nice: false };
+};
 
 async function drawKinds(cell) {
   element("kinds-part").hidden = !cell.kinds;
@@ -294,7 +297,8 @@ async function drawChanges(cell) {
     data: { values },
     encoding: { y: { field: "change", type: "nominal", sort: null, title: null },
                 x: { field: "batch", type: "quantitative", title: "largest batch",
-                     scale: roomFor(values.map((value) => value.batch)) }, description: { field: "description" } },
+                     axis: { tickCount: 5, labelOverlap: true, labelSeparation: 6 }, scale: roomFor(values.map((value) => value.batch)) },
+                description: { field: "description" } },
     layer: [
       { mark: "bar", encoding: { color: { condition: { test: "datum.now", value: style.getPropertyValue("--soft").trim() },
                                           value: style.getPropertyValue("--accent").trim() } } },
