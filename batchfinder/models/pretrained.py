@@ -456,7 +456,7 @@ def _build(model_class: Any, config: Any, attention: str | None, what: str) -> W
             drops_layers = True
     if attention is not None:
         config._attn_implementation = attention_of(model_class, attention, what)
-    window = getattr(config, "sliding_window", None)
+    window = vars(config).get("sliding_window")  # reading the attribute fails where each layer has one of its own
     if attention == "flash" and isinstance(window, int):
         # At a length of exactly the window, which hides nothing yet, transformers 5.23 makes a mask
         # (`_ignore_causal_mask_sdpa`: `kv_length >= local_attention_size`), with which there is no flash kernel.

@@ -176,12 +176,15 @@ def convolution_scratch(capability: tuple[int, int]) -> dict[Any, Scratch]:
         if _is_padded(capability, data, weight, groups):
             sizes = [data.size(0), weight.size(1) if transposed else weight.size(0)]
             for place, length in enumerate(data.shape[2:]):
-                reach = dilation[place] * (weight.size(place + 2) - 1)
+                # A list of one figure is for all dimensions: so PyTorch has the padding of `padding="valid"`.
+                step, edge, spread, more = (
+                    figures[place if len(figures) > 1 else 0] for figures in (stride, padding, dilation, output_padding)
+                )
+                reach = spread * (weight.size(place + 2) - 1)
                 if transposed:
-                    grown = (length - 1) * stride[place] - 2 * padding[place] + reach + output_padding[place] + 1
+                    sizes.append((length - 1) * step - 2 * edge + reach + more + 1)
                 else:
-                    grown = (length + 2 * padding[place] - reach - 1) // stride[place] + 1
-                sizes.append(grown)
+                    sizes.append((length + 2 * edge - reach - 1) // step + 1)
             taken += _padded_bytes(data.dtype, data.shape, torch.Size(sizes))
         return taken
 

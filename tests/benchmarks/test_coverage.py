@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,15 @@ def test_reasons_say_what_went_wrong_and_nothing_of_this_machine(tmp_path: Path)
     assert coverage.reason(traceback) == "ValueError: no such thing in data.txt"
     said = f"model: invalid value '{tmp_path}/config.json'; expected figures that transformers accepts (no depth)."
     assert coverage.reason(said) == "no depth"
+
+
+@pytest.mark.slow
+def test_a_type_of_each_kind_is_recorded(tmp_path: Path) -> None:
+    """Text with and without experts, images, speech, and images with text: each works in both precisions."""
+    types = ("siglip", "imagegpt", "mobilevitv2", "qwen3_moe", "mt5", "xlm-roberta", "janus", "wav2vec2", "whisper")
+    out = tmp_path / "coverage.json"
+    command = [sys.executable, coverage.__file__, *[f"--only={name}" for name in types], f"--out={out}"]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = json.loads(out.read_text())["types"]
+    assert {name: row.get("failed") for name, row in rows.items()} == dict.fromkeys(types)
+    assert all(row[precision]["gradient_bytes"] > 0 for row in rows.values() for precision in coverage.PRECISIONS)

@@ -319,6 +319,16 @@ MEDIA: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+def test_layers_with_windows_of_their_own(tmp_path: Path) -> None:
+    """Where a config has a window for each layer, reading a common one fails in transformers; nothing here needs it."""
+    figures = {"vocab_size": 99, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 32, "embedding_rank": 4}
+    config = {"model_type": "neomme", "architectures": ["NeoMMEForMaskedLM"], **figures, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(build_workload(str(tmp_path)).model).__name__ == "NeoMMEForMaskedLM"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "seq_len", "unit", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -144,9 +145,24 @@ def test_cudnn_pads_channels_for_tensor_cores(transposed: bool) -> None:
     ada, pascal = operands.convolution_scratch((8, 9)), operands.convolution_scratch((6, 1))
     assert ada[aten.convolution.default](data, weight, *rest) == expected
     assert ada[aten.convolution_backward.default](out, data, weight, *rest, [True, True, False]) == expected
+    short = (None, [2], [1], [1], transposed, [0], 1)  # one figure for all dimensions
+    long = (None, [2, 2], [1, 1], [1, 1], transposed, [0, 0], 1)
+    assert ada[aten.convolution.default](data, weight, *short) == ada[aten.convolution.default](data, weight, *long)
     half = operands.convolution_scratch((7, 0))[aten.convolution.default]
     assert half(data.half(), weight.half(), *rest) == expected  # two bytes each, and 8 channels
     assert half(data, weight, *rest) == pascal[aten.convolution.default](data, weight, *rest) == []
+
+
+def test_a_padding_in_words_is_read_as_its_figure(record: Record) -> None:
+    """`padding="valid"` reaches the operator as one figure, as in the patches of SigLIP, and takes what 0 takes."""
+
+    def patches(padding: Any) -> Workload:
+        images = torch.zeros(2, 3, 16, 16)
+        return Workload(nn.Conv2d(3, 8, 4, 4, padding=padding), lambda *_: (images,), seq_len_unit="none")
+
+    in_words, in_figures = (record(partial(patches, padding), 2, None, capability=(8, 0)) for padding in ("valid", 0))
+    assert in_words.sizes == in_figures.sizes
+    assert [in_words.sizes[i] for i in blocks_of(in_words, "aten.convolution.default")]
 
 
 def test_cudnn_pads_nothing_of_whole_or_last_channels() -> None:
