@@ -18,10 +18,10 @@ from batchfinder.cli.sweep_cells import ModelCells, cache_key, simulate_cells
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import all_gpus
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra, RecordingDied, RecordingFailed
-from batchfinder.recording.simulation import Simulation
+from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.sweep import Cell
 from batchfinder.simulator.scaling import TraceSource
-from batchfinder.training.spec import WorkloadFacts
+from batchfinder.training.spec import RecordingJob, WorkloadFacts
 from tests.cli.command import Run
 
 FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
@@ -142,6 +142,22 @@ def test_each_kind_of_gpu_is_tried_once(reason: BatchFinderError, tried: list[st
         list(simulate_cells(ModelCells("bert-base", Refusing(reason), (64, 128), request), lines.append))
     assert raised.value is reason
     assert lines == tried
+
+
+@pytest.mark.slow
+def test_only_the_fewest_and_the_most_gpus_are_recorded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the numbers between come of the two, where all that is sharded goes with one over the number."""
+    asked = ("sweep", "--json", "--no-cache", "--model", "mine:tiny", "--seq-len", "16", "--gpu", "T4")
+    counts: set[int] = set()
+    submit = RecordingClient.submit
+
+    def counting(client: RecordingClient, job: RecordingJob) -> Any:
+        counts.add(job.config.gpus)
+        return submit(client, job)
+
+    monkeypatch.setattr(RecordingClient, "submit", counting)
+    rows = run(*asked, "--strategy", "fsdp2", "--gpus", "2,4,8").json["rows"]
+    assert (len(rows), counts) == (3, {2, 8})
 
 
 @pytest.mark.slow
