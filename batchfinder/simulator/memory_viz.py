@@ -36,35 +36,33 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
         `allocator_settings`. A trace that the card has no room for ends with an `oom` event.
     """
     entries: list[Entry] = []
+    streams = trace.structure.streams
     frames_at: dict[int, list[Entry]] = {}  # of each block in use, by address as the simulator has it
     segment_frames_at: dict[int, list[Entry]] = {}  # of the request that each segment was taken for, likewise
     requesting: list[Entry] = []  # the frames of the request that is being met
 
-    stream = 0  # of the event that is being entered
-
-    def enter(action: str, size: int, frames: list[Entry], **where: int) -> None:
+    def enter(action: str, size: int, frames: list[Entry], stream: int, **where: int) -> None:
         time = len(entries)
         entries.append({"action": action, **where, "size": size, "stream": stream, "time_us": time, "frames": frames})
+
+    def stream_of(number: int) -> int:
+        return streams[number] if streams else 0
 
     pending: dict[int, tuple[Block, int, int, list[Entry]]] = {}  # by number, with what is entered when it is free
 
     def enter_completed() -> None:
-        nonlocal stream
         for number, (block, address, size, frames) in list(pending.items()):
             if not allocator.is_pending(block):
                 del pending[number]
-                of_request, stream = stream, streams[number] if streams else 0
-                enter("free_completed", size, frames, addr=_FIRST_ADDRESS + address)
-                stream = of_request
+                enter("free_completed", size, frames, stream_of(number), addr=_FIRST_ADDRESS + address)
 
-    def enter_segment(action: str, address: int, nbytes: int) -> None:
+    def enter_segment(action: str, address: int, nbytes: int, stream: int) -> None:
         enter_completed()  # a cache is emptied when other streams have been waited for
         segment_frames_at[address] = requesting
-        enter(f"segment_{action}", nbytes, requesting, addr=_FIRST_ADDRESS + address)
+        enter(f"segment_{action}", nbytes, requesting, stream, addr=_FIRST_ADDRESS + address)
 
     allocator.watch_segments(enter_segment)
     frames_of = _frames(trace)
-    streams = trace.structure.streams
     live: dict[int, Block | None] = {}
     waits = {number: position for position, number in trace.structure.free_completed}
     completed: dict[int, list[int]] = {}
@@ -75,28 +73,28 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
             for number in completed.get(position, ()):
                 allocator.complete_free(live[number])
             enter_completed()
-            stream = streams[event if event >= 0 else ~event] if streams else 0
+            stream = stream_of(event if event >= 0 else ~event)
             if event < 0:
                 block = live[~event]
                 if block is None:  # no bytes, no event
                     continue
                 size, frames = block.requested, frames_at.pop(block.address)
-                enter("free_requested", size, frames, addr=_FIRST_ADDRESS + block.address)
+                enter("free_requested", size, frames, stream, addr=_FIRST_ADDRESS + block.address)
                 if ~event in waits:
                     pending[~event] = block, block.address, size, frames
                     allocator.request_free(block)
                 else:
-                    enter("free_completed", size, frames, addr=_FIRST_ADDRESS + block.address)
+                    enter("free_completed", size, frames, stream, addr=_FIRST_ADDRESS + block.address)
                     allocator.free(block)
                 continue
             requesting = frames_of[event]
             block = live[event] = allocator.allocate(trace.sizes[event], stream)
             if block is not None:
                 frames_at[block.address] = requesting
-                enter("alloc", trace.sizes[event], requesting, addr=_FIRST_ADDRESS + block.address)
+                enter("alloc", trace.sizes[event], requesting, stream, addr=_FIRST_ADDRESS + block.address)
     except SimulatedOutOfMemory as error:
         size = block_size(error.requested_bytes, allocator.settings)
-        enter("oom", size, requesting, device_free=error.free_bytes)
+        enter("oom", size, requesting, stream, device_free=error.free_bytes)
     waiting = {address: frames for _, address, _, frames in pending.values()}
     segments = []
     for segment in allocator.segments():

@@ -20,8 +20,11 @@ _BY_ADDRESS = attrgetter("address")
 _TOP_ADDRESS = 1 << 40  # more than any card has; memory_viz.py adds what addresses of a process begin with
 _RESERVED_ADDRESSES = 32 * MIB  # at a time; `CudaMallocSegments._place`
 
-SegmentWatch = Callable[[str, int, int], None]
-"""Called with `alloc`, `free`, `map` or `unmap`, the address and the bytes, once the card has given or got them."""
+SegmentWatch = Callable[[str, int, int, int], None]
+"""Called with `alloc`, `free`, `map` or `unmap`, the address, the bytes and whose stream's they are.
+
+The card has given or got them by then.
+"""
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ class CudaMallocSegments:
         block = Block(self._place(nbytes), nbytes, pool, None, None)
         self.heads[block.address] = block
         if self.watch is not None:
-            self.watch("alloc", block.address, nbytes)
+            self.watch("alloc", block.address, nbytes, pool.stream)
         return block
 
     def _place(self, nbytes: int) -> int:
@@ -137,7 +140,7 @@ class CudaMallocSegments:
         del self.heads[block.address]
         self._taken.current -= block.size
         if self.watch is not None:
-            self.watch("free", block.address, block.size)
+            self.watch("free", block.address, block.size, block.pool.stream)
 
 
 class ExpandableSegments:
@@ -195,7 +198,7 @@ class ExpandableSegments:
             if not self._taken.take(nbytes):
                 return None
             if self.watch is not None:
-                self.watch("map", piece.address, nbytes)
+                self.watch("map", piece.address, nbytes, pool.stream)
             unmapped.remove(piece)
             if nbytes < piece.size:
                 insort(unmapped, piece.cut(nbytes), key=_BY_ADDRESS)
@@ -230,7 +233,7 @@ class ExpandableSegments:
             middle.mapped = False
             self._taken.current -= end - start
             if self.watch is not None:
-                self.watch("unmap", start, end - start)
+                self.watch("unmap", start, end - start, pool.stream)
             unmapped = self._unmapped[pool]
             if middle.next is not None and not middle.next.mapped:
                 unmapped.remove(middle.next)

@@ -345,7 +345,7 @@ def _allocator(events: Sequence[Sequence[Any]]) -> dict[str, Any]:
         return {"compared": False}
     allocator = CachingAllocator()
     ours: list[tuple[str, int]] = []
-    allocator.watch_segments(lambda action, address, nbytes: ours.append((f"segment_{action}", nbytes)))
+    allocator.watch_segments(lambda action, address, nbytes, stream: ours.append((f"segment_{action}", nbytes)))
     live: dict[int, Block | None] = {}
     for action, nbytes, address, _ in events:
         if action == "alloc":

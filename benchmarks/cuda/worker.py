@@ -225,7 +225,7 @@ class StandIn(TorchDispatchMode):
         """Allocations, releases and segments."""
         self._events = events = []
         self._allocator.watch_segments(
-            lambda action, address, nbytes: events.append((f"segment_{action}", nbytes, address, ""))
+            lambda action, address, nbytes, stream: events.append((f"segment_{action}", nbytes, address, ""))
         )
         try:
             yield events

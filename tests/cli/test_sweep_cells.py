@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 from batchfinder.cache import CacheKey
 from batchfinder.cli import sweep_cells
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_cells import ModelCells, cache_key
+from batchfinder.cli.sweep_cells import ModelCells, cache_key, simulate_cells
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import all_gpus
-from batchfinder.recording.simulation import Simulation
+from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra, RecordingDied, RecordingFailed
+from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.sweep import Cell
-from batchfinder.training.spec import WorkloadFacts
+from batchfinder.simulator.scaling import TraceSource
+from batchfinder.training.spec import RecordingJob, WorkloadFacts
 from tests.cli.command import Run
 
 FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
@@ -32,6 +35,20 @@ class Built(Simulation):
 
     def facts(self) -> WorkloadFacts:
         return self._facts
+
+
+class Refusing(Built):
+    """One whose steps cannot be recorded, for some reason."""
+
+    def __init__(self, reason: BatchFinderError) -> None:
+        super().__init__(FACTS)
+        self._reason = reason
+
+    def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None]) -> TraceSource:
+        raise self._reason
+
+    def on_several(self, counts: Collection[int]) -> dict[int, Simulation]:
+        return dict.fromkeys(counts, self)
 
 
 def cell(options: str = "", facts: WorkloadFacts = FACTS) -> Cell:
@@ -104,18 +121,59 @@ def test_many_cards_are_searched_on_all_cores(run: Run, monkeypatch: pytest.Monk
     assert rows() == alone
 
 
+EACH_KIND = [f"bert-base at 64 on {card}" for card in ("2 x T4", "4 x T4", "2 x A100 40GB", "4 x A100 40GB")]
+
+
+@pytest.mark.parametrize(
+    ("reason", "tried"),
+    [
+        (RecordingFailed("no such kernel"), EACH_KIND),
+        (InvalidValue("attention", "flash", "sdpa"), EACH_KIND),
+        (RecordingDied("bert-base", "aten.mm.default", -9), EACH_KIND[:1]),
+        (MissingExtra("transformers", "hf", "bert-base"), EACH_KIND[:1]),
+    ],
+)
+def test_each_kind_of_gpu_is_tried_once(reason: BatchFinderError, tried: list[str]) -> None:
+    """A kind is a compute capability and a number of GPUs. What is no matter of kinds ends the sweep."""
+    gpus = "--gpu T4 --gpu A100-40GB --gpu A100-80GB --gpus 2,4 --strategy fsdp2"
+    request = read_request(build_parser().parse_args(["sweep", "--no-cache", *gpus.split()]))
+    lines: list[str] = []
+    with pytest.raises(type(reason)) as raised:
+        list(simulate_cells(ModelCells("bert-base", Refusing(reason), (64, 128), request), lines.append))
+    assert raised.value is reason
+    assert lines == tried
+
+
+@pytest.mark.slow
+def test_only_the_fewest_and_the_most_gpus_are_recorded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the numbers between come of the two, where all that is sharded goes with one over the number."""
+    asked = ("sweep", "--json", "--no-cache", "--model", "mine:tiny", "--seq-len", "16", "--gpu", "T4")
+    counts: set[int] = set()
+    submit = RecordingClient.submit
+
+    def counting(client: RecordingClient, job: RecordingJob) -> Any:
+        counts.add(job.config.gpus)
+        return submit(client, job)
+
+    monkeypatch.setattr(RecordingClient, "submit", counting)
+    rows = run(*asked, "--strategy", "fsdp2", "--gpus", "2,4,8").json["rows"]
+    assert (len(rows), counts) == (3, {2, 8})
+
+
 @pytest.mark.slow
 def test_what_one_kind_of_gpu_cannot_do_leaves_the_others(run: Run) -> None:
-    """Flash attention needs Ampere: an A100's row is found, and a T4's is said to be missing, and why."""
+    """Flash attention needs Ampere: the rows of A100s are found, and a T4's is said to be missing, and why."""
     models = ("--model", "bert-base", "--seq-len", "16", "--seq-len", "32", "--attention", "flash")
     asked = ("sweep", "--json", "--no-cache", "--precision", "16-mixed", *models)
-    both = run(*asked, "--gpu", "T4", "--gpu", "A100 80GB")
-    assert [(row["gpu"], row["seq_len"]) for row in json.loads(both.out)["rows"]] == [
+    three = run(*asked, "--gpu", "A100 80GB", "--gpu", "T4", "--gpu", "A100 40GB")
+    assert [(row["gpu"], row["seq_len"]) for row in json.loads(three.out)["rows"]] == [
         ("A100 80GB", 16),
         ("A100 80GB", 32),
+        ("A100 40GB", 16),
+        ("A100 40GB", 32),
     ]
-    assert both.code == 1
-    assert both.err.count("this is float16 on 7.5") == 1
+    assert three.code == 1
+    assert three.err.count("this is float16 on 7.5") == 1
     alone = run(*asked, "--gpu", "T4")
     assert (alone.code, alone.out) == (1, "")
 

@@ -408,6 +408,7 @@ def test_another_loss_is_the_same_loss(tmp_path: Path, loss: str) -> None:
         ("gpt2", {"loss": "mine"}, "expected one of default, chunked, liger, trl"),
         ("bert-base", {"packed": True}, "expected no --packed: bert-base (BertForSequenceClassification) is no causal"),
         ("llama-3.2-1b", {"packed": True, "attention": "eager"}, "expected flash, or none, with --packed"),
+        ("gpt2", {"packed": True, "attention": "eager"}, "expected flash, or none, with --packed"),
     ],
 )
 def test_what_a_model_cannot_do(model: str, options: dict[str, Any], said: str) -> None:

@@ -390,7 +390,7 @@ def test_models_of_image_libraries_are_recorded(record: Record, library: str, na
 
 
 class Prefetching(nn.Module):
-    """Four tensors made on another stream and used on the default one; the host waits in another way after each."""
+    """Tensors made on another stream, four of which the default one uses; the host waits in another way after each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,21 +400,24 @@ class Prefetching(nn.Module):
         device: Any = torch.pretend  # type: ignore[attr-defined]
         side, main = device.Stream(), device.current_stream()
 
-        def use() -> None:
+        def use(stream: Any = main) -> None:
             with device.stream(side):
                 made = torch.empty(3, 1000, device=inputs.device)
             main.wait_stream(side)
-            made.record_stream(side)  # its own
-            made.record_stream(main)
+            made.record_stream(stream)
 
-        before = main.record_event()
+        use(side)  # its own, which is no other
+        event = main.record_event()
         use()
-        before.synchronize()
+        event.synchronize()
+        event.wait()
         inputs.cos()
         use()
-        main.record_event().synchronize()
+        main.record_event(event)
+        event.synchronize()
         use()
         inputs.sum().item()
+        event.synchronize()
         use()
         device.synchronize()
         return self.layer(inputs)
@@ -423,7 +426,8 @@ class Prefetching(nn.Module):
 def test_when_what_another_stream_has_used_is_free(record: Record) -> None:
     """At the next allocation after the host has waited for later work: an event, a value or the whole device.
 
-    An event of before is none.
+    An event of before is none, until it is recorded again; nor does a stream's waiting count. What the host has waited
+    for stays done.
     """
     structure = record(lambda: Workload(Prefetching(), small.vectors), 8, steps=1).structure
     waited = [
@@ -433,4 +437,4 @@ def test_when_what_another_stream_has_used_is_free(record: Record) -> None:
     empties = [block for block, name in enumerate(structure.operators) if name == "aten.empty.memory_format"]
     product = structure.operators.index("aten.addmm.default")
     # In the way of the first are the cosine, which comes and goes, and the second; of the third the sum.
-    assert waited == [(empties[2], 5, 1), (empties[2], 1, 1), (empties[3], 3, 1), (product, 1, 1)]
+    assert waited == [(empties[3], 5, 1), (empties[3], 1, 1), (empties[4], 3, 1), (product, 1, 1)]

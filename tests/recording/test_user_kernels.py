@@ -135,7 +135,13 @@ def test_packed_attention_is_the_flash_kernel(record: Record, precision: str) ->
 
 
 @pytest.mark.slow
-def test_a_packed_row_is_refused_where_it_cannot_run(record: Record) -> None:
+@pytest.mark.parametrize(
+    ("capability", "precision", "said"), [((7, 5), "16-mixed", "float16 on 7.5"), ((8, 0), "fp32", "float32 on 8.0")]
+)
+def test_a_packed_row_is_refused_where_it_cannot_run(
+    record: Record, capability: tuple[int, int], precision: str, said: str
+) -> None:
     """Flash attention needs Ampere and half precision."""
-    with pytest.raises(AssertionError, match=r"compute capability 8\.0 and half precision"):
-        record(partial(llama, "default", packed=True), 2, 64, capability=(7, 5), precision="16-mixed", steps=1)
+    expected = rf"compute capability 8\.0 and half precision; this is {said}"
+    with pytest.raises(AssertionError, match=expected):
+        record(partial(llama, "default", packed=True), 2, 64, capability=capability, precision=precision, steps=1)

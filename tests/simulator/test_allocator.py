@@ -399,9 +399,13 @@ def test_what_another_stream_uses_is_not_free_yet() -> None:
         0,
         ["active_pending_free"],
     )
+    assert allocator.requested == 40 * MIB  # as in PyTorch, which takes it off with the bytes that are active
     allocator.free(allocator.allocate(40 * MIB, 1))
     assert allocator.reserved == 80 * MIB
+    other = allocator.allocate(40 * MIB, 1)
     allocator.complete_free(block)
+    assert (allocator.requested, allocator.max_allocated) == (40 * MIB, 40 * MIB)
+    allocator.free(other)
     again = [allocator.allocate(40 * MIB, 1) for _ in range(2)]
     assert (allocator.allocated, allocator.reserved, None in again) == (80 * MIB, 80 * MIB, False)
     allocator.complete_free(block)  # it is in use again

@@ -341,17 +341,21 @@ def test_what_waits_for_another_stream() -> None:
     assert all(block["frames"] for block in snapshot["segments"][1]["blocks"])
     assert timeline.max_reserved_bytes == 4 * second
     full, _ = both(waits, 64 * MIB, DEFAULT_SETTINGS)
-    assert [entry["action"] for entry in full["device_traces"][0]][-9:] == [
-        "free_requested",
-        "free_completed",
-        "free_completed",
-        "segment_free",
-        "segment_free",
-        "segment_alloc",
-        "alloc",
-        "segment_alloc",
-        "alloc",
+    assert [(entry["action"], entry["stream"]) for entry in full["device_traces"][0]][-9:] == [
+        ("free_requested", 3),
+        ("free_completed", 3),
+        ("free_completed", 3),
+        ("segment_free", 3),
+        ("segment_free", 3),
+        ("segment_alloc", 0),
+        ("alloc", 0),
+        ("segment_alloc", 0),
+        ("alloc", 0),
     ]
+    step = step_of([0, ~0, 1], [30 * MIB] * 2)
+    again, _ = both(replace(step, structure=replace(step.structure, free_completed=((2, 0),))), None, DEFAULT_SETTINGS)
+    actions = [entry["action"] for entry in again["device_traces"][0]]
+    assert actions == ["segment_alloc", "alloc", "free_requested", "free_completed", "alloc"]
 
 
 def test_streams_are_told_apart() -> None:
@@ -361,3 +365,16 @@ def test_streams_are_told_apart() -> None:
     snapshot, _ = both(streams, None, DEFAULT_SETTINGS)
     assert [entry["stream"] for entry in snapshot["device_traces"][0]] == [0, 0, 3, 3, 3, 3]
     assert [segment["stream"] for segment in snapshot["segments"]] == [0, 3]
+    step = step_of([0, ~0, 1], [60 * MIB] * 2)
+    streams = replace(step, structure=replace(step.structure, streams=(3, 0)))
+    full, _ = both(streams, 64 * MIB, AllocatorSettings(expandable_segments=True))
+    pages = [(entry["action"], entry["stream"]) for entry in full["device_traces"][0]]
+    assert list(dict.fromkeys(pages)) == [
+        ("segment_map", 3),
+        ("alloc", 3),
+        ("free_requested", 3),
+        ("free_completed", 3),
+        ("segment_unmap", 3),
+        ("segment_map", 0),
+        ("alloc", 0),
+    ]

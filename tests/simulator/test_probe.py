@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from batchfinder.recording.simulation import search_simulated
 from batchfinder.results import Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.simulator.blocks import DeviceMemory
+from batchfinder.simulator.blocks import Block, DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
@@ -48,6 +49,19 @@ def test_fits_with_both_peaks() -> None:
     measurement = probe()(100, SHAPE)
     assert measurement.verdict is Verdict.FITS
     assert measurement.peak_allocated_bytes == measurement.peak_reserved_bytes == GIB + 100 * 24 * MIB
+
+
+def test_replays_leave_no_blocks() -> None:
+    """No block of a replay is left for a garbage collection to find, of one that ran and of one that did not."""
+    gc.collect()
+    gc.disable()
+    try:
+        for settings in (None, AllocatorSettings(expandable_segments=True)):
+            asked = probe(settings=settings)
+            assert [asked(size, SHAPE).verdict for size in (100, 10_000)] == [Verdict.FITS, Verdict.OUT_OF_MEMORY]
+        assert not any(type(each) is Block for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def test_out_of_memory_in_pytorchs_words() -> None:

@@ -79,6 +79,14 @@ def test_a_block_that_another_stream_has_used() -> None:
     ]
 
 
+def test_a_block_is_free_before_another_is_released() -> None:
+    """The host has waited for one before the event that releases the next, which waits as well."""
+    events = replace(structure([0, 1, ~0, ~1, 2]), free_completed=((3, 0), (5, 1)))
+    allocator = CachingAllocator()
+    replay(events, [30 * MIB] * 3, allocator)
+    assert (allocator.allocated, allocator.reserved) == (30 * MIB, 60 * MIB)
+
+
 def test_peaks_name_the_allocation_that_reached_them() -> None:
     """The most allocated and the most reserved are reached at different moments."""
     timeline = replay(TRACE, SIZES, CachingAllocator())

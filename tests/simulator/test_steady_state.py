@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -65,7 +66,10 @@ def test_tells_from_two_steps_what_many_do(record: Record) -> None:
 
 
 def random_steps(chance: random.Random) -> tuple[TraceStructure, list[int]]:
-    """Two steps alike, of blocks that go in their step or, as gradients do, in the next."""
+    """Two steps alike, of blocks that go in their step or, as gradients do, in the next.
+
+    Some are free only some allocations later, if at all, as another stream has used them.
+    """
     sizes = [chance.choice([chance.randrange(1, 4), chance.randrange(4, 60)]) * MIB // 2 for _ in range(12)]
     kept = [block for block in range(12) if chance.random() < 0.3]
     step: list[tuple[int, bool]] = []
@@ -85,13 +89,19 @@ def random_steps(chance: random.Random) -> tuple[TraceStructure, list[int]]:
     marks.append(StageMark(len(order), 1, "end"))
     order += [~(12 + block) for block in kept]
     names = tuple(f"operator {block}" for block in range(12)) * 2
-    return TraceStructure(tuple(order), tuple(marks), names, names, names), sizes * 2
+    waits = []
+    for at, event in enumerate(order):
+        if event < 0 and chance.random() < 0.1:
+            later = [position for position in range(at + 1, len(order)) if order[position] >= 0]
+            waits.append((chance.choice([*later[:6], len(order)]), ~event))
+    structure = TraceStructure(tuple(order), tuple(marks), names, names, names, free_completed=tuple(sorted(waits)))
+    return structure, sizes * 2
 
 
 def test_goes_on_as_if_it_had_begun_with_all_steps() -> None:
     """What is replayed from the end of the recorded steps on is what a replay of all steps from the start shows."""
     chance, kinds = random.Random(15), Counter[str]()
-    for _ in range(60):
+    for _ in range(45):
         events, sizes = random_steps(chance)
         most = replay(events, sizes, CachingAllocator()).max_reserved_bytes
         for card in range(most - 24 * MIB, most + 1, 2 * MIB):
@@ -154,11 +164,35 @@ def test_a_single_pass_is_not_repeated(record: Record) -> None:
 
 @pytest.mark.parametrize("released", [0, 1])
 def test_what_has_no_place_is_not_guessed(released: int) -> None:
-    """A step that releases the model's own memory, or what none of its blocks replaces, cannot be repeated."""
+    """A step that releases the model's own memory, or what none of its blocks replaces, cannot be repeated.
+
+    Nor can one in which the host has waited for what another stream does with such a block.
+    """
     marks = (StageMark(0, -1, "model"), StageMark(1, 0, "forward"), StageMark(2, 1, "forward"), StageMark(4, 1, "end"))
     names = ("model", "first", "second")
     structure = TraceStructure((0, 1, 2, ~released), marks, names, ("",) * 3, ("",) * 3)
     assert repeat_last_step(structure, 1) is None
+    marks = (*marks[:2], StageMark(3, 1, "forward"), marks[3])
+    before = replace(structure, order=(0, 1, ~released, 2), marks=marks)
+    assert repeat_last_step(before, 1) is not None
+    assert repeat_last_step(replace(before, free_completed=((3, released),)), 1) is None
+
+
+@pytest.mark.parametrize("tail", [(), (~0,)])
+def test_what_another_stream_has_used_in_repeated_steps(tail: tuple[int, ...]) -> None:
+    """One block of each step is free as the next one begins, one within it; of the last step none is known to be."""
+    marks = (StageMark(0, -1, "model"), StageMark(1, 0, "forward"), StageMark(5, 1, "forward"), StageMark(9, 1, "end"))
+    order = (0, 1, ~1, 2, ~2, 3, ~3, 4, ~4, *tail)
+    names = ("model", *("first", "second") * 2)
+    waits = ((5, 1), (7, 2), (len(order), 3), (len(order), 4))
+    recorded_twice = TraceStructure(order, marks, names, names, names, (0, 1, 1, 1, 1), waits)
+    longer = repeat_last_step(recorded_twice, 2)
+    assert longer is not None
+    structure, origins = longer
+    assert structure.order == (*order[:9], 5, ~5, 6, ~6, 7, ~7, 8, ~8, *tail)
+    assert origins == (0, 1, 2, 3, 4, 3, 4, 3, 4)
+    end = len(structure.order)
+    assert structure.free_completed == ((5, 1), (7, 2), (9, 3), (11, 4), (13, 5), (15, 6), (end, 7), (end, 8))
 
 
 CONTEXT = 300 * MIB
