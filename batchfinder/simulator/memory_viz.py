@@ -58,7 +58,8 @@ def take_snapshot(trace: Trace, allocator: CachingAllocator) -> Entry:
 
     def enter_segment(action: str, address: int, nbytes: int, stream: int) -> None:
         enter_completed()  # a cache is emptied when other streams have been waited for
-        segment_frames_at[address] = requesting
+        if action in ("alloc", "map"):
+            segment_frames_at[address] = requesting
         enter(f"segment_{action}", nbytes, requesting, stream, addr=_FIRST_ADDRESS + address)
 
     allocator.watch_segments(enter_segment)
