@@ -188,9 +188,9 @@ class InductorForCard:
         target = GPUTarget("cuda", 10 * major + minor, 32)
         triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
         # torch/_higher_order_ops/triton_kernel_wrap.py does the same for CUDA.
-        for key in (DispatchKey.AutogradPrivateUse1, DispatchKey.AutocastPrivateUse1):  # type: ignore[attr-defined]
-            triton_kernel_wrap.triton_kernel_wrapper_mutation.fallthrough(key)
-            triton_kernel_wrap.triton_kernel_wrapper_functional.fallthrough(key)
+        autocast = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+        triton_kernel_wrap.triton_kernel_wrapper_mutation.fallthrough(autocast)
+        triton_kernel_wrap.triton_kernel_wrapper_functional.fallthrough(autocast)
 
     def _replace_allocations(self) -> None:
         """Send the generated code's allocations to the fake GPU, and constants of the card to the CPU."""
