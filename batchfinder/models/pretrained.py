@@ -568,10 +568,10 @@ def add_lora(
     try:
         adapted = peft.get_peft_model(model, config)
     except ValueError as error:
-        said = " ".join(str(error).split())
         if targets is None:
-            expected = f"--lora-targets with it: peft has no usual ones for {what} ({said})"
+            expected = f"--lora-targets with it, such as all-linear: peft has no usual ones for {what}"
             raise InvalidValue("lora", rank, expected) from error
+        said = " ".join(str(error).split())
         raise InvalidValue("lora_targets", targets, f"names of layers of {what} ({said})") from error
     return replace(workload, model=adapted, casts_weights=False)
 
