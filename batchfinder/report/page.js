@@ -297,7 +297,8 @@ async function drawChanges(cell) {
     data: { values },
     encoding: { y: { field: "change", type: "nominal", sort: null, title: null },
                 x: { field: "batch", type: "quantitative", title: "largest batch",
-                     axis: { tickCount: 5, labelOverlap: true, labelSeparation: 6 }, scale: roomFor(values.map((value) => value.batch)) },
+                     axis: { tickCount: 5, labelOverlap: true, labelSeparation: 6 },
+                     scale: roomFor(values.map((value) => value.batch)) },
                 description: { field: "description" } },
     layer: [
       { mark: "bar", encoding: { color: { condition: { test: "datum.now", value: style.getPropertyValue("--soft").trim() },

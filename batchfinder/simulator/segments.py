@@ -21,10 +21,7 @@ _TOP_ADDRESS = 1 << 40  # more than any card has; memory_viz.py adds what addres
 _RESERVED_ADDRESSES = 32 * MIB  # at a time; `CudaMallocSegments._place`
 
 SegmentWatch = Callable[[str, int, int, int], None]
-"""Called with `alloc`, `free`, `map` or `unmap`, the address, the bytes and whose stream's they are.
-
-The card has given or got them by then.
-"""
+"""Called with `alloc`, `free`, `map` or `unmap`, address, bytes and stream, once the card has given or got them."""
 
 
 @dataclass(slots=True)

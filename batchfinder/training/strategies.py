@@ -71,7 +71,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def _holders(model: nn.Module) -> Counter[nn.Parameter]:
     """For each parameter how many modules have it as their own."""
-    return Counter(each for module in model.modules() for each in module._parameters.values() if each is not None)
+    return Counter(each for module in model.modules() for each in module.parameters(recurse=False))
 
 
 def mixed_precision(precision: str) -> MixedPrecisionPolicy:
