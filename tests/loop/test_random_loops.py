@@ -15,9 +15,10 @@ SEEDS = range(int(os.environ.get("BATCHFINDER_RANDOM_LOOPS", "3")))
 """As many as take a minute; the variable asks for more."""
 
 KEPT = {"RLIMIT_AS": 6, "budget": 3}
-"""MiB of the limit that the same steps do not take in a fresh process: what a search keeps of a ulimit for what training
-maps and a trial does not (measure/device_memory.py), and what its own process holds under a budget (2 to 3 MiB more at
-the same size, in each of 28 loops)."""
+"""MiB of the limit that the same steps do not take in a fresh process.
+
+Of a ulimit the search keeps them for what training maps and a trial does not (measure/device_memory.py). Under a budget
+its own process holds them: 2 to 3 MiB more at the same size, in each of 28 loops."""
 
 
 @pytest.fixture(scope="module")
