@@ -50,7 +50,7 @@ AFTER = """
 - cuDNN picks algorithms on the card. Their workspaces are not modelled (`cuDNN workspaces` with `--explain`): models
   with convolutions can take more than the answer, 0.35 to 1 GiB on the cards above where it was seen.
 - Old figures contain an old CUDA context: `--context`.
-- Most figures of sharded training are of FSDP version 1 (`--strategy fsdp`) or Megatron-LM. FSDP2 itself has four.
+- Most figures of sharded training are of FSDP version 1 (`--strategy fsdp`) or Megatron-LM. FSDP2 itself has nine.
 
 [simulator.md](simulator.md) says what is left out and in which direction it errs;
 [reproductions.md](reproductions.md) has the published tables that have a model of their own in this project.

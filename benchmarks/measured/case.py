@@ -14,6 +14,7 @@ from pathlib import Path
 
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.recording.simulation import RecordingClient
+from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.replay import replay
@@ -54,6 +55,7 @@ class Case:
         limits_tried: limits on what the allocator may reserve that the run was repeated with, and whether it ran.
         limit_step_bytes: what such limits are whole multiples of.
         bracket: of a pair of sizes of which one ran and the next did not, what they are a pair of.
+        expandable_segments: whether the run set `expandable_segments:True`.
         draws: the lengths of the run's steps, where they are drawn at random: as many draws of them, of which the
             figure is the median.
     """
@@ -78,6 +80,7 @@ class Case:
     limits_tried: tuple[tuple[int, bool], ...] = ()
     limit_step_bytes: float = 1
     bracket: str = ""
+    expandable_segments: bool = False
     draws: tuple[tuple[int, ...], ...] = ()
 
     def drawn(self) -> list[tuple[int, Case]]:
@@ -95,14 +98,19 @@ class Case:
         """
         memory, sizes = self.card(), self.sizes(trace)
         if self.empties_cache:
-            allocator = CachingAllocator(memory, falling=falling)
+            allocator = self.allocator(memory, falling)
             reserved = reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache)
             return None if reserved is None else reserved + self.outside_bytes
-        timeline = replay(trace.structure, sizes, CachingAllocator(memory, falling=falling))
+        timeline = replay(trace.structure, sizes, self.allocator(memory, falling))
         if timeline.oom is not None:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
         return peak + self.outside_bytes
+
+    def allocator(self, memory: DeviceMemory | None = None, falling: bool = False) -> CachingAllocator:
+        """With the run's settings, for `memory` or a card that is never full."""
+        settings = replace(DEFAULT_SETTINGS, expandable_segments=self.expandable_segments)
+        return CachingAllocator(memory, settings, falling)
 
     def card(self) -> DeviceMemory:
         """What its card has, and what the CUDA context and other GPUs' communicators leave."""
@@ -147,9 +155,9 @@ class Case:
         """Whether a recorded step runs where the allocator may reserve so much, all that the figure holds counted."""
         limit, sizes = min(max(1, limit_bytes - self.outside_bytes), self.card().capacity_bytes), self.sizes(trace)
         if self.empties_cache:
-            allocator = CachingAllocator()
+            allocator = self.allocator()
             return reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache, limit) is not None
-        return replay(trace.structure, sizes, CachingAllocator(DeviceMemory(limit, limit))).oom is None
+        return replay(trace.structure, sizes, self.allocator(DeviceMemory(limit, limit))).oom is None
 
 
 _STEPS_BETWEEN = 2  # and what is reserved no longer changes

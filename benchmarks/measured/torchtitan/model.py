@@ -1,4 +1,4 @@
-"""Llama 3.1 8B as torchtitan had it at the end of 2024, as factories: sharded by FSDP2, eager and compiled.
+"""Llama 3.1 8B as torchtitan had it at the end of 2024: sharded by FSDP2, eager and compiled.
 
 Written after torchtitan/models/llama/model.py, norms.py and parallelisms/parallelize_llama.py at
 https://github.com/pytorch/torchtitan/tree/9dec370ad26b5f8e9a7333a0e36165018262644b.
@@ -85,16 +85,15 @@ class Block(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A block whose backward computes it again, but for attention and every second matrix product: option `op`."""
+    """A block whose backward computes it again; with option `op` not its attention and every second matrix product."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, per_operator: bool) -> None:
         super().__init__()
         self.block = block
+        self.options = {"context_fn": _selective_contexts} if per_operator else {}
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor) -> Any:
-        return checkpoint(
-            self.block, x, angles, use_reentrant=False, preserve_rng_state=False, context_fn=_selective_contexts
-        )
+        return checkpoint(self.block, x, angles, use_reentrant=False, preserve_rng_state=False, **self.options)
 
 
 def _selective_contexts() -> Any:
@@ -142,36 +141,41 @@ def _loss(logits: torch.Tensor, batch: tuple[torch.Tensor]) -> torch.Tensor:
 def _apply_fsdp(model: nn.Module, mesh: Any) -> None:
     """As `apply_fsdp` of parallelisms/parallelize_llama.py: bf16 parameters, fp32 sums, the last block not resharded.
 
-    The root was never resharded after the forward then, whatever it was asked for (PyTorch of 2024,
-    `FSDPState._lazy_init`).
+    The model is on the meta device until it is sharded, as in train.py. The root was never resharded after the forward
+    then, whatever it was asked for (PyTorch of 2024, `FSDPState._lazy_init`).
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    model.to("meta")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers: Any = model.layers
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=mesh.device_type)
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
 
 
-def eager() -> Workload:
-    """FSDP with selective activation checkpointing, one GPU of several."""
+def build(checkpointing: str, compiled: str) -> Workload:
+    """One GPU of several with FSDP2.
+
+    Args:
+        checkpointing: `none`, `full`, `every 2` for every second block, or `op`.
+        compiled: what `torch.compile` has: nothing where empty, `blocks` (each, before it is sharded, as
+            `apply_compile` of parallelize_llama.py does), or `blocks and loss`.
+    """
     width, heads, inner, length = 4096, 32, 14336, 8192
     turns = torch.arange(2 * length)[:, None] * 500000 ** -(torch.arange(0, width // heads, 2) / (width // heads))
     angles = torch.polar(torch.ones_like(turns), turns)
-    blocks = [Checkpointed(Block(width, heads, 8, inner, rotate_complex, heads_first=False)) for _ in range(32)]
+    blocks: list[nn.Module] = []
+    for number in range(1, 33):
+        block: Any = Block(width, heads, 8, inner, rotate_complex, heads_first=False)
+        if checkpointing in ("full", "op") or (checkpointing == "every 2" and number % 2 == 0):
+            block = Checkpointed(block, per_operator=checkpointing == "op")
+        blocks.append(torch.compile(block, fullgraph=True) if compiled else block)
     model = Llama(blocks, width, angles, tied=False)
-    return Workload(model, batch_of_tokens, _loss, _adamw, parallelize=_apply_fsdp)
-
-
-def compiled() -> Workload:
-    """The same with each block compiled before it is sharded, as `apply_compile` of parallelize_llama.py does."""
-    workload = eager()
-    layers: Any = workload.model.layers
-    for index, block in enumerate(layers):
-        layers[index] = torch.compile(block, fullgraph=True)
-    return workload
+    loss = torch.compile(_loss) if compiled == "blocks and loss" else _loss
+    return Workload(model, batch_of_tokens, loss, _adamw, parallelize=_apply_fsdp)
