@@ -129,8 +129,9 @@ class HostMemory:
     `GLIBC_TUNABLES`) or has loaded another malloc (`LD_PRELOAD`).
 
     A soft RLIMIT_AS stands well above the limit meanwhile, so that steps which run away get an allocator's error and
-    not the kernel's OOM killer. One that the user has set (`ulimit -v`) holds as well, less
-    `_ULIMIT_MARGIN_BYTES`.
+    not the kernel's OOM killer. Of one that the user has set (`ulimit -v`) `_ULIMIT_MARGIN_BYTES` are kept: steps that
+    come nearer fail as they end. They are not stopped there, since oneDNN compiles no kernel any more in a thread where
+    one had no memory.
 
     Where the kernel cannot reset the resident peak, RLIMIT_AS stands at the limit itself; where there is no /proc,
     nothing is enforced. For exact answers, try sizes in a child process (`CpuProbe`).
@@ -178,18 +179,22 @@ class HostMemory:
             yield
             return
         limit = self._limit_bytes + held_bytes - reserve_bytes
-        before, size = resource.getrlimit(resource.RLIMIT_AS), status("VmSize")
+        before, size, mapped_before = resource.getrlimit(resource.RLIMIT_AS), status("VmSize"), status("VmPeak")
+        soft, hard = before
         guarded = sys.platform == "linux" and size is not None
+        most_mapped = None  # by a limit of the user's
         if guarded:
             room, more = max(0, limit - self.held_bytes()), 0
+            if soft != resource.RLIM_INFINITY:
+                most_mapped = max(0, soft - _ULIMIT_MARGIN_BYTES + held_bytes - reserve_bytes)
             if self._can_reset:
+                limit = min(limit, self._within_ulimits(self._limit_bytes) + held_bytes - reserve_bytes)
                 more, available = max(room, _GUARD_BYTES), available_bytes()
                 if available is not None:
                     more = max(0, min(more, available - room))
-            soft, hard = before
             guards = [(size or 0) + room + more]
-            if soft != resource.RLIM_INFINITY:
-                guards.append(max(0, soft - _ULIMIT_MARGIN_BYTES + held_bytes - reserve_bytes))
+            if most_mapped is not None:
+                guards.append(max(soft, most_mapped) if self._can_reset else most_mapped)
             if hard != resource.RLIM_INFINITY:
                 guards.append(hard)
             resource.setrlimit(resource.RLIMIT_AS, (min(guards), hard))
@@ -198,9 +203,13 @@ class HostMemory:
         finally:
             if guarded:
                 resource.setrlimit(resource.RLIMIT_AS, before)
-        peak = self.peaks()[1]
+        peak, mapped = self.peaks()[1], status("VmPeak")
         if peak is not None and peak > limit:
             raise MemoryError(f"{format_bytes(peak)} were resident at the peak; the limit is {format_bytes(limit)}")
+        # The kernel does not reset VmPeak: it is the peak of these steps where they have raised it.
+        if most_mapped is not None and mapped is not None and mapped != mapped_before and mapped > most_mapped:
+            limit = most_mapped
+            raise MemoryError(f"{format_bytes(mapped)} were mapped at the peak; the limit is {format_bytes(limit)}")
 
     def reset_peak(self) -> None:
         self._can_reset = reset_resident_peak()

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import statistics
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -291,6 +293,7 @@ def run_trial(
         restore()
     clear(device)
     if isinstance(failure, Failure):
+        _leave_onednn_if_it_fails(failure)
         return Measurement(failure.verdict, seconds=seconds, message=failure.message)
     if thrashing and ooms:
         # Without thrashing it went well in the end, as where cuDNN tries out algorithms.
@@ -366,6 +369,34 @@ class TrialSession(AbstractContextManager["TrialSession"]):
         left_bytes = max(0, self.memory.held_bytes() - self._start_bytes)
         max_peak_bytes = self.memory.max_peak_bytes(self.held_bytes - left_bytes)
         return max(1, max_peak_bytes - self.held_bytes - self.reserve_bytes)
+
+
+_unseen_widths = itertools.count(5)
+
+
+def _leave_onednn_if_it_fails(failure: Failure) -> None:
+    """Switch oneDNN off where a failed trial has left it unable to compile for this thread.
+
+    Its code generator keeps the first error of a thread for good, so that after one kernel that had no memory each
+    shape that the thread has not met before fails with "could not create a primitive", however much is free.
+
+    Source: `jit_generator_t::create_kernel` in src/cpu/x64/jit_generator.hpp of oneDNN, `Xbyak::GetError`.
+    """
+    if "could not create a primitive" not in failure.message or not torch.backends.mkldnn.enabled:
+        return
+    inputs = torch.zeros(16, 8, 5, next(_unseen_widths), device="cpu", dtype=torch.float32)
+    weight = torch.zeros(8, 8, 3, 3, device="cpu", dtype=torch.float32)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            torch.nn.functional.conv2d(inputs, weight)
+    except RuntimeError:
+        torch.backends.mkldnn.set_flags(False)
+        warnings.warn(
+            "A trial ran out of memory while oneDNN compiled a kernel, after which it compiles no more in this thread. "
+            "It is switched off (torch.backends.mkldnn.enabled) for the rest of this process: steps are slower and "
+            "take other memory. A higher ulimit -v, or a budget in place of it, avoids this.",
+            stacklevel=2,
+        )
 
 
 T = TypeVar("T")

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,11 @@ def test_where_the_peak_cannot_be_reset_the_limit_stands_at_the_allocation(monke
 
 @on_linux
 def test_a_limit_of_the_users_holds_less_the_margin() -> None:
-    """Under `ulimit -v` steps fail where the process would fail in training; copies that it holds come on top."""
+    """Under `ulimit -v` a try that maps or touches more than is left, less 6 MiB, fails as it ends.
+
+    It is not stopped there: oneDNN compiles no kernel any more in a thread where one had no memory. Copies that the
+    process holds come on top, and the headroom is taken off.
+    """
     before = resource.getrlimit(resource.RLIMIT_AS)
     own = (status("VmSize") or 0) + 256 * MIB
     resource.setrlimit(resource.RLIMIT_AS, (own, before[1]))
@@ -189,13 +194,45 @@ def test_a_limit_of_the_users_holds_less_the_margin() -> None:
         memory = HostMemory(None)
         assert memory.allowance_bytes == own
         assert memory.free_bytes() <= memory.held_bytes() + own - (status("VmSize") or 0)
-        seen = []
-        for reserve, held in ((0, 0), (16 * MIB, 0), (16 * MIB, 4 * MIB)):
-            with memory.limited(reserve, held):
-                seen.append(own - resource.getrlimit(resource.RLIMIT_AS)[0])
+        for reserve, held, margin in ((0, 0, 6), (16 * MIB, 0, 22), (16 * MIB, 4 * MIB, 18)):
+            for more in (-2, 2):
+                left = own - (status("VmSize") or 0) - (margin - more) * MIB
+                memory.reset_peak()
+                expected = nullcontext() if more < 0 else pytest.raises(MemoryError, match="at the peak")
+                with expected, memory.limited(reserve, held):
+                    assert resource.getrlimit(resource.RLIMIT_AS)[0] == own
+                    torch.ones(left, dtype=torch.uint8)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert seen == [6 * MIB, 22 * MIB, 18 * MIB]
+
+
+_MAPPED = """
+import mmap, resource
+from batchfinder.measure.device_memory import HostMemory
+from batchfinder.measure.host_limits import status
+own = status("VmPeak") + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (own, own))
+memory = HostMemory(None)
+for margin in (8, 4, 8):
+    memory.reset_peak()
+    try:
+        with memory.limited(0, 0):
+            mmap.mmap(-1, own - status("VmSize") - (margin << 20)).close()
+        print("fits")
+    except MemoryError as error:
+        print(error)
+"""
+
+
+@on_linux
+@pytest.mark.slow
+def test_what_is_mapped_counts_against_a_limit_of_the_users() -> None:
+    """Though nothing of it is touched; as long as no try before it has mapped more, which the kernel does not reset."""
+    said = subprocess.run(
+        [sys.executable, "-c", _MAPPED], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert (said[0], said[2]) == ("fits", "fits")
+    assert re.fullmatch(r"[\d.]+ MiB were mapped at the peak; the limit is [\d.]+ MiB", said[1])
 
 
 @on_linux

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -16,6 +17,7 @@ from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
+from tests.forks import forks
 
 
 class Ledger:
@@ -302,3 +304,20 @@ def test_a_step_is_timed_on_a_card_that_needs_more_of_them() -> None:
     assert steps >= 5
     assert check.seconds()[0] is not None
     assert check.message() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN compiles with another library there")
+def test_a_thread_in_which_onednn_compiles_no_more_goes_on_without_it() -> None:
+    """Wherever in a step the memory ends, other sizes run afterwards; oneDNN is off only where it could not compile."""
+    with forks("tests.measure.onednn_fails") as trials:
+        takes = trials.run(room_bytes=None)["room_bytes"]
+        seen = [trials.run(room_bytes=takes - less * (32 << 10)) for less in range(0, 64, 2)]
+    assert all(each["then"]["fits"] for each in seen), f"{seen}"
+    assert not any(each["limited"]["fits"] for each in seen)
+    switched_off = [each for each in seen if not each["onednn"]]
+    assert switched_off, f"{[each['limited']['message'] for each in seen]}"
+    for each in switched_off:
+        assert "could not create a primitive" in each["limited"]["message"]
+        assert ["ulimit -v" in text for text in each["limited"]["warned"]] == [True]
+    assert not any(each["limited"]["warned"] for each in seen if each["onednn"])
