@@ -16,8 +16,8 @@ from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 
-SCHEMA = 5
-"""Raised, too, when what counts as fitting or the meaning of a key changes: 5 has gradients summed in place."""
+SCHEMA = 6
+"""Raised, too, when what counts as fitting or the meaning of a key changes: 6 has the addresses of cudaMalloc."""
 
 
 MAX_BATCH_SIZE = 1 << 40

@@ -211,10 +211,10 @@ def estimate(
     timeline = steady.timeline
     if not steady.fits:
         timeline = replay(structure, sizes, CachingAllocator(UNLIMITED, settings))
-    other = replay(structure, sizes, CachingAllocator(memory if steady.fits else UNLIMITED, settings, falling=True))
+    other = replay(structure, sizes, CachingAllocator(memory if steady.fits else UNLIMITED, settings, rising=True))
     if not other.fits:
-        other = replay(structure, sizes, CachingAllocator(UNLIMITED, settings, falling=True))
-    falling = other.max_reserved_bytes
+        other = replay(structure, sizes, CachingAllocator(UNLIMITED, settings, rising=True))
+    rising = other.max_reserved_bytes
     at_peak, last = timeline.allocated_peak, timeline.reserved_peak
     alive = () if at_peak is None else tuple(alive_at(structure, at_peak.position))
     held = bytes_by_kind(trace, alive)
@@ -227,7 +227,7 @@ def estimate(
         peak_bytes=reserved + context_bytes,
         allocated_bytes=timeline.max_allocated_bytes,
         reserved_bytes=reserved,
-        reserved_interval_bytes=(min(reserved, falling), max(reserved, falling)),
+        reserved_interval_bytes=(min(reserved, rising), max(reserved, rising)),
         capacity_bytes=memory.capacity_bytes + context_bytes,
         required_bytes=smallest_usable_bytes(structure, sizes, settings, context_bytes) + context_bytes,
         fits=steady.fits,

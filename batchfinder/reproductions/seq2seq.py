@@ -13,7 +13,7 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import SMALL_BLOCK_BYTES, Block, DeviceMemory, round_up
 from batchfinder.simulator.replay import Timeline, replay
-from batchfinder.simulator.segments import CudaMallocSegments
+from batchfinder.simulator.segments import CudaMallocSegments, RisingAddresses
 from batchfinder.simulator.steady_state import smallest_usable_bytes
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import StepConfig, WorkloadSpec
@@ -38,7 +38,9 @@ class Allocator2018(CachingAllocator):
     def __init__(self, memory: DeviceMemory | None = None) -> None:
         super().__init__(memory)
         self._segments = CudaMallocSegments(
-            self.taken, lambda size: _SMALL_SEGMENT_BYTES if size <= SMALL_BLOCK_BYTES else size
+            self.taken,
+            lambda size: _SMALL_SEGMENT_BYTES if size <= SMALL_BLOCK_BYTES else size,
+            RisingAddresses(),  # where the driver of 2018 put segments is not known
         )
 
     def allocate(self, nbytes: int, stream: int = 0) -> Block | None:

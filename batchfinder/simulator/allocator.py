@@ -10,9 +10,10 @@ where another stream has used it (`Tensor.record_stream`) when that one's work o
 `process_events`). When that is only a clock knows, so whoever calls says it. What is wholly free goes back to the card
 whichever stream it is of.
 
-What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`); memory callbacks, the garbage collector, and
-the addresses cudaMalloc really gives. Each new segment lies above all earlier ones, or below them with `falling`;
-addresses only decide between free blocks of the same size.
+Addresses decide between free blocks of the same size. They are those that cudaMalloc was seen to give
+(`CudaAddresses`), or rising ones, to see how much depends on them.
+
+What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`); memory callbacks and the garbage collector.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from batchfinder.simulator.blocks import (
     segment_size,
 )
 from batchfinder.simulator.segments import (
+    CudaAddresses,
     CudaMallocSegments,
     ExpandableSegments,
+    RisingAddresses,
     Segment,
     SegmentBlock,
     SegmentWatch,
@@ -51,9 +54,8 @@ class CachingAllocator:
     Args:
         memory: the card; a number stands for a card of which the allocator may take all of that many bytes, None for
             one that is never full.
-        falling: whether new segments lie below the earlier ones, as in published memory snapshots
-            (`CudaMallocSegments`), and not above all of them. That decides between free blocks of the same size, and
-            with both it is seen how much depends on it.
+        rising: whether each new segment lies above all earlier ones, and not where cudaMalloc puts it. That decides
+            between free blocks of the same size, and with both it is seen how much depends on it.
 
     Attributes:
         taken: what has been taken from the card; `reserved` and `max_reserved` read it.
@@ -73,7 +75,7 @@ class CachingAllocator:
         self,
         memory: DeviceMemory | int | None = None,
         settings: AllocatorSettings = DEFAULT_SETTINGS,
-        falling: bool = False,
+        rising: bool = False,
     ) -> None:
         if memory is None:
             memory = UNLIMITED
@@ -89,7 +91,11 @@ class CachingAllocator:
         self._segments: CudaMallocSegments | ExpandableSegments = (
             ExpandableSegments(self.taken, settings, memory.total_bytes)
             if expandable
-            else CudaMallocSegments(self.taken, partial(segment_size, settings=settings), falling)
+            else CudaMallocSegments(
+                self.taken,
+                partial(segment_size, settings=settings),
+                RisingAddresses() if rising else CudaAddresses(),
+            )
         )
         self._pending: set[Block] = set()
         self._pools: dict[int, tuple[FreeList, FreeList]] = {}  # of small and large blocks, by stream

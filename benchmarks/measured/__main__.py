@@ -103,7 +103,7 @@ def _row(case: Case, draws: Sequence[tuple[int, Case, Trace | Exception]]) -> tu
         for times, each, trace in draws:
             if isinstance(trace, Exception):
                 raise trace
-            answers = [each.predicted_bytes(trace, falling) for falling in (False, True)]
+            answers = [each.predicted_bytes(trace, rising) for rising in (False, True)]
             value, other = (math.inf if answer is None else answer for answer in answers)
             found.append((value, times, trace))
             ends[0].append(min(value, other))

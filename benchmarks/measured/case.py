@@ -90,27 +90,27 @@ class Case:
         steps = {lengths: replace(self.step, lengths=lengths) for lengths in self.draws}
         return [(self.draws.count(lengths), replace(self, step=step, draws=())) for lengths, step in steps.items()]
 
-    def predicted_bytes(self, trace: Trace, falling: bool = False) -> int | None:
+    def predicted_bytes(self, trace: Trace, rising: bool = False) -> int | None:
         """The same figure of a recorded step; None where it runs out of memory on that card.
 
         Args:
-            falling: whether new segments lie below the earlier ones, as `CachingAllocator` has it.
+            rising: whether each new segment lies above all earlier ones, as `CachingAllocator` has it.
         """
         memory, sizes = self.card(), self.sizes(trace)
         if self.empties_cache:
-            allocator = self.allocator(memory, falling)
+            allocator = self.allocator(memory, rising)
             reserved = reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache)
             return None if reserved is None else reserved + self.outside_bytes
-        timeline = replay(trace.structure, sizes, self.allocator(memory, falling))
+        timeline = replay(trace.structure, sizes, self.allocator(memory, rising))
         if timeline.oom is not None:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
         return peak + self.outside_bytes
 
-    def allocator(self, memory: DeviceMemory | None = None, falling: bool = False) -> CachingAllocator:
+    def allocator(self, memory: DeviceMemory | None = None, rising: bool = False) -> CachingAllocator:
         """With the run's settings, for `memory` or a card that is never full."""
         settings = replace(DEFAULT_SETTINGS, expandable_segments=self.expandable_segments)
-        return CachingAllocator(memory, settings, falling)
+        return CachingAllocator(memory, settings, rising)
 
     def card(self) -> DeviceMemory:
         """What its card has, and what the CUDA context and other GPUs' communicators leave."""

@@ -126,7 +126,7 @@ def test_a_record_explains_itself(make_key):
     text = encode(Record(make_key(), OUTCOME, CREATED)).decode()
     body = json.loads(text)
     assert list(body) == ["schema", "created", "label", "key", "outcome", "checksum"]
-    assert body["schema"] == 5
+    assert body["schema"] == 6
     assert body["created"] == "2026-11-20T21:16:05+00:00"
     assert body["key"]["gpu"] == "Titan X"
     assert body["outcome"]["stop"] == "EXACT"
@@ -199,9 +199,9 @@ def test_the_forger_forges_well(make_key):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 1}, "its schema is 1; this version reads 5"),
-        ({"schema": True}, "its schema is True; this version reads 5"),
-        ({"schema": "2"}, "its schema is '2'; this version reads 5"),
+        ({"schema": 1}, "its schema is 1; this version reads 6"),
+        ({"schema": True}, "its schema is True; this version reads 6"),
+        ({"schema": "2"}, "its schema is '2'; this version reads 6"),
         ({"author": "me"}, "it is JSON, but not a cache record"),
         ({"created": 5}, "its created is 5"),
         ({"created": "yesterday"}, "it cannot be read back: Invalid isoformat string: 'yesterday'"),

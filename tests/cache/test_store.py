@@ -75,7 +75,7 @@ def _path(store: Store) -> str:
         (lambda data: data[: len(data) // 2], "it is cut short or not JSON"),
         (lambda data: b"", "it is cut short or not JSON"),
         (lambda data: data.replace(b"Titan X", b"Titan Y"), "its checksum does not match"),
-        (lambda data: data.replace(b'"schema": 5', b'"schema": 1'), "its schema is 1; this version reads 5"),
+        (lambda data: data.replace(b'"schema": 6', b'"schema": 1'), "its schema is 1; this version reads 6"),
     ],
 )
 def test_a_damaged_record_is_ignored_named_and_replaced(damage, reason, tmp_path, make_key):
@@ -331,7 +331,7 @@ def test_clearing_leaves_what_others_wrote(two):
     with open(path, "r+b") as file:
         file.truncate(100)
     foreign = [f"{store.url}/{digit * 64}.json" for digit in "abc"]
-    for name, content in zip(foreign, (b'{"layers": 3}', b"\x89PNG", b'{"schema": 5}'), strict=True):
+    for name, content in zip(foreign, (b'{"layers": 3}', b"\x89PNG", b'{"schema": 6}'), strict=True):
         with open(name, "wb") as file:
             file.write(content)
     with pytest.warns(UserWarning, match="was left alone") as caught:

@@ -9,6 +9,7 @@ import pytest
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
+from batchfinder.simulator.segments import CudaAddresses
 from batchfinder.units import KIB, MIB
 
 
@@ -82,10 +83,11 @@ def test_large_blocks_are_split_when_more_than_1_mib_remains() -> None:
 def test_the_smallest_free_block_is_taken() -> None:
     """The best fit wins over a larger block at a lower address."""
     allocator = CachingAllocator()
-    large, small = take(allocator, 16 * MIB), take(allocator, 12 * MIB)
+    small, large = take(allocator, 12 * MIB), take(allocator, 26 * MIB)
     allocator.free(small)
     allocator.free(large)
-    assert take(allocator, 12 * MIB).address == 16 * MIB
+    assert large.address < small.address
+    assert take(allocator, 12 * MIB).address == small.address
 
 
 def test_of_equal_free_blocks_the_lower_address_is_taken() -> None:
@@ -93,9 +95,10 @@ def test_of_equal_free_blocks_the_lower_address_is_taken() -> None:
     for order in ((0, 1), (1, 0)):
         allocator = CachingAllocator()
         blocks = [take(allocator, 12 * MIB), take(allocator, 12 * MIB)]
+        lower = min(block.address for block in blocks)
         for i in order:
             allocator.free(blocks[i])
-        assert take(allocator, 12 * MIB).address == 0
+        assert take(allocator, 12 * MIB).address == lower
 
 
 def test_free_neighbours_merge_on_both_sides() -> None:
@@ -337,24 +340,48 @@ PLACES = (
 
 
 @pytest.mark.parametrize("places", PLACES)
-def test_falling_segments_lie_as_in_real_snapshots(places: list[tuple[int, int]]) -> None:
+def test_segments_lie_as_in_real_snapshots(places: list[tuple[int, int]]) -> None:
     """A segment lies in the lowest gap that 32 MiB of addresses leave, or below all others."""
-    allocator = CachingAllocator(falling=True)
+    allocator = CachingAllocator()
     addresses = [take(allocator, size * MIB if size > 2 else 200_000).address for size, _ in places]
     assert [(address - addresses[0]) // MIB for address in addresses] == [place for _, place in places]
+
+
+def test_addresses_are_used_again() -> None:
+    """Of a reservation that is partly in use the lowest gap, else the highest hole, from its upper end down.
+
+    `CudaAddresses` says in which snapshots it was seen.
+    """
+    addresses = CudaAddresses()
+    first = addresses.take(20 * MIB)
+    tail = addresses.take(10 * MIB)
+    middle, last = addresses.take(20 * MIB), addresses.take(90 * MIB)
+    assert [(at - first) // MIB for at in (tail, middle, last)] == [20, -32, -128]
+    addresses.give_back(first, 20 * MIB)  # its reservation has 10 MiB in use
+    addresses.give_back(last, 90 * MIB)  # a hole of 96
+    assert addresses.take(16 * MIB) == first
+    assert [(addresses.take(20 * MIB) - first) // MIB for _ in range(2)] == [-64, -96]
+    assert (addresses.take(4 * MIB) - first) // MIB == -76  # 12 MiB are left of each, 4 beside the first
+    assert (addresses.take(40 * MIB) - first) // MIB == -192  # 32 MiB of the hole are left, and it lies below them
+    assert (addresses.take(30 * MIB) - first) // MIB == -128
+    for place, size in ((first, 16), (tail, 10)):
+        addresses.give_back(place, size * MIB)
+    assert addresses.take(32 * MIB) == first  # the reservation was empty, and no gap is left of it
+    addresses.give_back(middle, 20 * MIB)
+    assert addresses.take(32 * MIB) == middle
 
 
 def test_segments_are_described_block_by_block() -> None:
     """A segment shows its address, its size, its pool and its blocks with what was asked for."""
     allocator = CachingAllocator()
-    take(allocator, 12 * MIB)
+    start = take(allocator, 12 * MIB).address
     take(allocator, 700)
     large, small = allocator.segments()
-    assert (large.address, large.size_bytes, large.small, large.expandable) == (0, 12 * MIB, False, False)
-    assert (small.address, small.size_bytes, small.small) == (12 * MIB, 2 * MIB, True)
+    assert (large.address, large.size_bytes, large.small, large.expandable) == (start, 12 * MIB, False, False)
+    assert (small.address, small.size_bytes, small.small) == (start + 12 * MIB, 2 * MIB, True)
     assert [(b.address, b.size_bytes, b.requested_bytes, b.free) for b in small.blocks] == [
-        (12 * MIB, 1024, 700, False),
-        (12 * MIB + 1024, 2 * MIB - 1024, 0, True),
+        (start + 12 * MIB, 1024, 700, False),
+        (start + 12 * MIB + 1024, 2 * MIB - 1024, 0, True),
     ]
 
 
@@ -374,7 +401,7 @@ def test_each_stream_has_blocks_of_its_own(settings: AllocatorSettings) -> None:
     assert allocator.reserved == 80 * MIB
     allocator.allocate(40 * MIB, 1)
     assert (allocator.reserved, allocator.num_alloc_retries) == (80 * MIB, 0)
-    assert [(segment.stream, segment.size_bytes) for segment in allocator.segments()] == [(1, 40 * MIB), (2, 40 * MIB)]
+    assert {(segment.stream, segment.size_bytes) for segment in allocator.segments()} == {(1, 40 * MIB), (2, 40 * MIB)}
     small = allocator.allocate(1, 3)
     assert allocator.allocated == 80 * MIB + 512
     allocator.free(small)

@@ -19,6 +19,7 @@ from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemo
 from batchfinder.units import KIB, MIB
 
 FREE, GAP = "free", "gap"
+TOP = 1 << 40
 
 
 def up(number: int, step: int) -> int:
@@ -63,7 +64,8 @@ class Reference:
     def __init__(self, memory: DeviceMemory, conf: AllocatorSettings) -> None:
         self.memory, self.conf = memory, conf
         self.segments: list[Cells] = []
-        self.top = 0
+        self.top = 0  # of expandable ranges
+        self.reservations: list[tuple[int, int]] = []
         self.max_allocated = self.max_reserved = self.retries = 0
 
     @property
@@ -139,10 +141,25 @@ class Reference:
             return self.grow_range(size, small)
         if self.reserved + segment_bytes > self.memory.usable_bytes:
             return None
-        self.segments.append(Cells(self.top, small, [[segment_bytes, FREE]]))
-        self.top += segment_bytes
+        self.segments.append(Cells(self.place(segment_bytes), small, [[segment_bytes, FREE]]))
         self.max_reserved = max(self.max_reserved, self.reserved)
         return self.segments[-1], 0
+
+    def place(self, nbytes: int) -> int:
+        """Where cudaMalloc puts a segment: in a reservation in use, from below; else in a new one, from above."""
+        used = [(s.address, s.where(len(s.cells))) for s in self.segments]
+        self.reservations = [r for r in self.reservations if any(r[0] <= start < r[1] for start, _ in used)]
+        for low, high in sorted(self.reservations):
+            for start in sorted([low, *(end for _, end in used if low < end <= high)]):
+                if start + nbytes <= high and not any(a < start + nbytes and start < b for a, b in used):
+                    return start
+        bound = TOP
+        for low, high in sorted(self.reservations, reverse=True):
+            if bound - high >= up(nbytes, 32 * MIB):
+                break
+            bound = low
+        self.reservations.append((bound - up(nbytes, 32 * MIB), bound))
+        return self.reservations[-1][0]
 
     def grow_range(self, size: int, small: bool) -> tuple[Cells, int] | None:
         page = 2 * MIB if small else self.conf.large_segment_bytes
