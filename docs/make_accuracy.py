@@ -38,8 +38,8 @@ source repeated the run with limits it is known. Elsewhere an estimate below the
 unless the recorded step runs with a limit that is lower still by the same: as if all that it is short of had been in
 use. Of two numbers there, the first is with the figure itself as the limit. Figures that hang on what cannot be known
 have an interval beside them, and the second number is with its upper end as the limit, which is what a user would set:
-from the 5th to the 95th percentile of draws where steps have random lengths, and with segments at falling and at rising
-addresses, which decide between free blocks of one size. Over all, every source weighs the same.
+from the 5th to the 95th percentile of draws where steps have random lengths, and with segments where cudaMalloc puts
+them and at rising addresses, which decide between free blocks of one size. Over all, every source weighs the same.
 
 """
 AFTER = """
@@ -48,7 +48,8 @@ AFTER = """
 - Peak allocated is exact where all tensors are known. Peak reserved depends on how blocks of the caching allocator were
   split before, and scatters between two runs of one job: by 19 % where batches are of different lengths.
 - cuDNN picks algorithms on the card. Their workspaces are not modelled (`cuDNN workspaces` with `--explain`): models
-  with convolutions can take more than the answer, 0.35 to 1 GiB on the cards above where it was seen.
+  with convolutions can take more than the answer, 0.35 to 1.25 GiB where it was seen. Of xMem's randomly drawn jobs
+  those of texts have a median error of 0.2 %, those of images of 2.7 %.
 - Old figures contain an old CUDA context: `--context`.
 - Most figures of sharded training are of FSDP version 1 (`--strategy fsdp`) or Megatron-LM. FSDP2 itself has nine.
 

@@ -47,6 +47,8 @@ class Case:
         without: kinds of blocks that the figure does not hold, such as `workspace`.
         empties_cache: how often the run empties the allocator's cache between steps, as it does before the first one:
             other segments are taken then, and the figure is the most reserved in any of the steps.
+        comes_later: whether such a run takes smaller steps first, as where the longest of many batches counts: by then
+            its cache has been emptied between steps, and what the recorded first steps reserve does not count.
         note: what is to be known of the row, such as why it is off.
         ran: whether the run went well although there is no figure.
         total_bytes: what the card had, where the source shows it; None for what the catalog says.
@@ -72,6 +74,7 @@ class Case:
     outside_bytes: int = 0
     without: tuple[str, ...] = ()
     empties_cache: int = 0
+    comes_later: bool = False
     note: str = ""
     ran: bool = False
     context_bytes: int | None = None
@@ -99,7 +102,9 @@ class Case:
         memory, sizes = self.card(), self.sizes(trace)
         if self.empties_cache:
             allocator = self.allocator(memory, rising)
-            reserved = reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache)
+            reserved = reserved_with_emptied_cache(
+                trace.structure, sizes, allocator, self.empties_cache, comes_later=self.comes_later
+            )
             return None if reserved is None else reserved + self.outside_bytes
         timeline = replay(trace.structure, sizes, self.allocator(memory, rising))
         if timeline.oom is not None:
@@ -156,7 +161,10 @@ class Case:
         limit, sizes = min(max(1, limit_bytes - self.outside_bytes), self.card().capacity_bytes), self.sizes(trace)
         if self.empties_cache:
             allocator = self.allocator()
-            return reserved_with_emptied_cache(trace.structure, sizes, allocator, self.empties_cache, limit) is not None
+            reserved = reserved_with_emptied_cache(
+                trace.structure, sizes, allocator, self.empties_cache, limit, self.comes_later
+            )
+            return reserved is not None
         return replay(trace.structure, sizes, self.allocator(DeviceMemory(limit, limit))).oom is None
 
 
@@ -169,11 +177,12 @@ def reserved_with_emptied_cache(
     allocator: CachingAllocator,
     times: int,
     limit_bytes: int | None = None,
+    comes_later: bool = False,
 ) -> int | None:
     """The most reserved in steps, where the cache is emptied before the first one and so many times between them.
 
     The gradients are there when it is, as at the end of a loop's body. None where memory runs out; `limit_bytes` is all
-    that there is from the first step on.
+    that there is from the first step on, or where it comes later from when the cache is emptied between steps.
 
     Raises:
         RuntimeError: the last step cannot be repeated.
@@ -186,12 +195,14 @@ def reserved_with_emptied_cache(
     starts: dict[int, int] = {}
     for mark in structure.marks:
         starts[mark.step] = min(mark.position, starts.get(mark.step, mark.position))
-    emptied = {starts[0], *(starts[recorded + number * _STEPS_BETWEEN] for number in range(times))}
+    emptied = [starts[0], *(starts[recorded + number * _STEPS_BETWEEN] for number in range(times))]
+    if comes_later:
+        del emptied[0]
     live: dict[int, Block | None] = {}
     for position, event in enumerate(structure.order):
         if position in emptied:
             allocator.empty_cache()
-        if position == starts[0]:
+        if position == emptied[0]:
             allocator.reset_peak()
             allocator.taken.limit = limit_bytes or allocator.taken.limit
         if event < 0:

@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from batchfinder.devices import find_gpu
+from batchfinder.simulator.allocator import CachingAllocator
+from batchfinder.simulator.trace import StageMark, TraceStructure
+from batchfinder.units import MIB
 from benchmarks.measured import case as cases_module
 from benchmarks.measured.__main__ import RESULTS, SOURCES
-from benchmarks.measured.case import ALLOCATED, RESERVED, Case, record
+from benchmarks.measured.case import ALLOCATED, RESERVED, Case, record, reserved_with_emptied_cache
 from benchmarks.measured.scores import of_all, of_rows, weighted_quantile
 from benchmarks.measured.xmem.cases import DRAWS
 
@@ -207,3 +210,16 @@ def test_liger_rows_are_near_their_figures() -> None:
     assert len(errors) >= 490
     assert errors[len(errors) // 2] <= 0.001
     assert errors[len(errors) * 9 // 10] <= 0.05
+
+
+def test_what_comes_later_is_taken_after_an_emptied_cache() -> None:
+    """A first step that takes 100 MiB counts where it is one of the run's, and not where a smaller one was."""
+    marks = (StageMark(0, -1, "model"), StageMark(1, 0, "loss"), StageMark(3, 1, "loss"), StageMark(5, 1, "end"))
+    structure = TraceStructure((0, 1, ~1, 2, ~2), marks, ("",) * 3, ("",) * 3, ("",) * 3)
+    sizes = [size * MIB for size in (12, 100, 30)]
+    assert reserved_with_emptied_cache(structure, sizes, CachingAllocator(), 1) == 112 * MIB
+    assert reserved_with_emptied_cache(structure, sizes, CachingAllocator(), 1, comes_later=True) == 42 * MIB
+    for limit, reserved in ((42, 42 * MIB), (41, None)):
+        allocator = CachingAllocator()
+        found = reserved_with_emptied_cache(structure, sizes, allocator, 1, limit * MIB, comes_later=True)
+        assert found == reserved

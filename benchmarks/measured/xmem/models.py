@@ -83,17 +83,48 @@ _CEREBRAS = {
     "attn_pdrop": 0.0,
     "resid_pdrop": 0.0,
 }
+_OPT = {
+    "vocab_size": 50272,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "ffn_dim": 3072,
+    "max_position_embeddings": 2048,
+}
+_OPT_350M = {
+    **_OPT,
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "ffn_dim": 4096,
+    "word_embed_proj_dim": 512,
+    "do_layer_norm_before": False,
+}
+_T5_BASE = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0}
 # The checkpoints' config.json: the class of transformers' config, and what differs from its defaults.
 TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "EleutherAI/gpt-neo-125M": ("GPTNeo", _NEO),
     "cerebras/Cerebras-GPT-111M": ("GPT2", _CEREBRAS),
     "distilbert/distilgpt2": ("GPT2", {**_GPT2, "n_layer": 6}),
+    "openai-community/gpt2": ("GPT2", {**_GPT2, "n_layer": 12}),
+    "facebook/opt-125m": ("OPT", _OPT),
+    "facebook/opt-350m": ("OPT", _OPT_350M),
     "T5-small": ("T5", {"decoder_start_token_id": 0}),  # the class's defaults are this model
+    "t5-base": ("T5", _T5_BASE),
     "meta-llama/Llama-3.2-3B-Instruct": ("Llama", _LLAMA),
     "Qwen/Qwen3-4B": ("Qwen3", _QWEN3),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("Qwen2", _DEEPSEEK),
     "google/gemma-2-2b-it": ("Gemma2", _GEMMA2),
 }
+_OF_TORCHVISION = {
+    "ConvNeXtTiny": "convnext_tiny",
+    "ConvNeXtBase": "convnext_base",
+    "MobileNetV2": "mobilenet_v2",
+    "RegNetX400MF": "regnet_x_400mf",
+    "RegNetY400MF": "regnet_y_400mf",
+}
+"""What torchvision calls them; the others are in small letters."""
+
 IMAGE_SIZE = 86
 """Rows and columns of CIFAR-10's images as xMem resizes them."""
 
@@ -101,6 +132,9 @@ _OPTIMIZERS = {"RMSprop": torch.optim.RMSprop, "Adagrad": torch.optim.Adagrad}
 
 
 OF_2025 = "sdpa_of_2025"
+OPTS_OF_2025 = "opts_sdpa_of_2025"
+"""OPT called scaled_dot_product_attention itself in 4.51.3, without a copy: `OPTSdpaAttention` in
+https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/opt/modeling_opt.py."""
 
 
 def text(model: str) -> Workload:
@@ -108,7 +142,7 @@ def text(model: str) -> Workload:
     family, figures = TEXT_MODELS[model]
     head = "T5ForConditionalGeneration" if family == "T5" else f"{family}{_HEADS.get(family, 'ForCausalLM')}"
     config = getattr(transformers, f"{family}Config")(**figures)
-    attention = "eager" if family in ("T5", "GPTNeo", "Gemma2") else OF_2025
+    attention = "eager" if family in ("T5", "GPTNeo", "Gemma2") else OPTS_OF_2025 if family == "OPT" else OF_2025
     built = getattr(transformers, head)._from_config(config, dtype=torch.float32, attn_implementation=attention)
     if family == "GPT2":
         hold_causal_masks(built)
@@ -141,12 +175,14 @@ def images(model: str, optimizer: str = "") -> Workload:
     nn.init.trunc_normal_ = lambda tensor, *args, **kwargs: tensor  # type: ignore[assignment]  # it reads what it has drawn
     if model == "MnasNet":
         net = models.MNASNet(alpha=1.0, num_classes=10)
-    elif model == "MobeNetV3Large":
-        # xMem's own list of layers, which are those of mobilenet_v3_large
-        settings, _ = models.mobilenetv3._mobilenet_v3_conf("mobilenet_v3_large")
-        net = models.MobileNetV3(settings, last_channel=1280, num_classes=10)
+    elif model.startswith("MobeNetV3"):
+        # xMem's own lists of layers, which are those of mobilenet_v3_large and mobilenet_v3_small
+        settings, last = models.mobilenetv3._mobilenet_v3_conf(
+            f"mobilenet_v3_{model.removeprefix('MobeNetV3').lower()}"
+        )
+        net = models.MobileNetV3(settings, last_channel=last, num_classes=10)
     else:
-        net = getattr(models, {"ConvNeXtTiny": "convnext_tiny", "ConvNeXtBase": "convnext_base"}[model])(weights=None)
+        net = getattr(models, _OF_TORCHVISION.get(model, model.lower()))(weights=None)
 
     def make_batch(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
         pixels = torch.zeros(batch_size, 3, IMAGE_SIZE, IMAGE_SIZE)
@@ -263,7 +299,9 @@ def t5_attention_of_2025(
 
 
 ALL_ATTENTION_FUNCTIONS.register(OF_2025, attention_of_2025)
-ALL_MASK_ATTENTION_FUNCTIONS.register(OF_2025, mask_of_2025)
+ALL_ATTENTION_FUNCTIONS.register(OPTS_OF_2025, sdpa_attention_forward)
+for _name in (OF_2025, OPTS_OF_2025):
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, mask_of_2025)
 
 
 class Classifier(nn.Module):
