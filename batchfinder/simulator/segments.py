@@ -17,7 +17,7 @@ from batchfinder.units import MIB
 
 _BY_ADDRESS = attrgetter("address")
 
-_TOP_ADDRESS = 1 << 40  # more than any card has; memory_viz.py adds what addresses of a process begin with
+_TOP_ADDRESS = 1 << 52  # more than any step takes of a card that is never full; addresses below it are all positive
 _RESERVATION_BYTES = 32 * MIB
 
 SegmentWatch = Callable[[str, int, int, int], None]

@@ -371,6 +371,14 @@ def test_addresses_are_used_again() -> None:
     assert addresses.take(32 * MIB) == middle
 
 
+def test_addresses_suffice_on_an_unlimited_card() -> None:
+    """Beyond a pebibyte, too, a free block is found by its size."""
+    allocator = CachingAllocator()
+    blocks = [take(allocator, 1 << 48) for _ in range(5)]
+    allocator.free(blocks[-1])
+    assert take(allocator, 1 << 48).address == blocks[-1].address > 0
+
+
 def test_segments_are_described_block_by_block() -> None:
     """A segment shows its address, its size, its pool and its blocks with what was asked for."""
     allocator = CachingAllocator()

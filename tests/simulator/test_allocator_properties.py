@@ -19,7 +19,7 @@ from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemo
 from batchfinder.units import KIB, MIB
 
 FREE, GAP = "free", "gap"
-TOP = 1 << 40
+TOP = 1 << 52
 
 
 def up(number: int, step: int) -> int:

@@ -26,7 +26,7 @@ from batchfinder.units import GIB, MIB
 
 Snapshot = dict[str, Any]
 START = 0x7F00_0000_0000
-END = START + (1 << 40)
+END = START + (1 << 52)
 
 
 def step_of(order: list[int], sizes: list[int], marks: tuple[StageMark, ...] = ()) -> Trace:
