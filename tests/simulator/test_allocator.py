@@ -371,6 +371,19 @@ def test_addresses_are_used_again() -> None:
     assert addresses.take(32 * MIB) == middle
 
 
+def test_the_highest_hole_is_taken_and_neighbours_are_one() -> None:
+    """Of two reservations that were given back the upper one is taken first; two side by side have room for both."""
+    addresses = CudaAddresses()
+    first, second, third, fourth = (addresses.take(32 * MIB) for _ in range(4))
+    for place in (fourth, second):
+        addresses.give_back(place, 32 * MIB)
+    assert [addresses.take(32 * MIB) for _ in range(2)] == [second, fourth]
+    for place in (third, second):
+        addresses.give_back(place, 32 * MIB)
+    assert addresses.take(64 * MIB) == third
+    assert first - third == 64 * MIB
+
+
 def test_addresses_suffice_on_an_unlimited_card() -> None:
     """Beyond a pebibyte, too, a free block is found by its size."""
     allocator = CachingAllocator()
