@@ -155,8 +155,8 @@ class Estimate:
         alive: the blocks alive at the peak, by number.
         kinds: bytes by kind at the peak; they sum to `peak_bytes`.
         peak_bytes: everything the process takes from the card: reserved and context.
-        reserved_interval_bytes: the least and the most that is reserved, with segments where cudaMalloc puts them and with
-            each above all earlier ones.
+        reserved_interval_bytes: the least and the most that is reserved, with segments where cudaMalloc puts them and
+            with each above all earlier ones.
         allocated_bytes: in live blocks at the peak, as `torch.cuda.memory_allocated` counts.
         capacity_bytes: what the card has for this process, the context included.
         required_bytes: the least a card must have for this size to run, the context included.
