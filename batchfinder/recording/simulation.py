@@ -16,7 +16,7 @@ from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.results import Measurement, SearchResult, Shape
-from batchfinder.search import DEFAULT_MAX_BATCH_SIZE, Bisection, Capped, Floored, Multiples, Search, Secant
+from batchfinder.search import DEFAULT_MAX_BATCH_SIZE, Bisection, Bounds, Capped, Floored, Multiples, Search, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource, between_gpus
@@ -29,6 +29,8 @@ from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, W
 _T = TypeVar("_T")
 _CONFIRMATIONS = 8
 """Searches for the answer of a compiled step, each with more sizes recorded than the one before."""
+_NEARBY_SHARE = 16
+"""How far from an answer the one at other addresses is looked for at first, as the divisor of its share."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 # And it is recorded in forks, which do not have the threads that OpenMP has started.
@@ -293,6 +295,7 @@ def search_simulated(
     min_batch_size: int = 1,
     multiple_of: int = 1,
     confirm: bool = True,
+    interval: bool = False,
 ) -> SearchResult:
     """Find the largest batch size that fits, with tolerance 0.
 
@@ -301,10 +304,28 @@ def search_simulated(
         min_batch_size: the smallest of interest.
         multiple_of: only multiples of it are of interest.
         confirm: whether the sizes that decide it are recorded themselves, where they were scaled.
+        interval: whether the largest size at rising addresses is looked for as well, for the result's `interval`.
 
     Raises:
         InvalidValue: there is no such size.
     """
+
+    def limited(search: Search[Any]) -> Search[Any]:
+        search = Floored(Multiples(search, multiple_of), min_batch_size)
+        return search if max_batch_size is None else Capped(search, max_batch_size)
+
+    def at_rising_addresses(found: int) -> int:
+        """The largest size there, which is looked for near the one that was found; most often it is the same."""
+        other, bounds = probe.at_rising_addresses(), Bounds(min_batch_size, max_batch_size, multiple_of)
+        after = bounds.after(found)
+        if found and not other.steady_state(found, shape).fits:
+            near = Bisection(found - found // _NEARBY_SHARE, found + 1)
+        elif after <= bounds.last and other.steady_state(after, shape).fits:
+            near = Bisection(after, after + after // _NEARBY_SHARE + 1)
+        else:
+            return found
+        return find_max_batch_size(other, shape, search=limited(near)).max_batch_size
+
     for _ in range(_CONFIRMATIONS):
         search: Search[Any]
         if probe.traces.is_scaled(shape.seq_len):
@@ -317,26 +338,31 @@ def search_simulated(
             if multiple_of == 1:
                 predicted = _recorded_prediction(probe, shape, min(predicted, max_batch_size or predicted))
             search = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
-        search = Floored(Multiples(search, multiple_of), min_batch_size)
-        if max_batch_size is not None:
-            search = Capped(search, max_batch_size)
-        result = find_max_batch_size(probe, shape, search=search)
+        result = find_max_batch_size(probe, shape, search=limited(search))
         # That it fits, and that the next size does not.
         decisive = {max(result.max_batch_size, min_batch_size), result.max_batch_size + multiple_of}
         decisive = {size for size in decisive if max_batch_size is None or size <= max_batch_size}
         if not confirm or not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
-    return result
+    if not interval:
+        return result
+    found = result.max_batch_size
+    other = found if probe.allocator.expandable_segments else at_rising_addresses(found)
+    return replace(result, interval=(min(found, other), max(found, other)))
 
 
 def search_cards(
     probes: Iterable[SimulatedProbe], shape: Shape, max_batch_size: int | None, min_batch_size: int, multiple_of: int
 ) -> list[SearchResult | None]:
-    """`search_simulated` for several cards, in a process that cannot record; None where that is needed, or it fails."""
+    """`search_simulated` for several cards, in a process that cannot record; None where that is needed, or it fails.
+
+    The results have their intervals.
+    """
     found: list[SearchResult | None] = []
     for probe in probes:
         try:
-            found.append(search_simulated(probe, shape, max_batch_size, min_batch_size, multiple_of))
+            limits = max_batch_size, min_batch_size, multiple_of
+            found.append(search_simulated(probe, shape, *limits, interval=True))
         except BatchFinderError:
             found.append(None)
     return found

@@ -51,7 +51,8 @@ class Table:
             narrow = max(map(cell_len, (*heading.split(), *cells)))
             table.add_column(
                 heading if fits else textwrap.fill(heading, narrow, break_on_hyphens=False),
-                justify="left" if heading in _LEFT else "right",
+                # Cells that come with spaces are in line already; on the right Rich would take them off.
+                justify="left" if heading in _LEFT or any(cell != cell.strip() for cell in cells) else "right",
                 vertical="bottom",
                 no_wrap=heading not in _FOLDED,
                 overflow="fold",

@@ -232,6 +232,7 @@ class SimulatedProbe:
     Args:
         unmodelled: what any answer leaves out, in words.
         edit: makes of each recorded trace the one that is replayed, such as another version's; None for as it is.
+        rising: as `CachingAllocator` has it.
     """
 
     source = "simulated"
@@ -243,12 +244,21 @@ class SimulatedProbe:
         allocator: AllocatorSettings | None = None,
         unmodelled: Iterable[str] = (),
         edit: Callable[[Trace], Trace] | None = None,
+        rising: bool = False,
     ) -> None:
         self.traces = traces
         self.memory = memory
         self.allocator = allocator or AllocatorSettings()
         self._unmodelled = dict.fromkeys(unmodelled)
         self._edit = edit
+        self._rising = rising
+
+    def at_rising_addresses(self) -> SimulatedProbe:
+        """The same card with each new segment above all earlier ones, which decides between free blocks of one size."""
+        return SimulatedProbe(self.traces, self.memory, self.allocator, edit=self._edit, rising=True)
+
+    def _new_allocator(self, memory: DeviceMemory) -> CachingAllocator:
+        return CachingAllocator(memory, self.allocator, self._rising)
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
@@ -274,12 +284,12 @@ class SimulatedProbe:
     def timeline(self, batch_size: int, shape: Shape, memory: DeviceMemory | None = None) -> Timeline:
         """The replay of one size, on this card or another."""
         trace = self.trace(batch_size, shape)
-        with closing(CachingAllocator(memory or self.memory, self.allocator)) as allocator:
+        with closing(self._new_allocator(memory or self.memory)) as allocator:
             return replay(trace.structure, trace.sizes, allocator)
 
     def unlimited(self, batch_size: int, shape: Shape) -> Timeline:
         """The replay of one size on a card with unlimited memory, which all cards share where the trace is scaled."""
-        replays, key = self._shared_replays(batch_size, shape), (batch_size, shape.seq_len, self.allocator)
+        replays, key = self._shared_replays(batch_size, shape), self._key(batch_size, shape)
         if key not in replays:
             replays[key] = self.timeline(batch_size, shape, UNLIMITED)
         timeline: Timeline = replays[key]
@@ -295,16 +305,14 @@ class SimulatedProbe:
         What never reserves more than this card has is replayed on it as on one with unlimited memory: an allocator that
         calls cudaMalloc for each segment reads a card's size only where that fails.
         """
-        key = batch_size, shape.seq_len, self.allocator
+        key = self._key(batch_size, shape)
         shared = {} if exact or self.allocator.expandable_segments else self._shared_replays(batch_size, shape)
         trace = self.trace(batch_size, shape, exact)
         if key in shared and shared[key].max_reserved_bytes <= self.memory.capacity_bytes:
             return SteadyState(shared[key])
         steady: SteadyState | None = shared.get((*key, self.memory))
         if steady is None:
-            steady = simulate_steady_state(
-                trace.structure, trace.sizes, lambda: CachingAllocator(self.memory, self.allocator)
-            )
+            steady = simulate_steady_state(trace.structure, trace.sizes, lambda: self._new_allocator(self.memory))
             shared[*key, self.memory] = steady
             if steady.timeline.fits and not steady.timeline.num_alloc_retries:
                 shared[key] = steady.timeline
@@ -327,6 +335,10 @@ class SimulatedProbe:
             return sum(count * segment_size(block_size(size, settings), settings) for size, count in counts.items())
 
         return segments
+
+    def _key(self, batch_size: int, shape: Shape) -> tuple[Any, ...]:
+        """Of a replay among those that all cards share."""
+        return batch_size, shape.seq_len, self.allocator, self._rising
 
     def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Any]:
         return {} if self._edit is not None else self.traces.replays(batch_size, shape.seq_len)

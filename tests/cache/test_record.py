@@ -38,8 +38,10 @@ def _sensible(outcome: SearchResult) -> SearchResult:
     size = max((size for size, seen in last.items() if seen.fits), default=0)
     smallest = last[min(last)] if last else None
     timed = outcome.throughput if size else None
+    interval = outcome.interval and (min(size, outcome.interval[0]), max(size, outcome.interval[1]))
+    seen = last.get(size, smallest)
     return dataclasses.replace(
-        outcome, trials=trials, max_batch_size=size, measurement=last.get(size, smallest), throughput=timed
+        outcome, trials=trials, max_batch_size=size, measurement=seen, throughput=timed, interval=interval
     )
 
 
@@ -83,6 +85,7 @@ outcomes = st.builds(
     free_bytes=sizes,
     throughput=st.none() | throughputs,
     trained=st.none() | st.tuples(st.integers(1, 1 << 40), sizes, sizes),
+    interval=st.none() | st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40)),
 ).map(_sensible)
 
 
@@ -111,6 +114,7 @@ def test_no_field_of_an_outcome_is_forgotten():
             "free_bytes",
             "throughput",
             "trained",
+            "interval",
         ),
         Measurement: (
             *("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),
@@ -352,6 +356,12 @@ FULL = ["OUT_OF_MEMORY", None, None, 0.25, "", None, None, None]
         ({"outcome__measurement": FULL}, "its measurement does not fit, and its result is 32"),
         ({"outcome__measurement": None}, None),  # lowered from 33
         ({"outcome__measurement": None, "outcome__max_batch_size": 34}, "its own trials contradict its result of 34"),
+        ({"outcome__interval": [31, 33]}, None),
+        ({"outcome__interval": [33, 34]}, "its interval [33, 34] does not hold its result of 32"),
+        ({"outcome__interval": [30, 31]}, "its interval [30, 31] does not hold its result of 32"),
+        ({"outcome__interval": [-1, 32]}, "its interval [-1, 32] does not hold its result of 32"),
+        ({"outcome__interval": [32, 1 << 41]}, f"its interval [32, {1 << 41}] does not hold its result of 32"),
+        ({"outcome__interval": [32, "33"]}, "its interval is '33'"),
         ({"outcome__trials": [[40, 128, *FULL]]}, None),
         ({"outcome__trials": [[20, 128, *FULL]]}, "its own trials contradict its result of 32"),
         ({"outcome__trials": [[20, 128, *FITS]]}, "its own trials contradict its result of 32"),

@@ -41,6 +41,7 @@ ASKED_FOR = {
     "unmodelled": list,
 }
 MORE = {
+    "max_batch_size_interval": list,
     "unscaled": int,
     "stop": str,
     "needed_bytes": type(None),
@@ -147,7 +148,7 @@ def test_files(small_json: Done, small_table: Done, small_folder: Path) -> None:
     read = list(csv.DictReader(io.StringIO((small_folder / "sweep.csv").read_text())))
     assert read == [
         {
-            name: "; ".join(value) if isinstance(value, list) else "" if value is None else str(value)
+            name: "; ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
             for name, value in row.items()
         }
         for row in rows

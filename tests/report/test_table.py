@@ -84,6 +84,14 @@ def test_a_pipe_gets_plain_text(capsys: pytest.CaptureFixture[str], monkeypatch:
     )
 
 
+def test_cells_that_come_with_spaces_stay_in_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers of which some have more behind them stand below each other."""
+    cells = ["  4             ", "133 (131 to 133)", " 16             "]
+    Table("Title", (), {"model": ["a", "b", "c"], "max batch": cells, "published": ["1", "2", "3"]}).show()
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert [line[7:-1].rstrip() for line in lines] == [cell.rstrip() for cell in cells]
+
+
 def test_markdown() -> None:
     """Markdown has the same title, details, cells and notes; a bar in a cell does not end it."""
     sheet = Table("Title", ("details",), {"model": ["a|b"], "max batch": ["7"]}, ("a note", "another"))

@@ -204,6 +204,73 @@ def test_cards_share_what_is_replayed(expandable: bool) -> None:
             assert shared.steady_state(size, SHAPE) == probe(card, settings).steady_state(size, SHAPE)
 
 
+def neighbours(order: tuple[int, ...], parts: tuple[int, ...]) -> TraceSource:
+    """Blocks of so many MiB a sample; which of two free ones of one size is taken decides what merges."""
+
+    def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+        names = ("",) * len(parts)
+        structure = TraceStructure(order, (), names, names, ("temporary",) * len(parts))
+        future: Future[Trace] = Future()
+        future.set_result(Trace(batch_size, seq_len, structure, tuple(batch_size * part * MIB for part in parts)))
+        return future
+
+    return TraceSource(submit, [None])
+
+
+MERGES_IF_RISING = (0, 1, ~1, 2, 3, ~0, ~3, 4, ~2, 5), (40, 80, 40, 40, 40, 80)
+"""120 MiB a sample at rising addresses (`test_the_interval_of_reserved`), 160 where cudaMalloc puts them: 200 but for
+the segment of 40 that is given back."""
+MERGES_IF_NOT = (0, ~0, 1, 2, 3, ~2, ~3, 4, ~1, 5), (80, 40, 40, 40, 40, 80)
+"""120 where cudaMalloc puts them, 160 at rising ones."""
+
+
+@pytest.mark.parametrize(("trace", "found"), [(MERGES_IF_RISING, (63, 84)), (MERGES_IF_NOT, (84, 63))])
+def test_the_interval_holds_the_largest_at_rising_addresses(
+    trace: tuple[tuple[int, ...], tuple[int, ...]], found: tuple[int, int]
+) -> None:
+    """Both ends are sizes of which the next one fails, with the addresses that they are for."""
+    card = DeviceMemory(10_080 * MIB, 10_080 * MIB)
+    probe, alone = (SimulatedProbe(neighbours(*trace), card) for _ in range(2))
+    result = search_simulated(probe, Shape(), interval=True)
+    assert (result.max_batch_size, result.interval) == (found[0], (min(found), max(found)))
+    for asked, size in ((alone, found[0]), (alone.at_rising_addresses(), found[1])):
+        assert [asked(each, Shape()).fits for each in (size, size + 1)] == [True, False]
+    assert search_simulated(alone, Shape()).interval is None
+
+
+def test_the_interval_keeps_to_what_was_asked() -> None:
+    """To multiples, to a cap and to a floor, under which the answer is 0."""
+    probe = SimulatedProbe(neighbours(*MERGES_IF_RISING), DeviceMemory(10_080 * MIB, 10_080 * MIB))
+
+    def found(*limits: int | None) -> tuple[int, int] | None:
+        return search_simulated(probe, Shape(), *limits, interval=True).interval  # type: ignore[arg-type]
+
+    assert found(None, 1, 8) == (56, 80)
+    assert found(70) == (63, 70)
+    assert found(63) == found(63, 63) == (63, 63)
+    assert found(None, 70) == (0, 84)
+    assert found(None, 85) == (0, 0)
+
+
+def test_an_edited_trace_is_edited_at_rising_addresses_too() -> None:
+    """The interval is of what the answer is of."""
+    halved = SimulatedProbe(
+        neighbours(*MERGES_IF_RISING),
+        DeviceMemory(5_040 * MIB, 5_040 * MIB),
+        edit=lambda trace: replace(trace, sizes=tuple(size // 2 for size in trace.sizes)),
+    )
+    assert search_simulated(halved, Shape(), interval=True).interval == (63, 84)
+
+
+def test_with_expandable_segments_there_is_one_order_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow within one range, so nothing is looked for."""
+    monkeypatch.delattr(SimulatedProbe, "at_rising_addresses")
+    settings = AllocatorSettings(expandable_segments=True)
+    probe = SimulatedProbe(neighbours(*MERGES_IF_NOT), DeviceMemory(10_080 * MIB, 10_080 * MIB), settings)
+    result = search_simulated(probe, Shape(), interval=True)
+    assert result.interval == (result.max_batch_size, result.max_batch_size)
+
+
 @pytest.mark.parametrize("usable", [GIB, GIB + 70 * MIB, 2 * GIB, 5 * GIB, 11 * GIB])
 def test_a_full_card_is_read_off_the_curve(usable: int) -> None:
     """The largest size of which no more is reserved than there is, at least 2 and at most what is of interest."""
