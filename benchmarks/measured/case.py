@@ -49,6 +49,8 @@ class Case:
             other segments are taken then, and the figure is the most reserved in any of the steps.
         comes_later: whether such a run takes smaller steps first, as where the longest of many batches counts: by then
             its cache has been emptied between steps, and what the recorded first steps reserve does not count.
+        less_model: whether a first reading that is taken off the figure came when the model had been moved to the card
+            and the optimizer made: what the allocator had reserved then is not in the figure.
         note: what is to be known of the row, such as why it is off.
         ran: whether the run went well although there is no figure.
         total_bytes: what the card had, where the source shows it; None for what the catalog says.
@@ -75,6 +77,7 @@ class Case:
     without: tuple[str, ...] = ()
     empties_cache: int = 0
     comes_later: bool = False
+    less_model: bool = False
     note: str = ""
     ran: bool = False
     context_bytes: int | None = None
@@ -110,7 +113,14 @@ class Case:
         if timeline.oom is not None:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
-        return peak + self.outside_bytes
+        return peak - self.taken_off(trace, rising) + self.outside_bytes
+
+    def taken_off(self, trace: Trace, rising: bool = False) -> int:
+        """What the allocator holds when the model is on the card, where the figure is less that."""
+        if not self.less_model:
+            return 0
+        stages = replay(trace.structure, self.sizes(trace), self.allocator(rising=rising)).stages
+        return max(stage.reserved_bytes for stage in stages if stage.stage == "model")
 
     def allocator(self, memory: DeviceMemory | None = None, rising: bool = False) -> CachingAllocator:
         """With the run's settings, for `memory` or a card that is never full."""
@@ -142,9 +152,9 @@ class Case:
         much as the prediction is below the figure: as if all that it is short of had been in use.
 
         Args:
-            cap_bytes: what it could reserve, where that is not the prediction.
+            cap_bytes: what it could reserve, where that is not the prediction; as the figure counts, like that.
         """
-        limit = self.limit_of(predicted_bytes if cap_bytes is None else cap_bytes)
+        limit = self.limit_of((predicted_bytes if cap_bytes is None else cap_bytes) + self.taken_off(trace))
         if any(ran and tried <= limit for tried, ran in self.limits_tried):
             return False
         if any(not ran and tried >= limit for tried, ran in self.limits_tried):

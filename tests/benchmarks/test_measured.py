@@ -7,13 +7,14 @@ import importlib
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from batchfinder.devices import find_gpu
 from batchfinder.simulator.allocator import CachingAllocator
-from batchfinder.simulator.trace import StageMark, TraceStructure
+from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import MIB
 from benchmarks.measured import case as cases_module
 from benchmarks.measured.__main__ import RESULTS, SOURCES
@@ -162,6 +163,22 @@ def test_random_lengths_are_drawn_by_a_seed() -> None:
     assert {length > 0 for _, case in one for length in case.step.lengths} == {True}
     (images,) = cases["MnasNet SGD 700"].drawn()
     assert images == (1, cases["MnasNet SGD 700"])
+
+
+def test_a_first_reading_that_holds_the_model_is_taken_off() -> None:
+    """Of a model of 30 MiB and a step of 50: the figure is less the first, the limit that an estimate sets is not."""
+    names = ("",) * 2
+    structure = TraceStructure((0, 1, ~1), (StageMark(0, -1, "model"), StageMark(1, 0, "forward")), names, names, names)
+    trace = Trace(2, None, structure, (30 * MIB, 50 * MIB))
+    cases = {case.name: replace(case, limits_tried=(), limit_step_bytes=1) for case in cases_of("xmem")}
+    images, text = cases["MnasNet SGD 700"], cases["EleutherAI/gpt-neo-125M SGD 5"]
+    assert (images.predicted_bytes(trace), text.predicted_bytes(trace)) == (50 * MIB, 80 * MIB)
+    right, low = (replace(images, published_bytes=size * MIB) for size in (50, 51))
+    assert not right.is_unsafe(trace, 50 * MIB)
+    assert right.is_unsafe(trace, 50 * MIB, 49 * MIB)
+    assert low.is_unsafe(trace, 50 * MIB)
+    assert not replace(right, limits_tried=((80 * MIB, True),)).is_unsafe(trace, 50 * MIB)
+    assert replace(right, limits_tried=((80 * MIB, False),)).is_unsafe(trace, 50 * MIB)
 
 
 def test_brackets_are_hit_by_two_right_verdicts() -> None:
