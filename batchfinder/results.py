@@ -206,8 +206,7 @@ class SearchResult:
     trained: tuple[int, int | None, int | None] | None = None
     interval: tuple[int, int] | None = None
 
-    @property
-    def interval_words(self) -> str:
-        """`131 to 133`; empty where the interval is one size, or was not looked at."""
+    def interval_words(self, separator: str = "") -> str:
+        """`131 to 133`; empty where the interval is one size, or was not looked at. `separator` is between thousands."""
         least, most = self.interval or (0, 0)
-        return f"{least:,} to {most:,}" if least < most else ""
+        return f"{least:{separator}} to {most:{separator}}" if least < most else ""

@@ -29,8 +29,8 @@ from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, W
 _T = TypeVar("_T")
 _CONFIRMATIONS = 8
 """Searches for the answer of a compiled step, each with more sizes recorded than the one before."""
-_NEARBY_SHARE = 16
-"""How far from an answer the one at other addresses is looked for at first, as the divisor of its share."""
+_NEARBY = 16
+"""The answer at other addresses is looked for first within a sixteenth of the one that was found."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 # And it is recorded in forks, which do not have the threads that OpenMP has started.
@@ -319,9 +319,9 @@ def search_simulated(
         other, bounds = probe.at_rising_addresses(), Bounds(min_batch_size, max_batch_size, multiple_of)
         after = bounds.after(found)
         if found and not other.steady_state(found, shape).fits:
-            near = Bisection(found - found // _NEARBY_SHARE, found + 1)
+            near = Bisection(found - found // _NEARBY, found + 1)
         elif after <= bounds.last and other.steady_state(after, shape).fits:
-            near = Bisection(after, after + after // _NEARBY_SHARE + 1)
+            near = Bisection(after, after + after // _NEARBY + 1)
         else:
             return found
         return find_max_batch_size(other, shape, search=limited(near)).max_batch_size

@@ -211,7 +211,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         columns["GPU"] = [cell.card.name for cell in cells]
     if any(cell.seq_len is not None for cell in cells):
         columns["seq len"] = ["-" if cell.seq_len is None else str(cell.seq_len) for cell in cells]
-    intervals = [f" ({words})" if (words := row.result.interval_words) else "" for row in rows]
+    intervals = [f" ({words})" if (words := row.result.interval_words()) else "" for row in rows]
     sizes = [str(row.result.max_batch_size) for row in rows]
     width, more = max(map(len, sizes)), max(map(len, intervals))
     columns["max batch"] = [

@@ -17,7 +17,7 @@ from batchfinder.recording.simulation import RecordingClient
 from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
-from batchfinder.simulator.replay import replay
+from batchfinder.simulator.replay import Timeline, replay
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.training.spec import STRATEGIES, RecordingJob, StepConfig, WorkloadSpec
@@ -113,14 +113,13 @@ class Case:
         if timeline.oom is not None:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
-        return peak - self.taken_off(trace, rising) + self.outside_bytes
+        return peak - self.taken_off(timeline) + self.outside_bytes
 
-    def taken_off(self, trace: Trace, rising: bool = False) -> int:
+    def taken_off(self, timeline: Timeline) -> int:
         """What the allocator holds when the model is on the card, where the figure is less that."""
         if not self.less_model:
             return 0
-        stages = replay(trace.structure, self.sizes(trace), self.allocator(rising=rising)).stages
-        return max(stage.reserved_bytes for stage in stages if stage.stage == "model")
+        return max(stage.reserved_bytes for stage in timeline.stages if stage.stage == "model")
 
     def allocator(self, memory: DeviceMemory | None = None, rising: bool = False) -> CachingAllocator:
         """With the run's settings, for `memory` or a card that is never full."""
@@ -154,7 +153,8 @@ class Case:
         Args:
             cap_bytes: what it could reserve, where that is not the prediction; as the figure counts, like that.
         """
-        limit = self.limit_of((predicted_bytes if cap_bytes is None else cap_bytes) + self.taken_off(trace))
+        taken_off = self.taken_off(replay(trace.structure, self.sizes(trace), self.allocator()))
+        limit = self.limit_of((predicted_bytes if cap_bytes is None else cap_bytes) + taken_off)
         if any(ran and tried <= limit for tried, ran in self.limits_tried):
             return False
         if any(not ran and tried >= limit for tried, ran in self.limits_tried):

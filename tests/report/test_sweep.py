@@ -229,12 +229,13 @@ def test_the_interval_stands_beside_the_largest_where_it_matters() -> None:
     assert comma_separated(rows).splitlines()[2].startswith("bert-base,32,T4,")
     assert ",133,131; 133," in comma_separated(rows).splitlines()[2]
     assert not any("in brackets" in note for note in sweep_table(rows[:1]).notes)
+    assert sweep_table([row(1330, interval=(1310, 1330))]).columns["max batch"] == ["1330 (1310 to 1330)"]
 
 
 def test_a_page_has_the_interval_of_a_cell() -> None:
     """Among the facts of a cell, where it is more than one size."""
-    wide, narrow = (dict(cell_of_row(row(133, interval=interval)).facts) for interval in ((131, 133), (133, 133)))
-    assert (wide["largest batch"], wide["at other addresses"]) == ("133", "131 to 133")
+    wide, narrow = (dict(cell_of_row(row(1330, interval=interval)).facts) for interval in ((999, 1330), (1330, 1330)))
+    assert (wide["largest batch"], wide["at other addresses"]) == ("1,330", "999 to 1,330")
     assert "at other addresses" not in narrow
 
 
