@@ -207,6 +207,6 @@ class SearchResult:
     interval: tuple[int, int] | None = None
 
     def interval_words(self, separator: str = "") -> str:
-        """`131 to 133`; empty where the interval is one size, or was not looked at. `separator` is between thousands."""
+        """`131 to 133`; empty where the interval is one size, or was not looked at. `separator` is of thousands."""
         least, most = self.interval or (0, 0)
         return f"{least:{separator}} to {most:{separator}}" if least < most else ""
