@@ -52,11 +52,27 @@ def main() -> int:
     there = {source: path for source, path in results.items() if path.exists()}
     rows = {source: json.loads(path.read_text(encoding="utf-8"))["rows"] for source, path in there.items()}
     scores = {source: of_rows(found) for source, found in rows.items()}
-    for source in rows:
-        others = getattr(importlib.import_module(f"benchmarks.measured.{source}.cases"), "others", dict)()
-        scores |= {f"{source}: {name}": of_rows(answers) for name, answers in others.items()}
+    for source, found in rows.items():
+        scores |= {f"{source}: {name}": of_rows(answers) for name, answers in other_estimators(source, found).items()}
     print(table({**scores, "all sources alike": of_all(rows)}))
     return 0
+
+
+def other_estimators(source: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What others say of a source's rows, as rows for `scores.of_rows`, by their names.
+
+    That is what the source has of them, and what `python -m benchmarks.memtracker` has recorded, where it has.
+    """
+    others = dict(getattr(importlib.import_module(f"benchmarks.measured.{source}.cases"), "others", dict)())
+    path = RESULTS / "memtracker" / f"{source}.json"
+    answers = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
+    published = {row["name"]: row["published_bytes"] for row in rows}
+    tracked = [
+        {**answer, "published_bytes": published[name], "error": answer["predicted_bytes"] / published[name] - 1}
+        for name, answer in answers.items()
+        if "failed" not in answer
+    ]
+    return {**others, "PyTorch's MemTracker": tracked} if tracked else others
 
 
 def _run(source: str, path: Path, only: str, resume: bool) -> None:
@@ -120,6 +136,10 @@ def _row(case: Case, draws: Sequence[tuple[int, Case, Trace | Exception]]) -> tu
             row["unsafe"] = case.is_unsafe(trace, predicted)
             if "interval" in row:
                 row["unsafe_at_upper"] = case.is_unsafe(trace, predicted, row["interval"][1])
+            if case.limits_tried:
+                row["reserved_bytes"] = case.with_model(trace, case.published_bytes)
+                caps = (predicted, row["interval"][1] if "interval" in row else predicted)
+                row["caps"] = [case.limit_of(case.with_model(trace, cap)) for cap in caps]
         for limit, ran in case.limits_tried:
             row.setdefault("limits", []).append([limit, ran, case.runs_within(trace, limit)])
         for context_bytes in case.other_contexts:

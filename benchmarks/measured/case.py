@@ -121,6 +121,10 @@ class Case:
             return 0
         return max(stage.reserved_bytes for stage in timeline.stages if stage.stage == "model")
 
+    def with_model(self, trace: Trace, figure: int) -> int:
+        """What the allocator has reserved where the figure is this: more by what was taken off."""
+        return figure + self.taken_off(replay(trace.structure, self.sizes(trace), self.allocator()))
+
     def allocator(self, memory: DeviceMemory | None = None, rising: bool = False) -> CachingAllocator:
         """With the run's settings, for `memory` or a card that is never full."""
         settings = replace(DEFAULT_SETTINGS, expandable_segments=self.expandable_segments)
@@ -153,8 +157,7 @@ class Case:
         Args:
             cap_bytes: what it could reserve, where that is not the prediction; as the figure counts, like that.
         """
-        taken_off = self.taken_off(replay(trace.structure, self.sizes(trace), self.allocator()))
-        limit = self.limit_of((predicted_bytes if cap_bytes is None else cap_bytes) + taken_off)
+        limit = self.limit_of(self.with_model(trace, predicted_bytes if cap_bytes is None else cap_bytes))
         if any(ran and tried <= limit for tried, ran in self.limits_tried):
             return False
         if any(not ran and tried >= limit for tried, ran in self.limits_tried):

@@ -3,8 +3,10 @@
 A row is a mapping: `published_bytes` (None where the run ran out of memory, or has no figure but `ran`),
 `predicted_bytes` (None where the simulated run ran out of memory), `error` where both have a figure, `failed` where the
 recording ended with an error, and `seconds`. `unsafe` says that the run would be out of memory with its estimate as the
-limit, `unsafe_at_upper` that it would with the upper end of its `interval`. Rows with the same `bracket` are a size
-that ran and the next larger one, which did not.
+limit, `unsafe_at_upper` that it would with the upper end of its `interval`. `limits` are those that the run was
+repeated with: bytes, whether it ran, and whether the recorded step does; `reserved_bytes` is what it reserved without
+one, and `caps` the limits that the estimate and the upper end of its interval set. Rows with the same `bracket` are a
+size that ran and the next larger one, which did not.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
         figures that are below the published ones; `failed`; and `seconds`, the median of a row. Of `capped` rows, for
         which it is known whether the run goes well with its estimate as the limit or the verdict was wrong already,
         `failures` is how many do not: xMem's measure. `failures_at_upper` is the same with the upper end of the
-        interval as the limit, where there is one. Of `limits` that runs were repeated with, `limits_right` is how many
+        interval as the limit, where there is one. `expected_failures` is how many of both would be expected
+        (`expected_failures`). Of `limits` that runs were repeated with, `limits_right` is how many
         of the outcomes the recorded step has as well. Of `brackets`, `hit` are those whose two verdicts are right,
         `below` those where the size that ran is said not to, and `above` the rest.
     """
@@ -44,8 +47,8 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
             "low": sum(error < 0 for error in errors) / len(errors),
         }
     scores |= {"verdicts": right, "asked": len(asked), "failed": sum("failed" in row for row in rows)}
+    wrong = len(asked) - right
     if any("unsafe" in row for row in asked):
-        wrong = len(asked) - right
         scores["capped"] = sum("unsafe" in row or "error" not in row for row in asked)
         scores["failures"] = wrong + sum(bool(row.get("unsafe")) for row in asked)
         if any("unsafe_at_upper" in row for row in asked):
@@ -54,11 +57,44 @@ def of_rows(rows: Sequence[Row]) -> dict[str, Any]:
     outcomes = [ran == said for row in rows for _, ran, said in row.get("limits", ())]
     if outcomes:
         scores |= {"limits": len(outcomes), "limits_right": sum(outcomes)}
+        scores["expected_failures"] = [round(wrong + each, 1) for each in expected_failures(rows)]
     scores |= _of_brackets(asked)
     seconds = [row["seconds"] for row in rows if "seconds" in row]
     if seconds:
         scores["seconds"] = statistics.median(seconds)
     return scores
+
+
+_BANDS = (-0.05, -0.03, -0.01, 0.0)
+"""How far below what a run reserved a limit may lie, for `expected_failures`."""
+
+
+def expected_failures(rows: Sequence[Row]) -> tuple[float, float]:
+    """How many runs would be out of memory with their estimate as the limit, and with the upper end of its interval.
+
+    Where the run was repeated with a limit, and none in between is open, it is known. Elsewhere it is as likely as
+    it was in all repeated runs whose limit was as near to what that run had reserved without one.
+    """
+
+    def band(limit: float, row: Row) -> int:
+        return sum(limit / row["reserved_bytes"] - 1 >= edge for edge in _BANDS)
+
+    rows = [row for row in rows if "caps" in row]
+    outcomes: dict[int, list[bool]] = {}
+    for row in rows:
+        for limit, ran, _ in row["limits"]:
+            outcomes.setdefault(band(limit, row), []).append(not ran)
+    totals = [0.0, 0.0]
+    for row in rows:
+        for end, cap in enumerate(row["caps"]):
+            if any(ran and limit <= cap for limit, ran, _ in row["limits"]):
+                continue
+            if any(not ran and limit >= cap for limit, ran, _ in row["limits"]):
+                totals[end] += 1
+            else:
+                near = outcomes.get(band(cap, row), [cap < row["reserved_bytes"]])
+                totals[end] += sum(near) / len(near)
+    return totals[0], totals[1]
 
 
 def _of_brackets(rows: Sequence[Row]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from benchmarks.measured.case import ALLOCATED, Case, read_rows
+from benchmarks.measured.megatron.model import LAYERS, WIDTH, WORDS, padded
 
 # The factory, its arguments, micro-batches of a step, and the tokens of a sample.
 CASES: dict[str, tuple[str, dict[str, int | bool], int, int]] = {
@@ -45,3 +47,32 @@ def cases() -> list[Case]:
             )
         )
     return found
+
+
+def others() -> dict[str, list[dict[str, Any]]]:
+    """What Megatron-LM's own formula says of the rows of GPT, as rows for `scores.of_rows`; of T5 it says nothing.
+
+    Without sequence parallelism: 18 bytes for a parameter on this rank, or 6 and 12 over the GPUs with the distributed
+    optimizer; activations of 10 + 24 / ranks bytes for each token, channel and layer, of the embedding and of the
+    logits, and 5 % more.
+
+    Source: `compute_weight_and_optimizer_memory` and `compute_activation_memory_without_sp` in
+    https://github.com/NVIDIA/Megatron-LM/blob/00caa53af30912914981c86f39db123961678bbd/megatron/training/theoretical_memory_usage.py.
+    """
+    answers = []
+    for row in read_rows(Path(__file__).parent):
+        builder, arguments, _, length = CASES[row["case"].partition("/")[2]]
+        if builder == "gpt":
+            ranks = int(row["tensor_parallel"])
+            logits, embedding = padded(WORDS, ranks), ranks * padded(WORDS, ranks) * WIDTH
+            parameters = (LAYERS * (12 * WIDTH * WIDTH + 4 * WIDTH) + 2 * WIDTH + embedding) / ranks
+            of_parameter = 6 + 12 / arguments["optimizers"] if "optimizers" in arguments else 18
+            of_channel = LAYERS * (10 + 24 / ranks) + 1 + 2  # of the layers, the embedding's dropout and the last norm
+            tokens = 4 * length
+            activations = 1.05 * tokens * (of_channel * WIDTH + 8 + 2 * logits)
+            predicted = round(parameters * of_parameter + activations)
+            published = int(row["mem_max_allocated_last"])
+            answers.append(
+                {"published_bytes": published, "predicted_bytes": predicted, "error": predicted / published - 1}
+            )
+    return {"Megatron-LM's formula": answers}

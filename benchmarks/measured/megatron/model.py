@@ -22,6 +22,8 @@ from torch import nn
 from batchfinder.training.step import Workload
 
 DROPOUT = 0.1
+WORDS, WIDTH, LAYERS = 50257, 512, 12
+"""Of GPT."""
 _Buffers = dict[str, torch.Tensor]  # `GlobalMemoryBuffer`: the largest that was asked for, and kept
 
 
@@ -79,7 +81,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, ranks: int, buffers: _Buffers, crosses: bool = False) -> None:
         super().__init__()
         part = width // ranks
-        self.heads, self.buffers = heads // ranks, buffers
+        self.heads, self.shared = heads // ranks, buffers
         self.projected = nn.Linear(width, part if crosses else 3 * part)
         self.of_memory = nn.Linear(width, 2 * part) if crosses else None
         self.out = nn.Linear(part, width)
@@ -94,10 +96,10 @@ class Attention(nn.Module):
             assert memory is not None
             key, value = self.of_memory(memory).view(memory.size(0), batch * self.heads, -1).chunk(2, dim=2)
         shape = batch * self.heads, tokens, key.size(0)
-        kept = self.buffers.get("scores")
+        kept = self.shared.get("scores")
         if kept is None or kept.numel() < shape[0] * shape[1] * shape[2]:
-            self.buffers["scores"] = torch.empty(shape[0] * shape[1] * shape[2], dtype=x.dtype, device=x.device)
-        buffer = self.buffers["scores"][: shape[0] * shape[1] * shape[2]].view(shape)
+            self.shared["scores"] = torch.empty(shape[0] * shape[1] * shape[2], dtype=x.dtype, device=x.device)
+        buffer = self.shared["scores"][: shape[0] * shape[1] * shape[2]].view(shape)
         scores = torch.baddbmm(buffer, query.transpose(0, 1), key.permute(1, 2, 0), beta=0.0)
         shares = _Softmax.apply(scores)
         del scores
@@ -244,7 +246,7 @@ def gpt(optimizers: int = 1, ranks: int = 1, wide: bool = False) -> Workload:
         ranks: of tensor parallelism.
         wide: whether gradients are summed in fp32, as of bf16 parameters and not of fp16 ones.
     """
-    model = Gpt(words=50257, width=512, heads=8, layers=12, positions=1024, ranks=ranks)
+    model = Gpt(WORDS, WIDTH, heads=8, layers=LAYERS, positions=1024, ranks=ranks)
     return Workload(model, _batch_of_gpt, _mean, partial(MixedPrecisionAdam, gpus=optimizers, wide=wide))
 
 

@@ -1,0 +1,1 @@
+"""transformers' guide to training on one GPU: nine ways to train BERT-large on a V100."""
