@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
@@ -29,7 +30,7 @@ from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.probe import Probe
-from batchfinder.recording.simulation import Simulation, search_cards, search_simulated
+from batchfinder.recording.simulation import Simulation, check_scaling, search_cards, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.report.terminal import words_of
@@ -243,6 +244,14 @@ def _search_elsewhere(
     """
     found = {}
     shares = -(-2 * (os.cpu_count() or 1) // len(cells.seq_lens))
+    largest: dict[tuple[tuple[int, int], int], Card] = {}
+    for card in cells.request.place.cards:
+        kind = card.device.compute_capability, card.count
+        if kind not in largest or card.device.usable_bytes > largest[kind].device.usable_bytes:
+            largest[kind] = card
+    for card, seq_len in product(largest.values(), cells.seq_lens):
+        with suppress(BatchFinderError):  # raised again where it is needed
+            check_scaling(ask(cells.cell(seq_len, card))[0], Shape(seq_len), limits[0], limits[2])
     for seq_len in cells.seq_lens:
         probes: dict[Card, SimulatedProbe] = {}
         for card in cells.request.place.cards:

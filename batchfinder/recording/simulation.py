@@ -351,6 +351,17 @@ def search_simulated(
     return replace(result, interval=(min(found, other), max(found, other)))
 
 
+def check_scaling(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None, multiple_of: int) -> None:
+    """Record an eager step at about the size that fills a card, so that no answer of a smaller card needs it.
+
+    Raises:
+        RecordingFailed: it failed; `UserCodeFailed` if it was the user's code that did.
+    """
+    if probe.traces.is_scaled(shape.seq_len):
+        most = max_batch_size or DEFAULT_MAX_BATCH_SIZE
+        probe.traces.confirm([min(fill_card(probe, shape, most)[1] + multiple_of, most)], shape.seq_len)
+
+
 def search_cards(
     probes: Iterable[SimulatedProbe], shape: Shape, max_batch_size: int | None, min_batch_size: int, multiple_of: int
 ) -> list[SearchResult | None]:

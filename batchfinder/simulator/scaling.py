@@ -77,6 +77,7 @@ class ScaledTrace:
 
     Attributes:
         replays: what was replayed of it, for `TraceSource.replays`.
+        checked: the sizes at which a recording was the same, (batch size, tokens).
     """
 
     structure: TraceStructure
@@ -85,6 +86,7 @@ class ScaledTrace:
     unmodelled: tuple[str, ...]
     compiled: bool = False
     replays: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    checked: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         length = seq_len or 1
@@ -128,7 +130,8 @@ def fit(
             found.append(polynomial)
         index.append(polynomials[sizes])
     unmodelled = tuple(dict.fromkeys(text for trace in traces for text in trace.unmodelled))
-    return ScaledTrace(structure, tuple(found), tuple(index), unmodelled, traces[0].compiled)
+    checked = [(batch_size, batch_size * length) for batch_size, length in points]
+    return ScaledTrace(structure, tuple(found), tuple(index), unmodelled, traces[0].compiled, checked=checked)
 
 
 def _polynomial(
@@ -206,6 +209,8 @@ _BATCH_SIZES = (7, 13, 11)
 # answers are looked for, and answers are recorded at their very size.
 _COMPILED_BATCH_SIZES = (7, 13, 31, 61, 127, 257, 509, 1021, 2053, 4099, 8209, 16411)
 _COMPILED_TOKENS = 16384
+# Answers at several lengths have about as many tokens, and rarely fewer at longer ones.
+_ABOUT_AS_MANY = 1.125
 # Kernels that want a mask's rows aligned pad it, which is one more event: lengths on either side are fitted apart.
 _ALIGNMENT = 8
 
@@ -218,7 +223,8 @@ class TraceSource:
     recorded when it is asked for.
 
     What torch.compile makes of a step changes with its size: such a trace is recorded where it matters, by `confirm`,
-    and scaled elsewhere.
+    and scaled elsewhere. Code of the model's own may do something else from some size on: `confirm` records an eager
+    step at the largest answer.
 
     Args:
         submit: asks for a recording at (batch size, sequence length).
@@ -338,14 +344,34 @@ class TraceSource:
         return [scaled.polynomials[scaled.index[block]] for block in blocks]
 
     def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
-        """Record a compiled step at these very sizes, where it was scaled to them; whether there were any."""
-        new = [size for size in batch_sizes if self._compiled and (size, seq_len) not in self._recorded]
+        """Record the step at the sizes that decide an answer, where it was scaled to them; whether that changes it.
+
+        Of a compiled step each of them is recorded. An eager step is recorded at the largest, unless one of as many
+        samples and about as many tokens has been: where it is not what it was scaled to, as of a loss in chunks of
+        which smaller sizes fill one, every size is recorded from then on.
+        """
+        if not self._compiled:
+            return self._differs_at(max(batch_sizes), seq_len)
+        new = [size for size in batch_sizes if (size, seq_len) not in self._recorded]
         traces = [future.result() for future in [self.ask(size, seq_len) for size in new]]
         self.unscaled += [(size, seq_len) for size in new]
         scaled = self._scaled.get(seq_len)
         if len(traces) > 1 and scaled is not None and scaled.structure != traces[0].structure:
             self._scaled[seq_len] = fit(traces, [seq_len]) or scaled
         return bool(new)
+
+    def _differs_at(self, batch_size: int, seq_len: int | None) -> bool:
+        scaled, tokens = self._scaled_at(seq_len), batch_size * (seq_len or 1)
+        if scaled is None or batch_size == 1:
+            return False
+        if any(size >= batch_size and _ABOUT_AS_MANY * most >= tokens for size, most in scaled.checked):
+            return False
+        recorded = self.recorded(batch_size, seq_len)
+        if recorded.structure == scaled.structure and recorded.sizes == scaled.at(batch_size, seq_len).sizes:
+            scaled.checked.append((batch_size, tokens))
+            return False
+        self._scaled = {length: None if each is scaled else each for length, each in self._scaled.items()}
+        return True
 
     def recorded(self, batch_size: int, seq_len: int | None) -> Trace:
         """The step's trace at one size, recorded at that very size."""

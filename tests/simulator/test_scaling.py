@@ -223,13 +223,38 @@ def test_a_compiled_step_may_fit_no_polynomial() -> None:
     assert source.at(400, 128).sizes == sizes(400, 128)
 
 
-def test_nothing_is_confirmed_of_eager_steps() -> None:
-    """What is the same at every size needs no recording at the answer."""
+def test_an_eager_step_is_recorded_at_the_largest_answer() -> None:
+    """One recording at the most samples and tokens confirms all smaller answers; up to 13 none is needed."""
     recordings = Recordings(clean)
     source = TraceSource(recordings, SEQ_LENS)
-    source.at(64, 128)
-    assert not source.confirm([64, 65], 128)
+    assert not source.confirm([12, 13], 128)
     assert len(recordings.asked) == 2
+    assert not source.confirm([64, 65], 128)
+    assert recordings.asked[2:] == [(65, 128)]
+    assert not source.confirm([64, 65], 128)
+    assert not source.confirm([32, 33], 256)  # fewer samples, and hardly more tokens
+    assert recordings.asked[2:] == [(65, 128)]
+    assert not source.confirm([37], 256)  # more tokens
+    assert not source.confirm([66], 64)  # more samples
+    assert recordings.asked[3:] == [(37, 256), (66, 64)]
+    assert source.unscaled == []
+
+
+def test_an_eager_step_that_differs_at_the_answer_is_recorded_at_every_size() -> None:
+    """A second chunk that begins at 40 samples is one more block: no size is scaled any more, at no length."""
+
+    def chunks(batch_size: int, seq_len: int) -> tuple[int, ...]:
+        return (3072 * batch_size * seq_len, 4096 if batch_size < 40 else 8192)
+
+    recordings = Recordings(chunks)
+    source = TraceSource(recordings, SEQ_LENS)
+    assert source.at(64, 128).sizes != chunks(64, 128)
+    assert source.confirm([64, 65], 128)
+    assert not source.is_scaled(128)
+    assert not source.is_scaled(256)
+    assert source.at(64, 128).sizes == chunks(64, 128)
+    assert (64, 128) in source.unscaled
+    assert not source.confirm([64, 65], 128)
 
 
 def test_recordings_tell_that_a_step_is_compiled() -> None:
