@@ -149,10 +149,16 @@ def tune_trainer(
         RankLost: another rank has ended, or does not answer within `ddp_timeout`.
     """
     check_trainer(trainer)
+    from transformers.trainer_utils import has_length
+
     args = trainer.args
     if seq_len is not None and seq_len < 1:
         raise InvalidValue("seq_len", seq_len, "a length of at least 1, or None for the longest in the data")
     target = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if args.dataloader_drop_last and has_length(trainer.train_dataset):
+        # A larger batch would be dropped, and none be left.
+        most = max(min_batch_size, len(trainer.train_dataset) // args.world_size)
+        max_batch_size = most if max_batch_size is None else min(max_batch_size, most)
     limits = SearchLimits(
         max_batch_size=max_batch_size,
         tolerance=tolerance,

@@ -12,6 +12,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -189,7 +190,8 @@ def record_call(loader: object, function: Callable[..., object], arguments: tupl
 def silence(trainer: Any, callbacks: list[Callback]) -> None:
     """Let a trainer's loops write, show, save and validate nothing, and call these callbacks alone."""
     trainer.callbacks = callbacks
-    trainer.loggers = [class_for(trainer, "loggers.logger", "DummyLogger")()] if trainer.loggers else []
+    dummy = class_for(trainer, "loggers.logger", "DummyLogger")
+    trainer.loggers = [_dummy_of(logger, dummy) for logger in trainer.loggers]
     trainer.profiler = class_for(trainer, "profilers", "PassThroughProfiler")()
     trainer.log_every_n_steps = 1
     trainer.should_stop = False
@@ -199,6 +201,20 @@ def silence(trainer: Any, callbacks: list[Callback]) -> None:
     vars(trainer)["_val_check_time_interval"] = None  # since Lightning 2.6; earlier ones do not look at it
     trainer.reload_dataloaders_every_n_epochs = 0
     trainer.overfit_batches = 0
+
+
+def _dummy_of(logger: Any, dummy: type[Any]) -> Any:
+    """A logger that logs nothing, and names the folders of this one when it is asked for them."""
+    folders: dict[str, Any] = {
+        name: property(partial(_read, logger, name))
+        for name in ("save_dir", "log_dir", "root_dir")
+        if hasattr(type(logger), name)
+    }
+    return type(dummy.__name__, (dummy,), folders)()
+
+
+def _read(owner: Any, name: str, asked: Any) -> Any:
+    return getattr(owner, name)
 
 
 def transfer_batch(trainer: Trainer, batch: Any) -> Any:

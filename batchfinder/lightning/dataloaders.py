@@ -10,6 +10,7 @@ change is recorded there as well.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,6 +125,19 @@ def samples_per_epoch(trainer: Trainer, loader: Any) -> int | None:
         samples = sized_len(whole)
         return None if samples is None else -(-samples // data_parallel_size(trainer))
     return sized_len(loader.dataset if sampler is None else sampler)
+
+
+def _fewest_batches(trainer: Any, loader: str) -> int:
+    """How many batches an epoch must have for the Trainer's limits, without which it raises."""
+    if loader != "train_dataloader":
+        return 1
+    fewest = 1
+    for share in (trainer.limit_train_batches, trainer.overfit_batches):
+        if isinstance(share, float) and 0 < share < 1:
+            fewest = max(fewest, math.ceil(1 / share))
+    if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
+        fewest = max(fewest, trainer.val_check_interval)
+    return fewest
 
 
 def samples_in_batch(loader: Any, batch_idx: int) -> int | None:
@@ -279,8 +293,13 @@ class ProbeBatches:
         """The largest batch that makes sense: one device's samples in an epoch; None where only reading would tell.
 
         With several loaders it is the largest, or the smallest of those that drop their last batch, as a loader would
-        otherwise have no batch at all.
+        otherwise have no batch at all. Where a Trainer takes a share of an epoch's batches, or validates after so many
+        of them, an epoch must have as many.
         """
+        samples = self._samples_of_epoch()
+        return None if samples is None else max(1, samples // _fewest_batches(self.trainer, self.source.name))
+
+    def _samples_of_epoch(self) -> int | None:
         if self.loaders is None:
             return None
         sizes = [(loader, samples_per_epoch(self.trainer, loader)) for loader in self._combined.flattened]

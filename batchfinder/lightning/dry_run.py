@@ -237,6 +237,11 @@ class LightningProbe:
                     f"{', '.join(dry_run.callbacks.inactive)}. If the step needs one of them, name it in "
                     "probe_callbacks=."
                 )
+            elif isinstance(error, _OF_STAND_INS):
+                error.add_note(
+                    f"Raised while BatchFinder tried batch size {batch_size}, where the trainer's loaders and loggers "
+                    "are stand-ins: `trainer.train_dataloader` has no dataset, and nothing is validated or logged."
+                )
             raise
         finally:
             applied.undo()  # a size in an object that is not among what is put back
@@ -244,6 +249,9 @@ class LightningProbe:
             seen = session.stepping.compared(seen, lambda: self(self.smallest, shape))
         return seen
 
+
+_OF_STAND_INS = (AttributeError, IndexError, KeyError, TypeError)
+"""What code raises that looks for something of a loader or a logger which its stand-in does not have."""
 
 _ACTIVE = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
 _INACTIVE = (

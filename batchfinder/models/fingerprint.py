@@ -33,6 +33,10 @@ _RUNNING = frozenset({
     "training", "_is_full_backward_hook", "_is_hf_initialized", "max_seq_len_cached",
     "_update_count", "_update_called", "_is_synced", "_to_sync", "_should_unsync",
 })  # fmt: skip
+# Switches of a LightningModule that are Lightning's own.
+_LIGHTNINGS = frozenset({
+    "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices", "automatic_optimization",
+})  # fmt: skip
 # Fields of a transformers config that only say where it comes from.
 _ORIGIN = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 
@@ -40,7 +44,7 @@ _ORIGIN = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_
 def fingerprint_module(module: nn.Module, *code: Any) -> str:
     """Return the SHA-256 of a module and of the code that trains it, as hexadecimal digits.
 
-    It covers each submodule's name, class, numbers, switches and functions (of a LightningModule none of these: it
+    It covers each submodule's name, class, numbers, switches and functions (of a LightningModule switches alone: it
     holds learning rates, batch sizes and counters); transformers configs; names, shapes, dtypes, requires_grad and
     sharing of parameters and buffers; and for every class and function the version of its library, or its source where
     it is the user's own. It is the same in every process, and for real and fake tensors.
@@ -56,7 +60,14 @@ def fingerprint_module(module: nn.Module, *code: Any) -> str:
         kind = type(part)
         kinds.append(kind)
         settings: dict[str, Json] = {}
-        if not any(base.__name__ == "LightningModule" for base in kind.__mro__):
+        if any(base.__name__ == "LightningModule" for base in kind.__mro__):
+            given = vars(part).get("_hparams")
+            named = {f"hparams.{name}": value for name, value in given.items()} if isinstance(given, dict) else {}
+            for attribute, value in {**vars(part), **named}.items():
+                said = str(attribute)
+                if type(value) is bool and not said.startswith("_") and said not in _RUNNING | _LIGHTNINGS:
+                    settings[said] = value
+        else:
             # Text in a user's module may be a path, or the name of a run.
             text_counts = _is_library(kind.__module__)
             described = {str(name): _setting(value) for name, value in vars(part).items() if name not in _RUNNING}

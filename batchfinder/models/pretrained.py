@@ -110,7 +110,11 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
                 "package.module:factory"
             )
             raise InvalidValue("model", config.model_type, expected)
-        return _build(getattr(transformers, architecture), config, attention, str(path))
+        workload = _build(getattr(transformers, architecture), config, attention, str(path))
+        if (asked := figures.get("architectures")) and architecture not in asked:
+            said = f"{architecture} in place of {', '.join(map(str, asked))}, whose batches and loss are not known"
+            workload = replace(workload, assumptions=(*workload.assumptions, said))
+        return workload
     except BatchFinderError:
         raise
     except Exception as error:  # the library validates figures with exceptions of every kind

@@ -237,7 +237,7 @@ class KnownValues:
         chosen = made[_CHOICES[func] or 0]
         with no_dispatch():
             indices = (torch.arange(chosen.numel(), device="cpu") % args[0].size(-1)).reshape(chosen.shape)
-        self.assumed["experts: each is chosen by the same number of tokens"] = None
+        self.assumed["what is largest (experts, classes): each is chosen equally often"] = None
         return [indices] if len(made) == 1 else [None, indices]
 
 

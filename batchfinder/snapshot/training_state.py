@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +43,12 @@ _RECORDS: dict[Kind, Callable[[Any, Visit], Record]] = {
     Kind.OBJECT: record_object,
 }
 _FOLLOWED_FROM_A_DATASET = (Kind.OBJECT, Kind.UNGUARDED, Kind.DATASET, Kind.RANDOM)
+_CONTAINERS: dict[Kind, Callable[[Any], Iterator[Any]]] = {
+    Kind.LIST: list.__iter__,
+    Kind.TUPLE: lambda item: (tuple if isinstance(item, tuple) else frozenset).__iter__(item),
+    Kind.MAPPING: lambda item: iter(dict.values(item)),
+}
+_FEW = 256  # items: transforms or datasets; a longer container in a dataset is taken to hold its samples
 _PLAIN_CONTAINERS = ("builtins", "collections", "array", "random", "numpy", "torch._C")
 _LIBRARIES = ("torch.", "numpy.", "functools", "contextlib")
 
@@ -72,6 +80,7 @@ class Walk:
         self._classes = tuple(item for item in left_alone if isinstance(item, type))
         # Held so that no id is given to another object before the walk is over.
         self._seen: dict[int, Any] = {id(item): item for item in left_alone}
+        self._glanced: dict[int, Any] = {}  # containers in datasets, of which some items were visited
         self._pending: list[tuple[Kind, Any]] = []
         for root in roots:
             if self._kind(root) in (Kind.UNGUARDED, Kind.LEFT_OUT) and id(root) not in self._seen:
@@ -154,7 +163,13 @@ class Walk:
 
     def _visit_unless_bulk(self, item: Any) -> Any:
         kind = self._kind(item)
-        return self.visit(item) if kind in _FOLLOWED_FROM_A_DATASET else item
+        if kind in _FOLLOWED_FROM_A_DATASET:
+            return self.visit(item)
+        if kind in _CONTAINERS and len(item) <= _FEW and id(item) not in self._glanced:
+            self._glanced[id(item)] = item
+            for part in _CONTAINERS[kind](item):
+                self._visit_unless_bulk(part)
+        return item
 
 
 class TrainingState:
@@ -232,6 +247,10 @@ class TrainingState:
         After a failure, call it outside the `except` block: the failed step's tensors live as long as its traceback.
         What the step made is released before anything is allocated; devices are synchronized before they are written.
         """
+        with uninterrupted():
+            self._restore()
+
+    def _restore(self) -> None:
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             _synchronize_all()
             try:
@@ -278,6 +297,23 @@ def restore_on_exit(*roots: Any, left_alone: Iterable[Any] = ()) -> Iterator[Tra
         yield state
     finally:
         state.restore()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the end, where it does what it would have done."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():  # not Python's to put back
+        yield
+        return
+    waiting: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _synchronize_all() -> None:

@@ -71,6 +71,16 @@ def test_a_target_that_no_large_micro_batch_divides(tmp_path: Path) -> None:
     assert sizes(trainer) == (2, 17, 2)
 
 
+def test_a_loader_that_drops_its_last_batch_keeps_one(tmp_path: Path) -> None:
+    """Of four texts no larger batch is made, and training goes on."""
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 20}
+    trainer = make_trainer(tmp_path, dataloader_drop_last=True, train_dataset=texts()[:4], **sizes)
+    found = tune_trainer(trainer, tolerance=0, cache=False)
+    assert found.plan == AccumulationPlan(20, 4, 5)  # five would run
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
 def test_what_fits_in_one_piece_is_not_divided(tmp_path: Path) -> None:
     """No larger size than the effective batch is tried, and accumulation goes."""
     MOST[0] = 1000

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -168,3 +169,39 @@ def test_a_validation_of_fewer_samples_is_one_batch() -> None:
     finder = BatchFinder(min_batch_size=8, also="validate", cache=False)
     nets.trainer(callbacks=[finder]).fit(Validates())
     assert (finder.batch_size, finder.results["validate"][None].max_batch_size) == (20, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"limit_train_batches": 0.1}, 6),  # ten batches of 64 samples, of which one is taken
+        ({"overfit_batches": 0.25}, 16),
+        ({"val_check_interval": 10}, 6),
+        ({"limit_train_batches": 3}, 20),
+        ({}, 20),
+    ],
+)
+def test_an_epoch_keeps_the_batches_that_the_trainer_asks_for(settings: dict[str, Any], expected: int) -> None:
+    """With a larger size the fit itself would end with Lightning's error."""
+    finder = BatchFinder(min_batch_size=2, tolerance=0, cache=False)
+    nets.trainer(callbacks=[finder], **settings).fit(Normed())
+    assert finder.batch_size == expected
+
+
+def test_code_finds_its_loggers_and_their_folders_in_a_trial(tmp_path: Path) -> None:
+    """There are as many, and they say where they log; what is logged to them in a trial is not."""
+
+    class Logs(Normed):
+        folders: set[str]
+
+        def on_train_start(self) -> None:
+            self.folders.add(self.logger.log_dir)
+            self.loggers[1].log_metrics({"seen": 1.0})
+
+    module = Logs()
+    module.folders = set()
+    loggers = [CSVLogger(str(tmp_path), name="runs", version=each) for each in ("first", "second")]
+    finder = BatchFinder(min_batch_size=2, max_batch_size=8, cache=False)
+    nets.trainer(callbacks=[finder], logger=loggers).fit(module)
+    assert module.folders == {str(tmp_path / "runs" / "first")}
+    assert finder.batch_size == 8

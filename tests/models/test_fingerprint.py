@@ -97,6 +97,16 @@ def test_settings_of_a_run_on_a_lightning_module_do_not_matter() -> None:
     assert fingerprint_module(first) != fingerprint_module(second)
 
 
+def test_switches_of_a_lightning_module_matter() -> None:
+    """Such as one for checkpointing, among its attributes or its hyperparameters."""
+    first, second, third = (Lit(0.1, 8, 1) for _ in range(3))
+    second.checkpoints = True
+    third.hparams["checkpoints"] = True
+    assert len({fingerprint_module(each) for each in (first, second, third)}) == 3
+    second.checkpoints = third.hparams["checkpoints"] = False
+    assert len({fingerprint_module(each) for each in (first, second, third)}) == 3
+
+
 class Hostile(nn.Module):
     """A module that cannot be looked at from outside without an error."""
 

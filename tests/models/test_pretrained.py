@@ -246,6 +246,8 @@ def test_the_head_is_the_configs_or_the_usual(tmp_path: Path, name: str, archite
     write_config(tmp_path, name, architectures=architectures)
     workload = build_workload(str(tmp_path))
     assert type(workload.model).__name__ == expected
+    replaced = bool(architectures) and architectures is not ... and expected not in architectures
+    assert any(f"{expected} in place of" in said for said in workload.assumptions) == replaced
     workload.model(**workload.make_batch(2, 32)).loss.backward()
 
 

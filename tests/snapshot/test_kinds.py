@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
+import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +21,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from batchfinder.snapshot import training_state
 from batchfinder.snapshot.training_state import TrainingState, restore_on_exit
 
 
@@ -177,6 +180,52 @@ def test_a_dataset_is_data() -> None:
     assert (rows.draws, len(rows.rows[0]), float(rows.table[0])) == (0, 4, 1.0)
     assert [int(row) for row in loader] == first
     assert state.nbytes == 0
+
+
+class Jitter:
+    """A transform that draws."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+
+
+class Transformed(Dataset[Any]):
+    """Transforms in containers, and rows in one that is not looked at."""
+
+    def __init__(self) -> None:
+        self.listed, self.named = [Jitter()], {"first": (Jitter(),)}
+        self.rows = [Jitter() for _ in range(1000)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def test_what_a_dataset_has_in_short_containers_is_put_back() -> None:
+    """Transforms in lists, mappings and tuples, and datasets in datasets; a long list is its samples."""
+    inner = Transformed()
+    holders = [inner.listed[0], inner.named["first"][0]]
+    before = [copy.deepcopy(each.rng).normal() for each in holders]
+    rows = inner.rows
+    with restore_on_exit(DataLoader(Subset(ConcatDataset([inner]), [0]))) as state:
+        assert [each.rng.normal() for each in holders] == before
+        drawn = rows[0].rng.normal()
+    assert [each.rng.normal() for each in holders] == before
+    assert rows[0].rng.normal() != drawn
+    assert state.nbytes == 0
+
+
+def test_ctrl_c_waits_until_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes as the restoration begins, and is raised when that has ended."""
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    state = TrainingState.capture(model)
+    nn.init.zeros_(model.weight)
+    monkeypatch.setattr(training_state, "_synchronize_all", lambda: signal.raise_signal(signal.SIGINT))
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        state.restore()
+    assert torch.equal(model.weight, before)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_what_is_reached_through_what_cannot_change() -> None:
