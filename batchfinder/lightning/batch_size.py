@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,12 @@ from lightning_utilities.core.rank_zero import rank_zero_debug
 from pytorch_lightning import LightningModule, Trainer
 
 from batchfinder.errors import InvalidValue
-from batchfinder.lightning.compat import attribute_holders, drop_loaders, loader_source
+from batchfinder.lightning.compat import attribute_holders, combined_loader, datamodule_of, drop_loaders, loader_source
 from batchfinder.lightning.dataloaders import batch_size_of, check_resizable, flattened, resize
-
-if TYPE_CHECKING:
-    from batchfinder.lightning.compat import LoaderSource, StageLoop
-from typing import TYPE_CHECKING
-
-from batchfinder.lightning.compat import combined_loader
 from batchfinder.snapshot.training_state import TrainingState
 
 if TYPE_CHECKING:
-    from batchfinder.lightning.compat import StageLoop
+    from batchfinder.lightning.compat import LoaderSource, StageLoop
 
 
 _MISSING = object()
@@ -190,11 +185,37 @@ def _named(loader: object, source: LoaderSource, stage: str) -> str:
     return f"the {type(loader).__name__} passed to {stage}()"
 
 
+@contextmanager
+def _calls_of(trainer: Trainer, hook: str) -> Iterator[list[object]]:
+    """The module and the datamodule whose hook is called meanwhile, once for each call."""
+    calls: list[object] = []
+
+    def watched(owner: object, own: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            calls.append(owner)
+            return own()
+
+        return call
+
+    owners = [each for each in (trainer.lightning_module, datamodule_of(trainer)) if each is not None]
+    before = [(owner, vars(owner).get(hook)) for owner in owners]
+    for owner in owners:
+        vars(owner)[hook] = watched(owner, getattr(owner, hook))
+    try:
+        yield calls
+    finally:
+        for owner, own in before:
+            del vars(owner)[hook]
+            if own is not None:
+                vars(owner)[hook] = own
+
+
 class SchedulerSetup:
     """Watches `configure_optimizers`, and repeats it where it asked for the loaders.
 
-    A scheduler made with `trainer.estimated_stepping_batches` is as long as an epoch of the old batch size. A run that
-    is started with the new size would make another, having drawn the same random numbers; so does the repetition.
+    A scheduler made with `trainer.estimated_stepping_batches`, or with `len(self.train_dataloader())`, is as long as an
+    epoch of the old batch size. A run that is started with the new size would make another, having drawn the same
+    random numbers; so does the repetition.
     """
 
     _before: TrainingState | None = None
@@ -209,9 +230,10 @@ class SchedulerSetup:
         def setup_optimizers(trainer: Trainer) -> None:
             self.unwatch(trainer)
             self._before = TrainingState.capture()
-            make(trainer)
+            with _calls_of(trainer, "train_dataloader") as calls:
+                make(trainer)
             # Looked up right away: a LearningRateFinder asks for them later, and must not be taken for a scheduler.
-            self._asked = combined_loader(trainer.fit_loop) is not None
+            self._asked = bool(calls) or combined_loader(trainer.fit_loop) is not None
 
         strategy.setup_optimizers = setup_optimizers  # type: ignore[method-assign]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
@@ -205,3 +206,29 @@ def test_code_finds_its_loggers_and_their_folders_in_a_trial(tmp_path: Path) -> 
     nets.trainer(callbacks=[finder], logger=loggers).fit(module)
     assert module.folders == {str(tmp_path / "runs" / "first")}
     assert finder.batch_size == 8
+
+
+@pytest.mark.parametrize("asks", ["the module", "the datamodule", "the trainer"])
+def test_a_scheduler_is_as_long_as_the_new_epoch(asks: str) -> None:
+    """However `configure_optimizers` asks how many batches there are."""
+
+    class Data(pl.LightningDataModule):
+        batch_size = 4
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(nets.Pictures(64, 4), batch_size=self.batch_size)
+
+    class Scheduled(Normed):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            owner = self if asks == "the module" else self.trainer.datamodule
+            steps = self.trainer.estimated_stepping_batches if asks == "the trainer" else len(owner.train_dataloader())
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(steps))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    module, data = Scheduled(), Data() if asks == "the datamodule" else None
+    trainer = nets.trainer(callbacks=[finder := BatchFinder(min_batch_size=2, tolerance=0, cache=False)])
+    trainer.fit(module, datamodule=data)
+    assert finder.batch_size == 20
+    assert trainer.lr_scheduler_configs[0].scheduler.total_steps == 4
+    assert "train_dataloader" not in vars(module)
