@@ -49,12 +49,15 @@ class DryRun:
     trainer: Trainer
     callbacks: ActiveCallbacks
 
-    def fit(self, make_batch: MakeBatch, length: int, micro_batches: int, check: SteadyStateCheck) -> None:
+    def fit(
+        self, make_batch: MakeBatch, length: int, stands_for: Any, micro_batches: int, check: SteadyStateCheck
+    ) -> None:
         """Take two optimizer steps, or more, in which no process waits for another.
 
         Args:
             make_batch: returns a new micro-batch on the host.
             length: how many batches an epoch is said to have.
+            stands_for: the user's loader, whose dataset or sampler a step may ask for.
             micro_batches: how many go into one optimizer step.
             check: says after these steps, and after each further one, whether to take another.
         """
@@ -73,6 +76,7 @@ class DryRun:
             trainer.accumulate_grad_batches,
             # Manual optimization steps when it likes.
             lambda: module.automatic_optimization or loop.epoch_loop.global_step >= steps,
+            stands_for,
         )
         set_loader(loop, loader)
         with local_only(trainer), torch.autograd.set_detect_anomaly(detects_anomaly(trainer)):
@@ -87,7 +91,9 @@ class DryRun:
                 loop.on_advance_start()
                 loop.advance()
 
-    def evaluate(self, make_batch: MakeBatch, length: int, check: SteadyStateCheck, after_fit: bool = False) -> None:
+    def evaluate(
+        self, make_batch: MakeBatch, length: int, stands_for: Any, check: SteadyStateCheck, after_fit: bool = False
+    ) -> None:
         """Validate, test or predict, whichever the trainer is doing, for two batches or more; arguments as in `fit`.
 
         After a fit, validate as its epoch does, with the optimizer's state in memory.
@@ -101,7 +107,7 @@ class DryRun:
         else:
             silence(trainer, self.callbacks.active)
             loop = new_evaluation_loop(trainer)
-        set_loader(loop, ProbeLoader(make_batch, PEAK_STEPS, length, check))
+        set_loader(loop, ProbeLoader(make_batch, PEAK_STEPS, length, check, stands_for=stands_for))
         with local_only(trainer):
             loop.run()
 
@@ -111,7 +117,7 @@ class ProbeLoader:
     """An iterable that ends when enough steps were taken, and says it is longer, so that no epoch comes to its end.
 
     It gives `least` batches. Then, after each step of `micro_batches`, it gives more until `has_stepped`, up to
-    `MAX_BATCHES_WITHOUT_STEP`, and while the check goes on.
+    `MAX_BATCHES_WITHOUT_STEP`, and while the check goes on. Other attributes are those of the loader it `stands_for`.
     """
 
     make_batch: MakeBatch
@@ -120,6 +126,13 @@ class ProbeLoader:
     check: SteadyStateCheck
     micro_batches: int = 1
     has_stepped: Callable[[], bool] = field(default=lambda: True)
+    stands_for: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        # The dataset or the sampler, for code of the user's that asks `trainer.train_dataloader`.
+        if name.startswith("_") or name == "stands_for":
+            raise AttributeError(name)
+        return getattr(self.stands_for, name)
 
     def __len__(self) -> int:
         return max(self.length, self.least + 1, MAX_BATCHES_WITHOUT_STEP + 1)
@@ -200,8 +213,9 @@ class LightningProbe:
         config, dry_run, session = self.config, self.dry_run, self.session
         module = dry_run.trainer.lightning_module
 
-        def loaded(batches: ProbeBatches, size: int, shape: Shape) -> tuple[MakeBatch, int]:
-            return partial(batches.batch, size, shape.seq_len), -(-(batches.dataset_size() or 0) // size)
+        def loaded(batches: ProbeBatches, size: int, shape: Shape) -> tuple[MakeBatch, int, Any]:
+            length = -(-(batches.dataset_size() or 0) // size)
+            return partial(batches.batch, size, shape.seq_len), length, batches.loaders
 
         tried = loaded(self.batches, batch_size, shape)
 
@@ -240,7 +254,7 @@ class LightningProbe:
             elif isinstance(error, _OF_STAND_INS):
                 error.add_note(
                     f"Raised while BatchFinder tried batch size {batch_size}, where the trainer's loaders and loggers "
-                    "are stand-ins: `trainer.train_dataloader` has no dataset, and nothing is validated or logged."
+                    "are stand-ins, callbacks that save or stop are left out, and nothing is validated or logged."
                 )
             raise
         finally:

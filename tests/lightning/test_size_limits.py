@@ -232,3 +232,26 @@ def test_a_scheduler_is_as_long_as_the_new_epoch(asks: str) -> None:
     assert finder.batch_size == 20
     assert trainer.lr_scheduler_configs[0].scheduler.total_steps == 4
     assert "train_dataloader" not in vars(module)
+
+
+def test_code_finds_its_loader_in_a_trial() -> None:
+    """Its dataset, its sampler and its workers; what it lacks is an error with a note on the trial."""
+
+    class Asks(Normed):
+        def on_train_epoch_start(self) -> None:
+            loader = self.trainer.train_dataloader
+            assert (len(loader.dataset), loader.num_workers) == (64, 0)
+            assert isinstance(loader.sampler, torch.utils.data.SequentialSampler)
+
+    finder = BatchFinder(min_batch_size=2, max_batch_size=8, cache=False)
+    nets.trainer(callbacks=[finder]).fit(Asks())
+    assert finder.batch_size == 8
+
+    class Lacks(Normed):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.train_dataloader.nothing_of_the_kind
+
+    with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'nothing_of_the_kind'") as caught:
+        nets.trainer(callbacks=[BatchFinder(min_batch_size=2, cache=False)]).fit(Lacks())
+    (note,) = caught.value.__notes__
+    assert "BatchFinder tried batch size 2, where the trainer's loaders and loggers are stand-ins" in note
