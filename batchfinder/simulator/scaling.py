@@ -196,6 +196,23 @@ def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) 
 _fit_once = functools.lru_cache(maxsize=16)(fit)  # for compute capabilities that share their recordings
 
 
+def _taken(trace: Trace) -> list[int]:
+    """Bytes that are allocated, and ~number of the allocation that is freed, in order.
+
+    Blocks of no bytes are left out: another compute capability's recording can have some that this one does without.
+    """
+    events: list[int] = []
+    numbers: dict[int, int] = {}
+    for event in trace.structure.order:
+        block = event if event >= 0 else ~event
+        if not trace.sizes[block]:
+            continue
+        if event >= 0:
+            numbers[block] = len(numbers)
+        events.append(trace.sizes[block] if event >= 0 else ~numbers[block])
+    return events
+
+
 def _not_here(batch_size: int, seq_len: int | None) -> Future[Trace]:
     raise RecordingFailed(f"batch size {batch_size} at length {seq_len} cannot be recorded in this process")
 
@@ -366,8 +383,7 @@ class TraceSource:
             return False
         if any(size >= batch_size and _ABOUT_AS_MANY * most >= tokens for size, most in scaled.checked):
             return False
-        recorded = self.recorded(batch_size, seq_len)
-        if recorded.structure == scaled.structure and recorded.sizes == scaled.at(batch_size, seq_len).sizes:
+        if _taken(self.recorded(batch_size, seq_len)) == _taken(scaled.at(batch_size, seq_len)):
             scaled.checked.append((batch_size, tokens))
             return False
         self._scaled = {length: None if each is scaled else each for length, each in self._scaled.items()}

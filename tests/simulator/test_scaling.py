@@ -257,6 +257,18 @@ def test_an_eager_step_that_differs_at_the_answer_is_recorded_at_every_size() ->
     assert not source.confirm([64, 65], 128)
 
 
+def test_blocks_of_no_bytes_do_not_differ() -> None:
+    """A kernel's scratch that is nothing here is a block in the recording of another compute capability."""
+
+    def with_nothing(batch_size: int, seq_len: int) -> tuple[int, ...]:
+        return (3072 * batch_size * seq_len, 0) if batch_size < 40 else (3072 * batch_size * seq_len,)
+
+    source = TraceSource(Recordings(with_nothing), SEQ_LENS)
+    assert source.at(64, 128).sizes == (3072 * 64 * 128, 0)
+    assert not source.confirm([64, 65], 128)
+    assert source.is_scaled(128)
+
+
 def test_recordings_tell_that_a_step_is_compiled() -> None:
     """A factory that compiles is seen by its first recordings, and fitted to large batches where those do not fit."""
     recordings = CompiledRecordings(clean)
