@@ -9,6 +9,7 @@ import gc
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
@@ -244,14 +244,6 @@ def _search_elsewhere(
     """
     found = {}
     shares = -(-2 * (os.cpu_count() or 1) // len(cells.seq_lens))
-    largest: dict[tuple[tuple[int, int], int], Card] = {}
-    for card in cells.request.place.cards:
-        kind = card.device.compute_capability, card.count
-        if kind not in largest or card.device.usable_bytes > largest[kind].device.usable_bytes:
-            largest[kind] = card
-    for card, seq_len in product(largest.values(), cells.seq_lens):
-        with suppress(BatchFinderError):  # raised again where it is needed
-            check_scaling(ask(cells.cell(seq_len, card))[0], Shape(seq_len), limits[0], limits[2])
     for seq_len in cells.seq_lens:
         probes: dict[Card, SimulatedProbe] = {}
         for card in cells.request.place.cards:
@@ -259,10 +251,17 @@ def _search_elsewhere(
             with suppress(BatchFinderError):  # raised again where it is needed
                 if (entry is None or entry.get() is None) and probe.traces.is_scaled(seq_len):
                     probes[card] = probe
-        cards = list(probes)
+        largest: dict[tuple[tuple[int, int], int], Card] = {}
+        for card in sorted(probes, key=lambda card: card.device.usable_bytes):
+            largest[card.device.compute_capability, card.count] = card
+        for card in largest.values():
+            with suppress(BatchFinderError):  # raised again where it is needed
+                check_scaling(probes[card], Shape(seq_len), limits[0], limits[2])
+        cards = [card for card, probe in probes.items() if probe.traces.is_scaled(seq_len)]
         for share in range(shares):
             part = cards[share::shares]
-            future = pool.submit(search_cards, [probes[card] for card in part], Shape(seq_len), *limits)
+            pickled = pickle.dumps([probes[card] for card in part])
+            future = pool.submit(search_cards, pickled, Shape(seq_len), *limits)
             found.update({(card, seq_len): (future, place) for place, card in enumerate(part)})
     return found
 

@@ -289,17 +289,17 @@ class ProbeBatches:
         found = [find_sequence(*samples.extremes(), guess=False) for _, samples in self._used]
         return max((dims.length for dims in found if isinstance(dims, SequenceDims)), default=None)
 
-    def dataset_size(self) -> int | None:
-        """The largest batch that makes sense: one device's samples in an epoch; None where only reading would tell.
-
-        With several loaders it is the largest, or the smallest of those that drop their last batch, as a loader would
-        otherwise have no batch at all. Where a Trainer takes a share of an epoch's batches, or validates after so many
-        of them, an epoch must have as many.
-        """
-        samples = self._samples_of_epoch()
+    def largest_batch(self) -> int | None:
+        """The largest batch of use: the samples of an epoch, over the batches that the Trainer's limits ask for."""
+        samples = self.dataset_size()
         return None if samples is None else max(1, samples // _fewest_batches(self.trainer, self.source.name))
 
-    def _samples_of_epoch(self) -> int | None:
+    def dataset_size(self) -> int | None:
+        """One device's samples in an epoch; None where only reading would tell.
+
+        With several loaders it is the largest, or the smallest of those that drop their last batch, as a loader would
+        otherwise have no batch at all.
+        """
         if self.loaders is None:
             return None
         sizes = [(loader, samples_per_epoch(self.trainer, loader)) for loader in self._combined.flattened]

@@ -111,7 +111,7 @@ class StageTuner:
         before = capture_data(trainer, finder)
         try:
             size, length = ranks.barrier_call(
-                lambda: (batches.dataset_size(), None if options.seq_lens else batches.longest_seq_len()),
+                lambda: (batches.largest_batch(), None if options.seq_lens else batches.longest_seq_len()),
                 "looked at the data",
             )
             caps = [cap for cap in (options.max_batch_size, config.split_batch_size, size) if cap is not None]
@@ -125,6 +125,10 @@ class StageTuner:
             if config.stage == "fit":
                 name = "min_batch_size" if options.min_batch_size > cap else "multiple_of"
                 expected = f"at most {cap}, the samples of an epoch on one device"
+                if cap == batches.largest_batch() != batches.dataset_size():
+                    expected += (
+                        ", over the batches that limit_train_batches, overfit_batches or val_check_interval ask for"
+                    )
                 raise InvalidValue(name, getattr(options, name), expected)
             cap = smallest
         self.longest_seq_len: int | None = max((length for length in lengths if length is not None), default=None)

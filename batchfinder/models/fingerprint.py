@@ -34,9 +34,7 @@ _RUNNING = frozenset({
     "_update_count", "_update_called", "_is_synced", "_to_sync", "_should_unsync",
 })  # fmt: skip
 # Switches of a LightningModule that are Lightning's own.
-_LIGHTNINGS = frozenset({
-    "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices", "automatic_optimization",
-})  # fmt: skip
+_LIGHTNINGS = frozenset({"prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices"})
 # Fields of a transformers config that only say where it comes from.
 _ORIGIN = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"})
 

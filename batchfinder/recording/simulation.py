@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import threading
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -28,7 +29,8 @@ from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, W
 
 _T = TypeVar("_T")
 _CONFIRMATIONS = 8
-"""Searches for the answer of a compiled step, each with more sizes recorded than the one before."""
+"""Searches for an answer, each with more sizes recorded than the one before: of a compiled step, or of one that differs
+from what it was scaled to."""
 _NEARBY = 16
 """The answer at other addresses is looked for first within a sixteenth of the one that was found."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
@@ -363,14 +365,15 @@ def check_scaling(probe: SimulatedProbe, shape: Shape, max_batch_size: int | Non
 
 
 def search_cards(
-    probes: Iterable[SimulatedProbe], shape: Shape, max_batch_size: int | None, min_batch_size: int, multiple_of: int
+    pickled: bytes, shape: Shape, max_batch_size: int | None, min_batch_size: int, multiple_of: int
 ) -> list[SearchResult | None]:
     """`search_simulated` for several cards, in a process that cannot record; None where that is needed, or it fails.
 
-    The results have their intervals.
+    The results have their intervals. `pickled` is a list of `SimulatedProbe`: a pool would pickle them itself in a
+    thread, while their traces change.
     """
     found: list[SearchResult | None] = []
-    for probe in probes:
+    for probe in pickle.loads(pickled):
         try:
             limits = max_batch_size, min_batch_size, multiple_of
             found.append(search_simulated(probe, shape, *limits, interval=True))

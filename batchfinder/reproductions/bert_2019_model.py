@@ -56,7 +56,7 @@ class _LayerNorm(nn.Module):
         return self.weight * hidden + self.bias
 
 
-class _KeepingSoftmax(torch.autograd.Function):
+class KeepingSoftmax(torch.autograd.Function):
     """Softmax over the last dimension whose backward holds on to the input."""
 
     @staticmethod
@@ -111,7 +111,7 @@ class _SelfAttention(nn.Module):
         scores = torch.matmul(query.contiguous(), key.transpose(-1, -2).contiguous())
         scores = scores / math.sqrt(query.size(-1))
         scores = scores + mask
-        shares: torch.Tensor = _KeepingSoftmax.apply(scores)  # type: ignore[no-untyped-call]
+        shares: torch.Tensor = KeepingSoftmax.apply(scores)  # type: ignore[no-untyped-call]
         context = torch.matmul(shares.contiguous(), value.contiguous())
         context = context.permute(0, 2, 1, 3).contiguous()
         return context.view(hidden.shape)

@@ -189,6 +189,13 @@ def test_an_epoch_keeps_the_batches_that_the_trainer_asks_for(settings: dict[str
     assert finder.batch_size == expected
 
 
+def test_a_minimum_that_leaves_too_few_batches_is_refused() -> None:
+    """Before anything is tried, with what asks for them."""
+    finder = BatchFinder(min_batch_size=8, cache=False)
+    with pytest.raises(InvalidValue, match=r"at most 6, the samples .* limit_train_batches"):
+        nets.trainer(callbacks=[finder], limit_train_batches=0.1).fit(Normed())
+
+
 def test_code_finds_its_loggers_and_their_folders_in_a_trial(tmp_path: Path) -> None:
     """There are as many, and they say where they log; what is logged to them in a trial is not."""
 

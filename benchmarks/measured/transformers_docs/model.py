@@ -1,4 +1,4 @@
-"""BERT-large as transformers' Trainer trained it in January 2022, with PyTorch 1.10.
+"""BERT-large as transformers' Trainer trained it in January 2022, on PyTorch of that time.
 
 The layers are today's; attention, the mask and the optimizers are written after transformers 4.15.0.
 """
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertForSequenceClassification
 from transformers.optimization import Adafactor
 
+from batchfinder.reproductions.bert_2019_model import KeepingSoftmax
 from batchfinder.training.optimizers import AdamW8bitStates
 from batchfinder.training.step import Workload
 
@@ -60,22 +61,6 @@ def attention_of_2022(
     shares = nn.functional.dropout(shares, dropout, module.training)
     context = torch.matmul(shares, value)
     return context.transpose(1, 2).contiguous(), None
-
-
-class KeepingSoftmax(torch.autograd.Function):
-    """Softmax over the last dimension, whose backward held on to the input."""
-
-    @staticmethod
-    def forward(context: Any, scores: torch.Tensor) -> torch.Tensor:
-        shares: torch.Tensor = torch.ops.aten._softmax(scores, -1, False)
-        context.save_for_backward(scores, shares)
-        return shares
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        scores, shares = context.saved_tensors
-        made: torch.Tensor = torch.ops.aten._softmax_backward_data(gradient, shares, -1, scores.dtype)
-        return made
 
 
 class GeluInFloat32(nn.Module):
