@@ -14,6 +14,7 @@
     ├── SamplesTooLong              samples are longer than every length with a known batch size
     ├── MissingExtra                a package that is needed is not installed
     ├── CardNeeded                  a GPU is needed and there is none here, or too little of it is free
+    ├── CudaStubUnavailable         PyTorch's CUDA build cannot be run here without a GPU
     ├── RankFailed                  another rank raised an error
     ├── RankLost                    another rank has ended or hangs
     └── CacheFailed                 the cache cannot be read or written
@@ -235,6 +236,18 @@ class CardNeeded(BatchFinderError):
         self.needed_bytes = needed_bytes
         self.detail = detail
         super().__init__(f"{detail}. Run it on such a machine, or leave --measured out: the simulation needs no GPU.")
+
+
+class CudaStubUnavailable(BatchFinderError):
+    """PyTorch's CUDA build cannot be run here without a GPU.
+
+    Attributes:
+        reason: why, and what to do about it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason}.")
 
 
 class RankFailed(BatchFinderError):

@@ -17,6 +17,8 @@ import pytest
 from batchfinder.simulator.trace import Trace
 from tests.prefork import Prefork
 
+pytest_plugins = ["batchfinder.testing"]
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and nohup the hang-up: some are about these.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

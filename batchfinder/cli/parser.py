@@ -140,9 +140,9 @@ SWEEP = Command(
             "--device": {
                 "default": "auto",
                 "metavar": "NAME",
-                "help": "cuda, cuda:1 or cpu: measure with real training steps; simulated: no real steps; auto "
-                "(default): measure on this machine's GPU, or simulate where it has none or --gpu or --instance is "
-                "given",
+                "help": "cuda, cuda:1 or cpu: measure with real training steps; cuda with a --gpu: try sizes on "
+                "PyTorch's CUDA build without a GPU, as that card; simulated: no real steps; auto (default): measure "
+                "on this machine's GPU, or simulate where it has none or --gpu or --instance is given",
             },
             "--gpu": {
                 "action": "append",
@@ -368,6 +368,52 @@ PAGE = Command(
     "write one HTML page of all cached results",
     {"": {"file": {"metavar": "FILE", "help": "the file to write, which ends in .html"}, **_CACHE, **_JSON}},
 )
+_ON_STUB: Options = {
+    "--gpu": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "a GPU to stand in for; repeatable, one for each card (default: an A100 80GB)",
+    },
+    "--memory": {"metavar": "SIZE", "help": "memory of each card, all of it for PyTorch, such as 16GiB"},
+    "--count": {"default": "1", "metavar": "N", "help": "how many cards of each kind (default: 1)"},
+    "--held": {"metavar": "SIZE", "help": "what something else holds of each card"},
+    "--events": {
+        "default": "early",
+        "metavar": "WHEN",
+        "help": "when work on other streams is done: early (at once, the default) or late (when the host waits for it)",
+    },
+    "--addresses": {
+        "default": "cuda",
+        "metavar": "RULE",
+        "help": "where segments lie: cuda (as memory snapshots show, the default), low, rising or falling",
+    },
+    "--no-values": {"action": "store_true", "help": "compute no values of small tensors: kernels write nothing"},
+    "--torch": {"metavar": "VERSION", "help": "another version of PyTorch than this environment's"},
+}
+STUB = Command(
+    "run PyTorch's own CUDA build without a GPU",
+    {},
+    {
+        "install": Command(
+            "download the CUDA build of the PyTorch that is installed, into the user's cache",
+            {
+                "": {
+                    "--torch": {"metavar": "VERSION", "help": "another version, such as 2.6.0"},
+                    "--minimal": {"action": "store_true", "help": "PyTorch alone, without cuDNN, nvrtc and Triton"},
+                    "--uninstall": {"action": "store_true", "help": "remove all that was downloaded and compiled"},
+                }
+            },
+        ),
+        "status": Command("say which builds are here, and whether one runs", {"": _JSON}),
+        "run": Command(
+            "run a command with simulated cards, such as: batchfinder stub run --gpu t4 -- python train.py",
+            {
+                "the cards": _ON_STUB,
+                "": {"argv": {"nargs": "...", "metavar": "COMMAND", "help": "what to run, after --"}},
+            },
+        ),
+    },
+)
 COMMANDS = {
     "sweep": SWEEP,
     "estimate": ESTIMATE,
@@ -376,6 +422,7 @@ COMMANDS = {
     "check": CHECK,
     "reproduce": REPRODUCE,
     "cache": CACHE,
+    "stub": STUB,
     "page": PAGE,
 }
 

@@ -23,6 +23,7 @@ from batchfinder.cache.key import Json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.cli.estimate import as_typed, single_changes
 from batchfinder.cli.sweep_request import CPU, SweepRequest
+from batchfinder.cuda_stub import StubSession
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError, InvalidValue, RecordingFailed
 from batchfinder.estimate.estimate import bytes_over_time
@@ -37,6 +38,7 @@ from batchfinder.report.terminal import words_of
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import SearchResult, Shape, StopReason
 from batchfinder.simulator.steady_state import SimulatedProbe
+from batchfinder.stub_cards import card_of_device, open_session
 from batchfinder.training.spec import StepOptions, WorkloadFacts
 
 _TITANS = ("Titan X Pascal", "GTX Titan X")
@@ -304,7 +306,7 @@ _CPU_ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT", "L
 
 
 def measure_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterator[SweepRow]:
-    """Find every cell of a model on the one device of the request, the longest sequence first; as `simulate_cells`.
+    """Find every cell of a model on each device of the request, the longest sequence first; as `simulate_cells`.
 
     So memory that shorter ones leave behind cannot be in its way. The simulation is for predictions.
 
@@ -313,19 +315,21 @@ def measure_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterato
         ProbeDied: the child process ended, twice, and not for want of memory.
         UserCodeFailed: the user's code raised.
     """
-    with closing(MeasuredCells(cells, status)) as measured:
-        for seq_len in sorted(cells.seq_lens, key=lambda length: length or 0, reverse=True):
-            yield measured.row(seq_len)
+    for card in cells.request.place.cards:
+        with closing(MeasuredCells(cells, card, status)) as measured:
+            for seq_len in sorted(cells.seq_lens, key=lambda length: length or 0, reverse=True):
+                yield measured.row(seq_len)
 
 
 class MeasuredCells:
     """The cells of one model on one device, found by real steps."""
 
-    def __init__(self, cells: ModelCells, status: Callable[[str], object]) -> None:
+    def __init__(self, cells: ModelCells, card: Card, status: Callable[[str], object]) -> None:
         self._cells = cells
         self._status = status
         self._request = request = cells.request
-        (self._card,) = request.place.cards
+        self._card = card
+        self._stub: StubSession | None = None
         self._place = request.place
         self._step = cells.simulation.spec, request.step
         self._facts = cells.simulation.facts()
@@ -354,10 +358,16 @@ class MeasuredCells:
             time_steps=self._time_steps,
         )
 
+    @property
+    def _source(self) -> str:
+        return "stub" if self._place.on_stub else ChildProcessProbe.source
+
     def close(self) -> None:
         """End the child process."""
         if self._probe is not None:
             self._probe.close()
+        if self._stub is not None:
+            self._stub.close()
 
     def _time_steps(self, steps: int) -> None:
         """Have the child, which has been started, time so many steps at least in each try from now on."""
@@ -383,7 +393,9 @@ class MeasuredCells:
         if found.raised:
             self._cell = cell = replace(cell, min_batch_size=2)
         cached, trials = found.result.source == "cache", found.result.trials
-        result = replace(found.result, source=ChildProcessProbe.source, trials=(*found.earlier_trials, *trials))
+        result = replace(found.result, source=self._source, trials=(*found.earlier_trials, *trials))
+        if self._stub is not None:
+            result = replace(result, unmodelled=(*result.unmodelled, *self._stub.report().words()))
         if result.max_batch_size == 0 and result.measurement is not None:
             # What the smallest size would take: tried where there is more memory than may be used, else simulated.
             unmodelled: tuple[str, ...] = ()
@@ -437,7 +449,11 @@ class MeasuredCells:
         if self._probe is None and self._place.device == CPU:
             self._probe = CpuProbe(*self._step, max_peak_bytes)
         elif self._probe is None:
-            self._probe = ChildProcessProbe(*self._step, self._place.device)
+            variables = None
+            if self._place.on_stub:
+                self._stub = open_session([card_of_device(self._card.device)])
+                variables = self._stub.variables()
+            self._probe = ChildProcessProbe(*self._step, self._place.device, environment=variables)
             usable_bytes = self._place.within_budget(self._probe.query_gpu().free_bytes)
             self._card = replace(self._card, device=replace(self._card.device, usable_bytes=usable_bytes))
             max_peak_bytes = self._card.device.with_headroom(reserve).usable_bytes
@@ -459,13 +475,15 @@ class MeasuredCells:
                 extra["RLIMIT_AS"] = limit
         else:
             extra = {"device": "cuda", "capability": self._card.device.compute_capability}
+            if self._place.on_stub:
+                extra["device"] = "cuda stub"
         extra |= cell.options.newer()
         return replace(
             simulated,
-            usable_bytes=place.within_budget(),
+            usable_bytes=place.within_budget(card=self._card),
             allocator={} if place.device == CPU else simulated.allocator,
             tolerance=request.tolerance,
-            source=ChildProcessProbe.source,
+            source=self._source,
             versions={**self._facts.versions, **place.versions},
             extra=extra,
         )

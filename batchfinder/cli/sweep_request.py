@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 
 from batchfinder.cache import Store
 from batchfinder.cli.options import DEFAULT_GPU, card, instance_card, step_options, whole_number
+from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import Card, Device, driver_version, find_gpu, host_name, mps_limit_bytes, present_gpus
 from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
-from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName
+from batchfinder.errors import BatchFinderError, CudaStubUnavailable, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
 from batchfinder.measure.host_limits import available_bytes
 from batchfinder.models.catalog import check_model_name
@@ -39,6 +40,7 @@ class Place:
         versions: of a real GPU's driver and libraries.
         budget_bytes: the most that may be used; None for all there is.
         notes: what the user should know first.
+        on_stub: whether the steps are PyTorch's CUDA build's without a GPU, on cards that the CUDA stub stands in for.
     """
 
     device: str
@@ -46,10 +48,15 @@ class Place:
     versions: dict[str, str] = field(default_factory=dict)
     budget_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    on_stub: bool = False
 
-    def within_budget(self, free_bytes: int | None = None) -> int:
-        """The most that may be used of the one real device, with so much of it free, or with all of it."""
-        size = self.cards[0].device.total_bytes if free_bytes is None else free_bytes
+    def within_budget(self, free_bytes: int | None = None, card: Card | None = None) -> int:
+        """The most that may be used of a device that takes steps, with so much of it free, or with all of it.
+
+        Args:
+            card: which one; None for the only one.
+        """
+        size = (card or self.cards[0]).device.total_bytes if free_bytes is None else free_bytes
         return size if self.budget_bytes is None else min(self.budget_bytes, size)
 
 
@@ -75,12 +82,16 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         if not arguments.gpu and arguments.instance is None:
             return Place(SIMULATED, (card(None if arguments.budget else DEFAULT_GPU, arguments.budget),))
     if arguments.gpu or arguments.instance is not None:
-        if asked not in ("auto", SIMULATED):
-            raise InvalidValue("--device", asked, "simulated or auto with --gpu or --instance, which are simulated")
+        if asked not in ("auto", SIMULATED, "cuda"):
+            raise InvalidValue(
+                "--device", asked, "simulated, cuda or auto with --gpu or --instance, which are not here"
+            )
         count = None if arguments.strategy is not None else whole_number("--gpus", arguments.gpus)
         cards = [card(gpu, arguments.budget, count or 1, arguments.context) for gpu in arguments.gpu or ()]
         if arguments.instance is not None:
             cards.append(instance_card(arguments.instance, arguments.budget, count, arguments.context))
+        if asked == "cuda":
+            return _on_stub(tuple({one.name: one for one in cards}.values()))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
     if arguments.context is not None:
         raise InvalidValue("--context", arguments.context, "a --gpu or an --instance with it, which are simulated")
@@ -142,6 +153,27 @@ def real_gpu(asked: str, budget_bytes: int | None) -> Place:
     shown = name if budget_bytes is None else f"{name}, {format_bytes(budget_bytes)} budget"
     real = Device(facts.name, facts.total_bytes, usable, facts.compute_capability)
     return Place(device, (Card(real, shown),), versions, budget_bytes)
+
+
+def _on_stub(cards: tuple[Card, ...]) -> Place:
+    """The cards as PyTorch's CUDA build meets them on the CUDA stub.
+
+    Raises:
+        CudaStubUnavailable: there is no CUDA build here, or it cannot be run.
+        InvalidValue: one is no NVIDIA GPU.
+    """
+    for one in cards:
+        if one.device.assumed_capability:
+            expected = "NVIDIA GPUs with --device cuda, by their names: PyTorch's CUDA build runs on no others"
+            raise InvalidValue("--gpu", one.name, expected)
+    try:
+        build = find_build()
+    except StubUnavailable as error:
+        raise CudaStubUnavailable(str(error)) from error
+    note = (
+        f"sizes are tried on PyTorch {build.version} without a GPU: the memory is its own, and nothing is said of speed"
+    )
+    return Place("cuda:0", cards, {"torch": build.version}, notes=(note,), on_stub=True)
 
 
 def _host(budget_bytes: int | None) -> Place:
@@ -210,7 +242,8 @@ class SweepRequest:
         Raises:
             InvalidValue: it leaves nothing.
         """
-        usable = self.place.within_budget() if self.place.device != SIMULATED else card.device.usable_bytes
+        simulated = self.place.device == SIMULATED
+        usable = card.device.usable_bytes if simulated else self.place.within_budget(card=card)
         reserve = int(self.headroom * usable) if isinstance(self.headroom, float) else self.headroom
         if reserve >= usable:
             expected = f"less than the {format_bytes(usable)} usable on {card.name}"
@@ -273,8 +306,8 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
         throughput=arguments.throughput,
     )
-    if request.throughput and request.place.device == SIMULATED:
-        expected = "--device cuda or cpu with it: a simulated step takes no time, so its speed is not known"
+    if request.throughput and (request.place.device == SIMULATED or request.place.on_stub):
+        expected = "a real GPU or --device cpu with it: a simulated step takes no time, so its speed is not known"
         raise InvalidValue("--throughput", True, expected)
     if request.throughput and request.options.mode != "train":
         raise InvalidValue("--throughput", True, f"--mode train with it, not {request.options.mode}")

@@ -8,14 +8,10 @@ https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/PackedSeque
 
 from __future__ import annotations
 
-import dis
 import functools
-import itertools
 import operator
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,46 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from batchfinder.recording.kernel_memory import REPLACED, aten
+from batchfinder.recording.value_reads import CHOICES_ASSUMED, WHOLE_NUMBERS, equally_often, plausible_scalar
 
-
-def plausible_scalar(tensor: torch.Tensor, made_by: str, filled_with: float | None) -> bool | int | float:
-    """What a tensor of one element may be taken to hold.
-
-    The constant it was filled with; else True where `all` made it, False for `any` and other tests (nothing is masked,
-    nothing is infinite), 1 for numbers.
-    """
-    if filled_with is not None:
-        value: float = filled_with
-    elif tensor.dtype is torch.bool:
-        value = made_by.startswith(("aten.all", "aten._is_all_true"))
-    else:
-        value = 1.0
-    if tensor.dtype is torch.bool:
-        return bool(value)
-    return float(value) if tensor.dtype.is_floating_point else int(value)
-
-
-def is_asserted() -> bool:
-    """Whether the value that is being read decides an `assert` of the code that called PyTorch.
-
-    The frame stands at the jump that the value decides: over the AssertionError where it is true, or to it where not.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "batchfinder.")):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    following = (each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti)
-    for jump in itertools.islice(following, 2):  # Python 3.13 makes a bool of the value first
-        if "JUMP" in jump.opname and "IF_FALSE" in jump.opname:
-            target = next(each for each in dis.get_instructions(frame.f_code) if each.offset == jump.argval)
-            return target.opname == _FAILS
-        if "JUMP" in jump.opname and "IF_TRUE" in jump.opname:
-            return any(each.opname == _FAILS for each in itertools.islice(following, 2))
-    return False
-
-
-_FAILS = "LOAD_ASSERTION_ERROR"
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
 _FAULTS = frozenset({aten.isnan.default, aten.isinf.default})
 _COMPARISONS: dict[Any, Callable[[float, float], bool]] = {
@@ -146,7 +104,6 @@ def _counts(number: int, each: int) -> torch.Tensor:
 
 
 _MASKS = (torch.bool, torch.uint8)
-WHOLE_NUMBERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _KNOWN_BYTES = 64 << 20
 _CHOICES = {aten.topk.default: 1, aten.argmax.default: None}  # where their indices stand among the outputs
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -236,8 +193,8 @@ class KnownValues:
             return None
         chosen = made[_CHOICES[func] or 0]
         with no_dispatch():
-            indices = (torch.arange(chosen.numel(), device="cpu") % args[0].size(-1)).reshape(chosen.shape)
-        self.assumed["what is largest (experts, classes): each is chosen equally often"] = None
+            indices = equally_often(chosen, args[0].size(-1))
+        self.assumed[CHOICES_ASSUMED] = None
         return [indices] if len(made) == 1 else [None, indices]
 
 

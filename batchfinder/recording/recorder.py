@@ -21,6 +21,7 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.recording import fake_values, kernel_memory, operands, user_kernels
 from batchfinder.recording.fake_device import DEVICE_TYPE, Stream, clock, current_stream, parts_of
 from batchfinder.recording.kernel_memory import aten
+from batchfinder.recording.value_reads import WHOLE_NUMBERS, is_asserted, plausible_scalar
 from batchfinder.simulator.trace import StageMark, TraceStructure
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -275,8 +276,8 @@ class AllocationRecorder(TorchDispatchMode):
                 current_stream().synchronize()
                 block = self._block_of(args[0])
                 made_by = self.operators[block] if block >= 0 else ""
-                value = fake_values.plausible_scalar(args[0], made_by, self._constants.get(block))
-                if not value and args[0].dtype is torch.bool and fake_values.is_asserted():
+                value = plausible_scalar(args[0], made_by, self._constants.get(block))
+                if not value and args[0].dtype is torch.bool and is_asserted():
                     value = True
                 origin = made_by or "an unknown operator"
                 counted = block in self._constants and made_by == "aten.sum.default"  # a number for each size
@@ -317,7 +318,7 @@ class AllocationRecorder(TorchDispatchMode):
         for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self._note_storage(tensor, func, name, args)
-                if tensor.dtype in fake_values.WHOLE_NUMBERS and tensor.layout is torch.strided:
+                if tensor.dtype in WHOLE_NUMBERS and tensor.layout is torch.strided:
                     whole_numbers |= isinstance(tensor, FakeTensor)
         if whole_numbers:
             self.values.follow(func, args, kwargs, output)

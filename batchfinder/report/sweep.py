@@ -196,6 +196,10 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     source = rows[0].result.source
     if source == "measured" and len(usable) == 1:
         title += f", measured on {first.card.name}"
+    elif source == "stub":
+        title += f"{f' on {first.card.name}' if len(usable) == 1 else ''}, tried on the CUDA build without a GPU"
+        if len(usable) > 1:
+            each = f"usable: {', '.join(f'{size} of {gpu}' for gpu, size in usable.items())}"
     elif len(usable) == 1:
         title += f" on {first.card.name}, simulated"
     else:

@@ -22,7 +22,7 @@ import pytest
 from batchfinder.cache import Store
 from batchfinder.cache.key import canonical_json
 from batchfinder.cache.record import write_members
-from batchfinder.cli import estimate, options, profile, reproduce, sweep, sweep_request
+from batchfinder.cli import estimate, options, profile, reproduce, stub, sweep, sweep_request
 from batchfinder.cli.main import main
 from batchfinder.cli.parser import COMMANDS
 from batchfinder.errors import BatchFinderError, InvalidValue
@@ -89,6 +89,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BATCHFINDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("BATCHFINDER_STUB_DIR", str(tmp_path / "stub"))
+    monkeypatch.setattr(stub, "install", end)
+    monkeypatch.setattr(stub, "open_session", end)
     monkeypatch.setattr(sweep_request, "query_gpu", no_card)
     monkeypatch.setattr(options, "_PIPE_SECONDS", 0.001)
     monkeypatch.setattr(options, "MAX_READ_BYTES", 1 << 20)

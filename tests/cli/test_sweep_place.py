@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from batchfinder.cli import sweep_request
 from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import Place, choose_place
 from batchfinder.devices.detect import PresentGpu, visible_gpus
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import CudaStubUnavailable, InvalidValue
 from batchfinder.measure import host_limits
 from batchfinder.measure.child_probe import GpuFacts
 
@@ -169,11 +170,13 @@ def test_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         place_for("--device cpu --budget 2GiB")
 
 
-def test_a_named_card_cannot_be_measured_on() -> None:
-    """What is named by --gpu or --instance is not the card that is here."""
+def test_a_named_card_is_another_than_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What --gpu or --instance names is tried on PyTorch's CUDA build, which must be here; not by a card's number."""
+    monkeypatch.setenv("BATCHFINDER_STUB_DIR", str(tmp_path))
     for named in ("--gpu t4", "--instance p3.2xlarge"):
-        with pytest.raises(InvalidValue) as caught:
+        with pytest.raises(CudaStubUnavailable, match=r"is not here: `batchfinder stub install` downloads it"):
             place_for(f"--device cuda {named}")
-        assert str(caught.value) == (
-            "--device: invalid value 'cuda'; expected simulated or auto with --gpu or --instance, which are simulated."
-        )
+        with pytest.raises(InvalidValue, match=r"--device: invalid value 'cuda:1'; expected simulated, cuda or auto"):
+            place_for(f"--device cuda:1 {named}")
+    with pytest.raises(InvalidValue, match=r"--gpu: invalid value 'MI300X'; expected NVIDIA GPUs with --device cuda"):
+        place_for("--device cuda --gpu mi300x")

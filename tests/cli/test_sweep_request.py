@@ -176,8 +176,8 @@ def test_headroom_that_leaves_nothing() -> None:
         ),
         (
             "--throughput",
-            "--throughput: invalid value True; expected --device cuda or cpu with it: a simulated step takes no time, "
-            "so its speed is not known.",
+            "--throughput: invalid value True; expected a real GPU or --device cpu with it: a simulated step takes no "
+            "time, so its speed is not known.",
         ),
     ],
 )

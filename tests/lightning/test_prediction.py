@@ -491,7 +491,7 @@ def test_the_device_is_what_is_free_with_the_module_and_nothing_else(monkeypatch
 ON_A_GPU = """
 import json, logging, sys, torch
 from tests.lightning import nets
-from tests.lightning.starting import Here, at_start
+from tests.lightning.at_fit_start import Here, at_start
 from tests.lightning.test_prediction import predicted
 
 logging.getLogger("batchfinder").setLevel("INFO")

@@ -388,17 +388,17 @@ def test_in_inference_mode() -> None:
 @pytest.mark.gpu
 def test_the_device_holds_no_copies() -> None:
     """A capture of CUDA weights takes no device memory, and neither does the step it undoes leave any."""
-    model = nn.Linear(512, 512, device="cuda")
+    model = nn.Linear(128, 128, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 512, device="cuda")).sum().backward()
+    model(torch.ones(1, 128, device="cuda")).sum().backward()
     optimizer.zero_grad()
     before, weight = torch.cuda.memory_allocated(), model.weight.detach().cpu()
     with restore_on_exit(model, optimizer) as state:
         assert torch.cuda.memory_allocated() == before
-        torch.nn.functional.dropout(model(torch.ones(1, 512, device="cuda"))).sum().backward()
+        torch.nn.functional.dropout(model(torch.ones(1, 128, device="cuda"))).sum().backward()
         optimizer.step()
     assert torch.cuda.memory_allocated() == before
-    assert state.nbytes == 4 * (512 * 512 + 512)
+    assert state.nbytes == 4 * (128 * 128 + 128)
     assert torch.equal(model.weight.detach().cpu(), weight)
 
 

@@ -1,0 +1,119 @@
+"""`stub`: PyTorch's CUDA build without a GPU: download it, say what is here, run a command on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from batchfinder.cli.main import OK
+from batchfinder.cli.options import one_of, whole_number
+from batchfinder.cuda_stub import CudaBuild, StubUnavailable, find_build, install, installed_builds, uninstall
+from batchfinder.cuda_stub.builds import stub_folder
+from batchfinder.cuda_stub.launch import ADDRESSES, EVENTS
+from batchfinder.errors import CudaStubUnavailable, InvalidValue
+from batchfinder.report.terminal import tell
+from batchfinder.stub_cards import open_session, stub_card
+from batchfinder.units import parse_bytes
+
+_PROBE = (
+    "import torch; x = torch.ones(1 << 20, device='cuda'); (x * 2).sum(); "
+    "print(torch.__version__, torch.cuda.memory_allocated())"
+)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run one of its commands."""
+    try:
+        if arguments.stub_command == "install":
+            if arguments.uninstall:
+                uninstall(tell)
+            else:
+                install(arguments.torch, minimal=arguments.minimal, tell=tell)
+            return OK
+        if arguments.stub_command == "status":
+            return _status(arguments.json)
+        return _run(arguments)
+    except StubUnavailable as error:
+        raise CudaStubUnavailable(str(error)) from error
+
+
+def _status(as_json: bool) -> int:
+    """Which builds are here, and whether the one for this environment runs."""
+    downloaded = installed_builds()
+    found: CudaBuild | None = None
+    problem = ""
+    try:
+        found = find_build()
+        with open_session([stub_card()], build=found, values=False) as session:
+            done = subprocess.run(
+                [sys.executable, "-c", _PROBE],
+                env={**os.environ, **session.variables()},
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                problem = (done.stderr.strip() or f"it ended with {done.returncode}").splitlines()[-1]
+    except (StubUnavailable, CudaStubUnavailable) as error:
+        problem = str(error)
+    if as_json:
+        facts = {
+            "folder": str(stub_folder()),
+            "builds": [build.version for build in downloaded],
+            "used": None if found is None else found.version,
+            "cudnn": found is not None and found.cudnn_folder is not None,
+            "runs": not problem,
+            "problem": problem,
+        }
+        print(json.dumps(facts, indent=1))
+    else:
+        print(f"folder      {stub_folder()}")
+        print(f"downloaded  {', '.join(build.version for build in downloaded) or 'nothing'}")
+        if found is not None:
+            where = "this environment" if found.beside is None else str(found.beside)
+            beside = (
+                "with cuDNN" if found.cudnn_folder is not None else "without cuDNN: convolutions take no workspaces"
+            )
+            print(f"used        PyTorch {found.version} of {where}, {beside}")
+        print(f"runs        {'yes' if not problem else f'no: {problem}'}")
+    return OK
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run a command with simulated cards; its exit code is this one's."""
+    argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
+    if not argv:
+        raise InvalidValue("COMMAND", None, "a command after the options, such as: -- python train.py")
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
+    held = 0 if arguments.held is None else parse_bytes(arguments.held, "--held")
+    count = whole_number("--count", arguments.count)
+    kinds = arguments.gpu or [None if memory is not None else "A100 80GB"]
+    cards = [stub_card(gpu, memory, held) for gpu in kinds for _ in range(count)]
+    session = open_session(
+        cards,
+        build=find_build(arguments.torch),
+        values=not arguments.no_values,
+        events=one_of("--events", arguments.events, EVENTS),
+        addresses=one_of("--addresses", arguments.addresses, ADDRESSES),
+    )
+    with session:
+        try:
+            process = subprocess.Popen(argv, env={**os.environ, **session.variables()})
+        except OSError as error:
+            raise InvalidValue("COMMAND", argv[0], f"a program that can be started ({error.strerror})") from error
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                continue  # it has had the signal, too, and ends as it sees fit
+            except BaseException:
+                process.send_signal(signal.SIGTERM)
+                raise
+        report = session.report()
+    for words in report.words():
+        tell(f"batchfinder: {words}")
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,43 @@
+"""Runs at the start of every Python process on the stub, before anything else: it has a module imported after torch."""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+_VARIABLE = "BATCHFINDER_STUB_AFTER_TORCH"
+
+
+class _AfterTorch:
+    """Imports the modules that the variable names as soon as torch has been imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_go_on(module):
+            run(module)
+            for each in os.environ[_VARIABLE].split():
+                importlib.import_module(each)
+
+        spec.loader.exec_module = run_and_go_on
+        return spec
+
+
+def _run_hidden():
+    """The environment's own sitecustomize, which this one hides."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    searched = [folder for folder in sys.path if os.path.abspath(folder) != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", searched)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if os.environ.get(_VARIABLE):
+    sys.meta_path.insert(0, _AfterTorch())
+_run_hidden()

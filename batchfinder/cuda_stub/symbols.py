@@ -1,0 +1,66 @@
+"""What a shared library asks of others: the libraries it needs, and the symbols that it does not define."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elftools.common.exceptions import ELFError
+from elftools.elf.elffile import ELFFile
+
+from batchfinder.cuda_stub.errors import StubUnavailable
+
+_SYMBOL = struct.Struct("<IBBHQQ")
+_UNDEFINED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Undefined:
+    """A symbol that a library finds elsewhere.
+
+    Attributes:
+        library: the library that its version names; None for one without a version.
+        version: the version's name; None likewise.
+    """
+
+    name: str
+    library: str | None
+    version: str | None
+
+
+def read_undefined(path: Path) -> tuple[list[str], list[Undefined]]:
+    """The libraries that a library needs, and its undefined symbols.
+
+    Raises:
+        StubUnavailable: it is not a whole ELF library.
+    """
+    try:
+        with path.open("rb") as file:
+            elf = ELFFile(file)
+            dynamic: Any = elf.get_section_by_name(".dynamic")
+            table: Any = elf.get_section_by_name(".dynsym")
+            if dynamic is None or table is None:
+                return [], []
+            needed = [tag.needed for tag in dynamic.iter_tags() if tag.entry.d_tag == "DT_NEEDED"]
+            names = elf.get_section(table["sh_link"]).data()
+            versions: Any = elf.get_section_by_name(".gnu.version")
+            numbers = versions.data() if versions is not None else b""
+            known: dict[int, tuple[str, str]] = {}
+            required: Any = elf.get_section_by_name(".gnu.version_r")
+            if required is not None:
+                for library, all_of_it in required.iter_versions():
+                    known.update({each["vna_other"]: (library.name, each.name) for each in all_of_it})
+            found = []
+            for index, (name, _info, _other, section, _value, _size) in enumerate(_SYMBOL.iter_unpack(table.data())):
+                if section != _UNDEFINED or not name:
+                    continue
+                number = struct.unpack_from("<H", numbers, 2 * index)[0] & 0x7FFF if numbers else 0
+                library, version = known.get(number, (None, None))
+                found.append(Undefined(names[name : names.index(b"\0", name)].decode(), library, version))
+            return needed, found
+    except (ELFError, struct.error, ValueError, UnicodeDecodeError) as error:
+        raise StubUnavailable(f"{path} is not a whole library ({error}): install its package again") from error
+    except OSError as error:
+        raise StubUnavailable(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,251 @@
+"""Programs of several processes and of several ranks, and ordinary scripts, on the stub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchfinder.stub_cards import open_session, stub_card
+from batchfinder.testing import CudaStubFixture, StubProcessFailed
+
+pytestmark = pytest.mark.cuda_build
+
+DDP = """
+import json, os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+torch.manual_seed(rank)
+model = DistributedDataParallel(torch.nn.Linear(16, 16).cuda(), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(3):
+    model(torch.full((4, 16), float(rank + step), device="cuda")).square().mean().backward()
+    optimizer.step(); optimizer.zero_grad()
+weights = [None] * dist.get_world_size()
+dist.all_gather_object(weights, model.module.weight.detach().cpu().tolist())
+objects = [{"from": rank}]
+dist.broadcast_object_list(objects, src=1)
+free = torch.tensor([torch.cuda.mem_get_info()[0]], device="cuda")
+dist.all_reduce(free, op=dist.ReduceOp.MIN)
+print("RANK" + json.dumps([rank, weights[0] == weights[1], objects[0]["from"], free.item() >> 30]), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_under_torchrun(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
+    """DDP with a device for NCCL's group: weights stay equal though the ranks began otherwise, objects come across."""
+    script = tmp_path / "train.py"
+    script.write_text(DDP)
+    cards = [stub_card("A100", 16 << 30), stub_card("A100", 16 << 30, held_bytes=4 << 30)]
+    with open_session(cards) as session:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
+            env={**os.environ, **session.variables()}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        report = session.report()
+    ranks = sorted(json.loads(rank) for rank in re.findall(r"RANK(\[.*?\])", done.stdout))
+    assert ranks == [[0, True, 1, 11], [1, True, 1, 11]], done.stderr[-3000:]
+    assert report.unwritten == ()
+
+
+SHARDED = """
+import json, os, sys, torch, torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="64", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+sys.modules["torch.distributed.rendezvous"]._create_c10d_store = lambda *a, **k: dist.HashStore()
+c10d._store_based_barrier = lambda *a, **k: None
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+dist.init_process_group("nccl")
+config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=4, num_attention_heads=64,
+                     num_key_value_heads=8, vocab_size=128256, use_cache=False)
+with torch.device("meta"):
+    model = LlamaForCausalLM(config)
+policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+for layer in model.model.layers:
+    fully_shard(layer, mp_policy=policy)
+fully_shard(model, mp_policy=policy)
+model.to_empty(device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.zeros(1, 4096, dtype=torch.long, device="cuda")
+for step in range(2):
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step(); optimizer.zero_grad()
+print("PEAKS" + json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]))
+"""
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_one_rank_of_sixty_four_alone(cuda_stub: CudaStubFixture, tmp_path: Path, values: bool) -> None:
+    """FSDP2 of four layers of a 70B model on an H100: a shard of the weights, and what is gathered; DTensors are followed."""
+    script = tmp_path / "rank.py"
+    script.write_text(SHARDED)
+    with open_session([stub_card("H100")], ranks=False, values=values) as session:
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env={**os.environ, **session.variables()},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    allocated, reserved = json.loads(done.stdout.partition("PEAKS")[2] or "[0, 0]")
+    assert 15 << 30 < allocated <= reserved < 40 << 30, done.stderr[-3000:]
+
+
+TRAINER = """
+import random, sys, torch
+from torch.utils.data import Dataset
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+class Texts(Dataset):
+    def __init__(self, number):
+        rng = random.Random(number)
+        self.lengths = [rng.randint(10, 60) for _ in range(number)]
+    def __len__(self): return len(self.lengths)
+    def __getitem__(self, at):
+        return {"input_ids": [1 + at % 98] * self.lengths[at], "labels": at % 2}
+
+def collate(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor([row["labels"] for row in rows])}
+
+config = BertConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+arguments = TrainingArguments(sys.argv[1], per_device_train_batch_size=16, num_train_epochs=2, fp16=True, logging_steps=1,
+    eval_strategy="epoch", save_strategy="epoch", report_to=[], dataloader_num_workers=2, dataloader_pin_memory=True)
+trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=Texts(64), eval_dataset=Texts(16), data_collator=collate)
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+assert len(losses) == 8 and all(0.1 < float(loss) < 5 for loss in losses), losses
+assert all(entry["grad_norm"] == entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)
+"""
+
+
+def test_an_ordinary_script(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
+    """transformers' Trainer with a scaler, padding, workers, pinned memory, evaluation and checkpoints, as it is."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    seen = cuda_stub(gpu="T4").run_script(script, str(tmp_path / "out"))
+    assert seen.exit_code == 0, seen.output[-3000:]
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 2
+    assert seen.peak_allocated_bytes > 1 << 20
+    assert (seen.num_ooms, seen.report.unwritten) == (0, ())
+
+
+QLORA = """
+import sys, torch, bitsandbytes, peft
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+config = LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, vocab_size=8000)
+AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(sys.argv[1])
+quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_type="nf4")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], quantization_config=quantized, device_map={"": 0})
+assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+model = peft.get_peft_model(peft.prepare_model_for_kbit_training(model), peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+optimizer = bitsandbytes.optim.PagedAdamW8bit(model.parameters())
+ids = torch.randint(0, 8000, (2, 256)).cuda()
+for step in range(2):
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_qlora(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
+    """bitsandbytes' own CUDA library, whose symbols the stub has read too."""
+    pytest.importorskip("bitsandbytes")
+    script = tmp_path / "train.py"
+    script.write_text(QLORA)
+    seen = cuda_stub(gpu="RTX 4090").run_script(script, str(tmp_path / "model"))
+    assert seen.exit_code == 0, seen.output[-3000:]
+    assert 30 << 20 < seen.peak_allocated_bytes < 2 << 30
+
+
+def test_two_processes_on_one_card(cuda_stub: CudaStubFixture) -> None:
+    """Those of one job share what the card has."""
+
+    def share() -> list[int]:
+        import multiprocessing
+
+        import torch
+
+        torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
+        held = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+        pool = multiprocessing.get_context("spawn").Pool(1)
+        free = pool.apply(torch.cuda.mem_get_info)[0]
+        pool.terminate()
+        return [free >> 20, torch.cuda.mem_get_info()[0] >> 20, held.numel() >> 30]
+
+    seen = cuda_stub(gpu="A100", memory="8GiB").run(share)
+    assert seen.result == [5 << 10, 5 << 10, 2]
+
+
+def test_ends_of_processes(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
+    """A process that dies, one that hangs, a script that fails, and an error that is the function's own."""
+
+    def die() -> None:
+        import os
+
+        print("last words", flush=True)
+        os.abort()
+
+    def hang() -> None:
+        import time
+
+        time.sleep(60)
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(StubProcessFailed, match=r"die ended with -6:\nlast words") as caught:
+        cuda_stub().run(die)
+    assert caught.value.exit_code == -6
+    with pytest.raises(StubProcessFailed, match="hang, after 8 s, ended with -9"):
+        cuda_stub(timeout=8).run(hang)
+    with pytest.raises(KeyError, match="mine") as own:
+        cuda_stub().run(fail)
+    assert "in a process on the CUDA stub:" in own.value.__notes__[0]
+    script = tmp_path / "exits.py"
+    script.write_text("import sys\nprint('so long')\nsys.exit(5)\n")
+    ended = cuda_stub().run_script(script)
+    assert (ended.exit_code, ended.output) == (5, "so long\n")
+
+
+def sweep(*arguments: str, **more: Any) -> dict[str, Any]:
+    """The command line's answer."""
+    command = [sys.executable, "-m", "batchfinder", *arguments, "--json"]
+    done = subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_a_sweep_by_real_tries(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
+    """Sizes that run and sizes that do not, on cards that are named: PyTorch's own word; and the next start asks the cache."""
+    options = ("sweep", "--device", "cuda", "--gpu", "t4", "--gpu", "h100", "--model", "bert-base", "--seq-len", "512")
+    first = sweep(*options, BATCHFINDER_CACHE=str(tmp_path))["rows"]
+    assert [(row["gpu"], row["source"], row["stopped_by"]) for row in first] == [
+        ("T4", "stub", "out_of_memory"), ("H100 80GB", "stub", "out_of_memory"),
+    ]  # fmt: skip
+    assert [row["max_batch_size"] for row in first] == [42, 253]
+    assert all(row["peak_reserved_bytes"] <= row["budget_bytes"] for row in first)
+    again = sweep(*options, BATCHFINDER_CACHE=str(tmp_path))["rows"]
+    assert [(row["max_batch_size"], row["source"], row["trials"]) for row in again] == [
+        (42, "cache", 1),
+        (253, "cache", 1),
+    ]
+
+
+def test_a_card_of_the_stub_is_found_like_a_real_one(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
+    """A sweep within `stub run` asks nvidia-smi and PyTorch for the card, and measures on it."""
+    command = ["stub", "run", "--gpu", "t4", "--", sys.executable, "-m", "batchfinder", "sweep", "--model", "bert-base"]
+    (row,) = sweep(*command, "--seq-len", "512", "--max-batch-size", "4", BATCHFINDER_CACHE=str(tmp_path))["rows"]
+    assert (row["gpu"], row["source"], row["max_batch_size"], row["stop"]) == ("T4", "measured", 4, "cap")
