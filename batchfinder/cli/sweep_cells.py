@@ -37,6 +37,7 @@ from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.report.terminal import words_of
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import SearchResult, Shape, StopReason
+from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.stub_cards import card_of_device, open_session
 from batchfinder.training.spec import StepOptions, WorkloadFacts
@@ -93,6 +94,7 @@ class ModelCells:
 def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheKey:
     """Everything that changes a simulated cell's result."""
     device, options = cell.card.device, cell.options
+    workspaces = {name: os.environ[name] for name in (CUBLAS_WORKSPACES,) if name in os.environ}
     return CacheKey(
         model=facts.fingerprint,
         gpu=device.name,
@@ -106,7 +108,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         attention=options.attention or "",
         gradient_checkpointing=bool(options.gradient_checkpointing),
         accumulation=request.step.micro_batches,
-        allocator=asdict(request.allocator),
+        allocator=asdict(request.allocator) | workspaces,
         max_batch_size=request.max_batch_size,
         floor=request.min_batch_size,
         multiple_of=request.multiple_of,

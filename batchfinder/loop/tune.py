@@ -83,7 +83,6 @@ def process_settings(device: torch.device) -> dict[str, Json]:
         **found,
         "cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.version()],
         "attention": [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()],
-        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     }
 
 

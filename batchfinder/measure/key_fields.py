@@ -16,7 +16,7 @@ from batchfinder.cache.key import Json
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Shape
-from batchfinder.simulator.alloc_conf import VARIABLES
+from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES, VARIABLES
 
 _MALLOC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
 
@@ -25,8 +25,8 @@ def measured_key_fields(
     memory: Memory, limits: SearchLimits, device: torch.device, shape: Shape, optimizers: Sequence[Any]
 ) -> dict[str, Any]:
     """The device, the search's limits and the optimizers, as fields of a `CacheKey`."""
-    # The environment variables that change how the device's allocator works.
-    variables = VARIABLES if device.type == "cuda" else _MALLOC
+    # The environment variables that change what is allocated on the device, and how.
+    variables = (*VARIABLES, CUBLAS_WORKSPACES) if device.type == "cuda" else _MALLOC
     return {
         "gpu": memory.name,
         "total_bytes": memory.total_bytes,

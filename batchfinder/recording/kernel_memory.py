@@ -11,6 +11,8 @@ Tensors of attention are (batch, heads, tokens, head size), as the operators tak
 from __future__ import annotations
 
 import functools
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from batchfinder.errors import RecordingFailed
 from batchfinder.recording.fake_device import DEVICE_TYPE
+from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES
 from batchfinder.simulator.blocks import round_up
 
 aten = torch.ops.aten
@@ -143,13 +146,17 @@ def _writes_lists(func: Any) -> bool:
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     """Bytes of one cuBLAS workspace: `:4096:2:16:8` (KiB x count pairs), or 32 MiB on Hopper and Blackwell.
 
-    One belongs to each pair of handle and stream, and a thread has handles of its own. cuBLASLt shares it
+    `CUBLAS_WORKSPACE_CONFIG` says otherwise, in such pairs; Lightning sets it to `:4096:8` with `deterministic=True`.
+    One workspace belongs to each pair of handle and stream, and a thread has handles of its own. cuBLASLt shares it
     (https://github.com/pytorch/pytorch/pull/168175), so it takes nothing more.
 
     Source: `parseChosenWorkspaceSize`, `setWorkspaceForHandle` and `getCUDABlasLtWorkspace` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/cuda/CublasHandlePool.cpp; Blackwell since
     https://github.com/pytorch/pytorch/pull/175344.
     """
+    asked = re.findall(r":([0-9]+):([0-9]+)", os.environ.get(CUBLAS_WORKSPACES, ""))
+    if asked:
+        return sum(int(size) * int(count) for size, count in asked) << 10
     return 32 << 20 if capability[0] in (9, 10, 12) else (2 * 4096 + 8 * 16) << 10
 
 

@@ -10,6 +10,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.units import MIB
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+CUBLAS_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"  # how large they are, which the allocator does not decide
 """The environment variables that PyTorch reads, in its order; the first that is set counts."""
 
 _INTERVALS = 16  # one rounding division per power of two from 1 MiB to 32 GiB; AllocatorConfig.cpp

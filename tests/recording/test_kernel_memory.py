@@ -85,6 +85,15 @@ def test_cublas_workspace(capability: tuple[int, int], size: int) -> None:
     assert cublas_workspace_bytes(capability) == size
 
 
+@pytest.mark.parametrize(
+    ("asked", "size"), [(":4096:8", 32 << 20), (":16:8", 128 << 10), (":4096:2:16:8", 8_519_680), ("none", 8_519_680)]
+)
+def test_the_environment_says_how_large_workspaces_are(monkeypatch: pytest.MonkeyPatch, asked: str, size: int) -> None:
+    """In pairs of KiB and count, as PyTorch reads them, which takes its own where it can read none."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", asked)
+    assert cublas_workspace_bytes((8, 0)) == size
+
+
 def test_a_workspace_for_each_thread(record: Record) -> None:
     """The first product in the forward takes one, the first in the backward another, and both stay."""
     trace = record(attention, 2, LENGTH)
