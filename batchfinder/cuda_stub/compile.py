@@ -22,7 +22,7 @@ from pathlib import Path
 
 from batchfinder.cuda_stub.builds import CudaBuild, packages_on_torch, stub_folder
 from batchfinder.cuda_stub.errors import StubUnavailable
-from batchfinder.cuda_stub.symbols import Undefined, read_undefined
+from batchfinder.cuda_stub.symbols import Undefined, read_names, read_undefined
 
 SOURCES = Path(__file__).parent / "sources"
 _MARK = "complete"
@@ -172,6 +172,11 @@ def _compile_all(build: CudaBuild, libraries: Iterable[Path], compiler: list[str
             base = _library_of(symbol)
             if base is not None and (symbol.library is None or sonames.get(base, symbol.library) == symbol.library):
                 symbols[base].setdefault(symbol.name, symbol.version)
+    # PyTorch looks up the driver's functions by their names, all of them when it first needs one.
+    for name in read_names(own / "libc10_cuda.so", r"(?:cu[A-Z]|nvml)\w+"):
+        base = _library_of(Undefined(name, None, None))
+        if base is not None:
+            symbols[base].setdefault(name, None)
     if "cudart" not in sonames:
         raise StubUnavailable(
             f"PyTorch {build.version} does not use the CUDA runtime as a shared library, so the stub cannot stand in"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._guards import active_fake_mode
 
-from batchfinder.errors import MissingExtra
+from batchfinder.errors import InvalidValue, MissingExtra
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -194,6 +194,12 @@ def _of_library(module: str, name: str, extra: str, parameters: Iterable[nn.Para
     return optimizer
 
 
+def _muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise InvalidValue("optimizer", "muon", f"one that PyTorch {torch.__version__} has; Muon is in 2.9 and later")
+    return torch.optim.Muon(parameters, lr=_LEARNING_RATE)
+
+
 _PAGED = "states of a paged optimizer lie in CUDA's managed memory, whose pages on the card are not counted"
 _COMPILED = "torchao's compiled update of 4-bit states is taken to be what PyTorch 2.13 compiles for large parameters"
 
@@ -216,7 +222,7 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
         partial(_of_library, "torchao.optim", "AdamW4bit", "optimizers"), AdamW4bitStates, assumed=_COMPILED
     ),
     "lion": NamedOptimizer(partial(_of_library, "lion_pytorch", "Lion", "optimizers"), LionStates),
-    "muon": NamedOptimizer(partial(torch.optim.Muon, lr=_LEARNING_RATE), matrices_only=True),
+    "muon": NamedOptimizer(_muon, matrices_only=True),
     "schedule-free": NamedOptimizer(
         partial(_of_library, "schedulefree", "AdamWScheduleFree", "optimizers"), ScheduleFreeStates
     ),

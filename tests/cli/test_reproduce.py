@@ -225,10 +225,13 @@ def test_the_page_of_published_tables_is_what_the_command_prints(everything: dic
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_lengths_between_two_recorded_ones_are_not_recorded(everything: dict[str, Any], kept: Sources) -> None:
-    """Each way to train a BERT of the zoo is recorded twice, for all lengths, and once more at its largest answer."""
+    """Each way to train a BERT of the zoo is recorded twice, for all lengths, and once more at its largest answer.
+
+    Two ways, of BERT large, have no answer beyond the larger of the two recorded sizes.
+    """
     zoo = [source for asked, source in kept.items() if "adamw_8bit" in asked or "models:build_workload" in asked]
     assert len(zoo) == 2 * (4 + 2) + 3
-    assert [source.recordings for source in zoo] == [3] * len(zoo)
+    assert sorted(source.recordings for source in zoo) == [2, 2] + [3] * (len(zoo) - 2)
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measuring]:
         with (
             Simulation(request.options.workload(model), request.step) as simulation,
             contextlib.closing(
-                MeasuredCells(ModelCells(model, simulation, (32, 16), request), said.append)
+                MeasuredCells(ModelCells(model, simulation, (32, 16), request), request.place.cards[0], said.append)
             ) as measured,
         ):
             yield measured.row, said, store

@@ -236,23 +236,21 @@ def test_a_garbage_threshold_and_a_fraction(cuda_stub: CudaStubFixture) -> None:
     assert threshold.result[1]
 
 
+def pooled() -> list[Any]:
+    """A block in a pool of its own and one outside."""
+    import torch
+
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    outside = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    segments = torch.cuda.memory_snapshot()
+    pools = {tuple(each["segment_pool_id"]) for each in segments}
+    return [len(segments), len(pools), inside.numel() + outside.numel()]
+
+
 def test_pools_snapshots_and_history(cuda_stub: CudaStubFixture) -> None:
     """A pool of its own is not mixed with others'; what happened is in order, with the sizes that were asked for."""
-
-    def pooled() -> list[Any]:
-        import torch
-
-        pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(pool):
-            inside = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
-        outside = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
-        segments = torch.cuda.memory_snapshot()
-        return [
-            len(segments),
-            len({tuple(each["segment_pool_id"]) for each in segments}),
-            inside.numel() + outside.numel(),
-        ]
-
     seen = cuda_stub(memory="2GiB", values=False, keep_events=True).run(pooled)
     assert seen.result == [2, 2, 6 << 20]
     made = [event["size"] for event in seen.events[0] if event["action"] == "alloc"]

@@ -169,6 +169,38 @@ def test_qlora(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
     assert 30 << 20 < seen.peak_allocated_bytes < 2 << 30
 
 
+LONGFORMER = """
+from transformers import LongformerConfig, LongformerForSequenceClassification  # before torch, which it asks for
+import torch
+from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+found, indices_of = [], LongformerSelfAttention._get_global_attn_indices
+def seen(mask):
+    found.append(indices_of(mask))
+    return found[-1]
+LongformerSelfAttention._get_global_attn_indices = staticmethod(seen)
+config = LongformerConfig(vocab_size=99, attention_window=[16] * 2, num_hidden_layers=2, hidden_size=32,
+                          num_attention_heads=2, intermediate_size=32, max_position_embeddings=130, pad_token_id=1)
+model = LongformerForSequenceClassification(config).cuda()
+batch = {name: torch.ones(3, 64, dtype=torch.long).cuda() for name in ("input_ids", "attention_mask")}
+model(**batch, labels=torch.zeros(3, dtype=torch.long).cuda()).loss.backward()
+print("GLOBAL", [(int(most), *map(len, local)) for most, local, *_ in found])
+"""
+
+
+def test_a_mask_in_floating_point_is_followed(tmp_path: Path) -> None:
+    """Longformer attends globally to one token of each row, and says so in floats; transformers looks for torch first."""
+    script = tmp_path / "longformer.py"
+    script.write_text(LONGFORMER)
+    with open_session([stub_card("A100", 16 << 30)]) as session:
+        environment = {**os.environ, **session.variables()}
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200
+        )
+        report = session.report()
+    assert "GLOBAL [(1, 3, 3), (1, 3, 3)]" in done.stdout, done.stderr[-3000:]
+    assert report.words() == ()
+
+
 def test_two_processes_on_one_card(cuda_stub: CudaStubFixture) -> None:
     """Those of one job share what the card has."""
 

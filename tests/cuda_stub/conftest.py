@@ -50,6 +50,8 @@ def small_build(folder: Path, cuda: tuple[int, int] = (13, 0)) -> CudaBuild:
     body = "".join(f"extern int {function}(void);\n" for function in every)
     body += f"int all(void) {{ return {' + '.join(f'{function}()' for function in every)}; }}\n"
     compile_library(torch / "lib", "libtorch_cuda.so", body, f"-L{beside}", *(f"-l:{name}" for name in names))
+    looked_up = 'const char *names[] = {"cuFirstLookedUp", "nvmlFirstLookedUp", "cut short", "curious"};\n'
+    compile_library(torch / "lib", "libc10_cuda.so", looked_up)
     version = f"9.9.0+cu{cuda[0]}{cuda[1]}"
     (torch / "version.py").write_text(f"__version__ = '{version}'\ncuda = '{cuda[0]}.{cuda[1]}'\n")
     return CudaBuild(version, cuda, torch, folder, None, None, 92000, 22907)

@@ -44,6 +44,15 @@ def test_a_driver_entry_that_is_not_there_fails_when_it_is_called(program: Progr
     assert program(code) == [801, True, True, 0]
 
 
+def test_what_pytorch_looks_up_by_its_name_is_there(program: Program) -> None:
+    """Older ones look up all of the driver's functions when they first need one, and end where one is missing."""
+    code = """
+        there = [hasattr(cuda, name) for name in ("cuFirstLookedUp", "nvmlFirstLookedUp", "curious")]
+        answer([*there, cuda.cuFirstLookedUp(), cuda.nvmlFirstLookedUp()])
+        """
+    assert program(code) == [True, True, False, 801, 3]
+
+
 FAT = """
         import struct
         def binary(*architectures):

@@ -9,18 +9,20 @@ _VARIABLE = "BATCHFINDER_STUB_AFTER_TORCH"
 
 
 class _AfterTorch:
-    """Imports the modules that the variable names as soon as torch has been imported."""
+    """Imports the modules that the variable names once torch is imported, which is not when something looks for it."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        spec = next((each for each in others if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def run_and_go_on(module):
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             run(module)
             for each in os.environ[_VARIABLE].split():
                 importlib.import_module(each)

@@ -1,0 +1,94 @@
+"""What an older PyTorch with CUDA 12 does on the stub; `batchfinder stub install --torch 2.6.0 --minimal` brings it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchfinder.cuda_stub import CudaBuild, StubUnavailable, find_build
+from batchfinder.stub_cards import open_session, stub_card
+from batchfinder.testing import CudaStubFixture
+from tests.cuda_build.test_memory_paths import embedding_backward, fragmented, graphs, out_of_memory, pooled
+from tests.cuda_build.test_processes import DDP
+
+pytestmark = pytest.mark.cuda_build
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def older() -> CudaBuild:
+    """PyTorch 2.6.0, whose CUDA is 12.4."""
+    try:
+        return find_build("2.6.0")
+    except StubUnavailable as error:
+        pytest.skip(str(error))
+
+
+def trained(precision: str) -> list[float]:
+    """Losses of a small encoder, and what it took at most."""
+    import torch
+
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(100, 64), torch.nn.TransformerEncoder(layer, 2), torch.nn.Linear(64, 100)
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=precision == "fp32")
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "float16")
+    ids = torch.randint(0, 100, (4, 32), device="cuda")
+    losses = []
+    for _ in range(4):
+        with torch.autocast("cuda", getattr(torch, precision, None), enabled=precision != "fp32"):
+            loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16", "float16"])
+def test_a_model_learns(cuda_stub: CudaStubFixture, older: CudaBuild, precision: str) -> None:
+    """With values, as on any device."""
+    seen = cuda_stub(gpu="A100", build=older).run(trained, precision)
+    assert seen.result[-1] < seen.result[0] < 10
+    assert seen.report.unwritten == ()
+
+
+def test_its_allocator(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
+    """Out of memory with its own words, fragments, expandable segments, pools, graphs, and a kernel of CUB's."""
+    said, ooms, retries, again, (free, total) = (
+        cuda_stub(memory="4GiB", held="512MiB", build=older).run(out_of_memory).result
+    )
+    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4.00 GiB of which 512.00 MiB is free." in said
+    assert (ooms, retries, again, free, total) == (1, 1, 1 << 30, 512 * MIB, 4 << 30)
+    for allocator, reserved in (("", 600), ("expandable_segments:True", 600), ("roundup_power2_divisions:2", 608)):
+        seen = cuda_stub(memory="8GiB", allocator=allocator, values=False, build=older).run(fragmented)
+        assert seen.result["reserved_bytes.all.peak"] == reserved * MIB
+    assert cuda_stub(memory="2GiB", values=False, build=older).run(pooled).result == [2, 2, 6 << 20]
+    assert cuda_stub(memory="8GiB", build=older).run(graphs).result == [True, False, True, True, 512]
+    assert cuda_stub(gpu="RTX 4090", values=False, build=older).run(embedding_backward).result > 2 * 30000 * 64 * 4
+
+
+def test_two_of_its_ranks(cuda_stub: CudaStubFixture, older: CudaBuild, tmp_path: Path) -> None:
+    """torchrun and NCCL of its version."""
+    script = tmp_path / "train.py"
+    script.write_text(DDP)
+    with open_session(
+        [stub_card("A100", 16 << 30), stub_card("A100", 16 << 30, held_bytes=4 << 30)], build=older
+    ) as session:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
+            env={**os.environ, **session.variables()}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+    ranks: list[Any] = sorted(json.loads(rank) for rank in re.findall(r"RANK(\[.*?\])", done.stdout))
+    assert ranks == [[0, True, 1, 11], [1, True, 1, 11]], done.stderr[-3000:]
