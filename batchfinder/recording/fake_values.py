@@ -21,7 +21,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from batchfinder.recording.kernel_memory import REPLACED, aten
-from batchfinder.recording.value_reads import CHOICES_ASSUMED, WHOLE_NUMBERS, equally_often, plausible_scalar
+from batchfinder.recording.value_reads import (
+    ANY_BYTES,
+    CHOICES_ASSUMED,
+    FROM_HOST_BYTES,
+    WHOLE_NUMBER_BYTES,
+    WHOLE_NUMBERS,
+    equally_often,
+    most_bytes,
+    plausible_scalar,
+)
 
 _COPIES = frozenset({aten._to_copy.default, aten.clone.default})
 _FAULTS = frozenset({aten.isnan.default, aten.isinf.default})
@@ -104,18 +113,17 @@ def _counts(number: int, each: int) -> torch.Tensor:
 
 
 _MASKS = (torch.bool, torch.uint8)
-_KNOWN_BYTES = 64 << 20
 _CHOICES = {aten.topk.default: 1, aten.argmax.default: None}  # where their indices stand among the outputs
 _RANDOM = torch.Tag.nondeterministic_seeded
 _UNINITIALIZED = ("aten::empty", "aten::new_empty")
 
 
 class KnownValues:
-    """Values of whole numbers on the fake GPU, computed on the CPU beside the recording.
+    """Values of small tensors on the fake GPU, computed on the CPU beside the recording.
 
     They start from the batch, from buffers and from operators that fill tensors, and go on through every operator that
     reads nothing else. What a model computes with its weights has no values, but for the experts that a router chooses:
-    these are taken in turn, so that all get the same share. Tensors of more than 64 MiB are not followed.
+    these are taken in turn, so that all get the same share. How large a tensor may be is in `value_reads`.
 
     Attributes:
         assumed: what was taken to be so, in words, for `Trace.unmodelled`.
@@ -126,13 +134,9 @@ class KnownValues:
         self.assumed: dict[str, None] = {}
 
     def give(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Say what a tensor on the fake GPU holds."""
-        if (
-            isinstance(tensor, FakeTensor)
-            and tensor.dtype in WHOLE_NUMBERS
-            and not isinstance(values, FakeTensor)
-            and values.untyped_storage().nbytes() <= _KNOWN_BYTES
-        ):
+        """Say what a tensor on the fake GPU holds, which comes from the host."""
+        most = WHOLE_NUMBER_BYTES if tensor.dtype in WHOLE_NUMBERS else FROM_HOST_BYTES
+        if isinstance(tensor, FakeTensor) and not isinstance(values, FakeTensor) and values.nbytes <= most:
             tensor.batchfinder_values = values  # type: ignore[attr-defined]
 
     def of(self, tensor: Any) -> torch.Tensor | None:
@@ -151,7 +155,7 @@ class KnownValues:
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 known = self.of(leaf)
-                if known is None:
+                if known is None or known.layout is not torch.strided or known.nbytes > most_bytes(func, known.dtype):
                     return None
                 leaves[number] = known
             elif isinstance(leaf, torch.device):
@@ -164,25 +168,41 @@ class KnownValues:
             return None
 
     def follow(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Give an operator's outputs on the fake GPU their values, or forget those of the tensor it wrote to."""
-        made = pytree.tree_leaves(output)
-        if sum(each.untyped_storage().nbytes() for each in made if isinstance(each, torch.Tensor)) > _KNOWN_BYTES:
+        """Give an operator's outputs on the fake GPU their values, or forget those of the tensors it wrote to."""
+        mutable, first = func._schema.is_mutable, args[0] if args else None
+        if isinstance(first, FakeTensor) and not mutable and func not in _CHOICES and self.of(first) is None:
+            return
+        leaves = pytree.tree_leaves(output)
+        made = [each for each in leaves if isinstance(each, torch.Tensor)]
+        strided = all(each.layout is torch.strided and not each.is_nested for each in made)
+        fits = strided and all(each.nbytes <= most_bytes(func, each.dtype) for each in made)
+        if not fits or not (made or mutable):
             values: Any = None
         elif func in _CHOICES:
-            values = self._choices(func, args, made)
+            values = self._choices(func, args, leaves)
         elif (constant := filled_with(func, args)) is not None:
             with no_dispatch():
-                values = torch.full(output.shape, constant, dtype=output.dtype, device="cpu")
+                shape = output.shape if output.nbytes <= ANY_BYTES or output.dtype in WHOLE_NUMBERS else ()
+                values = torch.full(shape, constant, dtype=output.dtype, device="cpu").expand(output.shape)
         else:
             values = self.result(func, args, kwargs)
         if values is None:
-            written = self.of(args[0]) if func._schema.is_mutable and args else None
-            if written is not None:
-                self._lost[written.untyped_storage()._cdata] = written
+            if mutable:
+                self.forget(func, args, kwargs)
             return
-        for tensor, known in zip(made, pytree.tree_leaves(values), strict=True):
+        for tensor, known in zip(leaves, pytree.tree_leaves(values), strict=True):
             if isinstance(tensor, FakeTensor) and isinstance(known, torch.Tensor) and tensor.shape == known.shape:
-                self.give(tensor, known)
+                tensor.batchfinder_values = known  # type: ignore[attr-defined]
+
+    def forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Forget what the tensors held that an operator writes to."""
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                for tensor in written if isinstance(written, (list, tuple)) else (written,):
+                    values = self.of(tensor)
+                    if values is not None and values is not tensor:
+                        self._lost[values.untyped_storage()._cdata] = values
 
     def _choices(self, func: Any, args: Any, made: list[Any]) -> list[torch.Tensor | None] | None:
         """Indices that go through all there is to choose from, one after the other."""
@@ -239,7 +259,7 @@ def output_of_values(
             else:
                 with no_dispatch():
                     # Of a mask that was expanded over the features, how many it selects is enough.
-                    few = known.numel() <= _KNOWN_BYTES // 8
+                    few = known.numel() <= WHOLE_NUMBER_BYTES // 8
                     places = known.nonzero().unbind(1) if few else ()
                     selected = int(known.sum())
                 if not few:
@@ -261,7 +281,8 @@ def output_of_values(
                 selected = int(mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())
             return new(selected, dtype=tensor.dtype), True, 0
         return new(torch.broadcast_shapes(tensor.shape, args[1].shape).numel(), dtype=tensor.dtype), False, 0
-    known_output = values.result(func, args, kwargs)
+    packs = func is aten._pack_padded_sequence.default  # of full length, whatever is in it
+    known_output = None if packs else values.result(func, args, kwargs)
     if known_output is not None and tensor.device.type == "cpu":
         return known_output, True, 0
     if known_output is not None:

@@ -21,7 +21,7 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.recording import fake_values, kernel_memory, operands, user_kernels
 from batchfinder.recording.fake_device import DEVICE_TYPE, Stream, clock, current_stream, parts_of
 from batchfinder.recording.kernel_memory import aten
-from batchfinder.recording.value_reads import WHOLE_NUMBERS, is_asserted, plausible_scalar
+from batchfinder.recording.value_reads import is_asserted, plausible_scalar
 from batchfinder.simulator.trace import StageMark, TraceStructure
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -268,12 +268,13 @@ class AllocationRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         self._on_operator(name)
         if func is _ITEM:
+            if args[0].device.type == DEVICE_TYPE:
+                current_stream().synchronize()
             values = self.values.of(args[0]) if isinstance(args[0], FakeTensor) else None
             if values is not None:
                 with no_dispatch():
                     return values.item()
             if args[0].device.type == DEVICE_TYPE:
-                current_stream().synchronize()
                 block = self._block_of(args[0])
                 made_by = self.operators[block] if block >= 0 else ""
                 value = plausible_scalar(args[0], made_by, self._constants.get(block))
@@ -293,8 +294,10 @@ class AllocationRecorder(TorchDispatchMode):
                 self.unmodelled["two tensors that are compared by torch.equal are taken to be equal"] = None
             return equal is not False
         if kernel_memory.only_writes(func, args):
+            self.values.forget(func, args, kwargs)
             return None
         if (self._sums_in_place and sums_gradients_in_place(func, args)) or scatters_in_place(func, args):
+            self.values.forget(func, args, kwargs)
             return args[0]
         if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
             in_backward = torch._C._current_autograd_node() is not None
@@ -314,14 +317,10 @@ class AllocationRecorder(TorchDispatchMode):
             output = self._run_custom(func, name, args, kwargs)
         else:
             output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
-        whole_numbers = False
         for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
                 self._note_storage(tensor, func, name, args)
-                if tensor.dtype in WHOLE_NUMBERS and tensor.layout is torch.strided:
-                    whole_numbers |= isinstance(tensor, FakeTensor)
-        if whole_numbers:
-            self.values.follow(func, args, kwargs, output)
+        self.values.follow(func, args, kwargs, output)
         self.flops += kernel_memory.product_flops(func, args, kwargs, output)
         written = args[0] if func._schema.is_mutable and args else None
         if isinstance(written, torch.Tensor) and written.device.type == DEVICE_TYPE:

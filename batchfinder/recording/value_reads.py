@@ -9,6 +9,7 @@ import dis
 import itertools
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -16,6 +17,79 @@ WHOLE_NUMBERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, tor
 """Types of ids, masks, lengths and counters."""
 
 CHOICES_ASSUMED = "what is largest (experts, classes): each is chosen equally often"
+
+ANY_BYTES = 256 << 10
+"""Floating-point tensors up to this size are computed by every operator."""
+FROM_HOST_BYTES = 1 << 20
+"""Floating-point tensors up to this size are copied from the host; larger ones are weights and images."""
+SIMPLE_BYTES = 16 << 20
+"""Floating-point tensors up to this size are computed by operators that read each number once, as masks are made."""
+WHOLE_NUMBER_BYTES = 64 << 20
+"""Whole numbers and masks up to this size are computed."""
+
+# Operators that read each number once, or as often as they write one, besides those that PyTorch calls pointwise.
+_READ_ONCE = frozenset(
+    {
+        "copy",
+        "_to_copy",
+        "clone",
+        "fill",
+        "zero",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+        "where",
+        "masked_fill",
+        "masked_scatter",
+        "sum",
+        "any",
+        "all",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "mean",
+        "prod",
+        "cumsum",
+        "flip",
+        "roll",
+        "repeat",
+        "expand",
+        "tril",
+        "triu",
+        "arange",
+        "linspace",
+        "full",
+        "ones",
+        "zeros",
+        "scatter",
+        "index_put",
+        "constant_pad_nd",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "embedding",
+        "one_hot",
+        "lift_fresh_copy",
+        "_unsafe_view",
+        "slice_scatter",
+        "select_scatter",
+    }
+)
+
+
+def most_bytes(op: Any, dtype: torch.dtype) -> int:
+    """How large what an operator reads and makes may be for its values to be computed."""
+    if dtype in WHOLE_NUMBERS or op.is_view:
+        return WHOLE_NUMBER_BYTES
+    name = op._schema.name.removeprefix("aten::").rstrip("_")
+    return SIMPLE_BYTES if torch.Tag.pointwise in op.tags or name in _READ_ONCE else ANY_BYTES
+
 
 _FAILS = "LOAD_ASSERTION_ERROR"
 # What PyTorch calls that asks a tensor whether all of it is so.

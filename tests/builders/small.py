@@ -129,19 +129,19 @@ class Reading(nn.Module):
         if self.way == "nonzero":
             return out.view(-1)[: torch.nonzero(mask).size(0)]
         if self.way == "tolist":
-            return out * x[0].tolist()[0]
+            return out * out[0].tolist()[0]
         if self.way == "numpy":
             return out * x.cpu().numpy()[0, 0]
         if self.way == "written":
             count = torch.zeros((), device=x.device)
-            count += 16
+            count += 16 * out.detach()[0, 0]
             return out * count.item()
         if self.way == "asserted":
             assert (out < 7).sum() < 8
             assert out.isfinite().any()
             return out
         if self.way == "filled":
-            return out * torch.zeros((), device=x.device).fill_(3).item()
+            return out * out.detach().mean().fill_(3).item()
         if self.way.startswith("known"):
             return out * self._known(x)
         if self.way == "eigenvalues":
@@ -159,7 +159,9 @@ class Reading(nn.Module):
         if self.way == "known to the CPU":
             return int(numbers.cpu()[4] * torch.tensor([numbers[1]], device=x.device)[0])
         view = numbers[:2]
-        view += (x[:2, 0] > 0).long() if self.way == "known no more" else 1
+        view += (self.linear(x)[:2, 0] > 0).long() if self.way == "known no more" else 1
+        if self.way == "known in floating point":
+            return int((((1.0 - mask.float()) * torch.finfo(torch.float32).min) < 0).sum() * x[:1, 0].cos().ceil()[0])
         return int(numbers.sum())
 
 

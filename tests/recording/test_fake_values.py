@@ -28,9 +28,9 @@ Record = Callable[..., Trace]
         ("mask", "aten.index.Tensor: its output is taken to be as large as it can get"),
         ("nonzero", "aten.nonzero.default: its output is taken to be as large as it can get"),
         ("written", "a value read from a tensor made by aten.zeros.default is taken to be 1.0"),
-        ("filled", "a value read from a tensor made by aten.zeros.default is taken to be 3.0"),
+        ("filled", "a value read from a tensor made by aten.mean.default is taken to be 3.0"),
         ("asserted", "a value read from a tensor made by aten.lt.Scalar is taken to be True"),
-        ("tolist", "a value read from a tensor made by aten.empty_strided.default is taken to be 1.0"),
+        ("tolist", "a value read from a tensor made by aten.addmm.default is taken to be 1.0"),
     ],
 )
 def test_reading_a_value_is_answered(record: Record, way: str, told: str) -> None:
@@ -41,7 +41,9 @@ def test_reading_a_value_is_answered(record: Record, way: str, told: str) -> Non
     assert sum(k == "gradient" for k in trace.structure.kinds) == 4
 
 
-@pytest.mark.parametrize("way", ["known count", "known shape", "known to the CPU", "known in place"])
+@pytest.mark.parametrize(
+    "way", ["known count", "known shape", "known to the CPU", "known in place", "known in floating point"]
+)
 def test_what_comes_from_no_weight_is_known(record: Record, way: str) -> None:
     """Counts, lengths and grids of a batch are computed beside the recording, through views and copies."""
     assert record(partial(small.reading, way), 8).unmodelled == ("kernels' small scratch tensors",)

@@ -33,23 +33,18 @@ from torch.library import Library
 
 from batchfinder.recording.cuda_build.host_operators import ON_HOST, RUNTIME, Attention
 from batchfinder.recording.value_reads import (
+    ANY_BYTES,
     CHOICES_ASSUMED,
+    FROM_HOST_BYTES,
+    WHOLE_NUMBER_BYTES,
     WHOLE_NUMBERS,
     equally_often,
     is_asserted,
+    most_bytes,
     plausible_scalar,
 )
 
 KNOWN, ASSUMED = 1, 2
-ANY_BYTES = 256 << 10
-"""Tensors up to this size are computed by every operator."""
-FROM_HOST_BYTES = 1 << 20
-"""Floating-point tensors up to this size are copied from the host; larger ones are weights and images."""
-SIMPLE_BYTES = 16 << 20
-"""Floating-point tensors up to this size are computed by operators that read each number once, as masks are made."""
-WHOLE_NUMBER_BYTES = 64 << 20
-"""Whole numbers and masks up to this size are computed."""
-
 aten = torch.ops.aten
 _key = torch._C.DispatchKey
 _BELOW = torch._C._dispatch_keyset_full_after(_key.BackendSelect)
@@ -200,8 +195,7 @@ class _Followed:
         self._mutates = schema.is_mutable
         self._is_random = torch.Tag.nondeterministic_seeded in op.tags
         self._answers_on_host = self._name in _ANSWERED_ON_HOST
-        simple = torch.Tag.pointwise in op.tags or self._name.rstrip("_") in _SIMPLE
-        self._limit = sys.maxsize if self._name == "zero_" else SIMPLE_BYTES if simple else ANY_BYTES
+        self._limit = sys.maxsize if self._name == "zero_" else most_bytes(op, torch.float32)
         # What an operator writes, by place and name, and whether it reads it too: not where it is given its outputs, or
         # writes all of a tensor, as a copy or a fill does.
         self._written: dict[int | str, bool] = {}
@@ -564,60 +558,6 @@ def _of_a_number(op: Any, of_a_tensor: Any, place: int, beside: int) -> Callable
     return run
 
 
-# Operators that read each number once, or as often as they write one, besides those that PyTorch calls pointwise.
-_SIMPLE = frozenset(
-    {
-        "copy",
-        "_to_copy",
-        "clone",
-        "fill",
-        "zero",
-        "cat",
-        "stack",
-        "index",
-        "index_select",
-        "gather",
-        "where",
-        "masked_fill",
-        "masked_scatter",
-        "sum",
-        "any",
-        "all",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "mean",
-        "prod",
-        "cumsum",
-        "flip",
-        "roll",
-        "repeat",
-        "expand",
-        "tril",
-        "triu",
-        "arange",
-        "linspace",
-        "full",
-        "ones",
-        "zeros",
-        "scatter",
-        "index_put",
-        "constant_pad_nd",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "embedding",
-        "one_hot",
-        "lift_fresh_copy",
-        "_unsafe_view",
-        "slice_scatter",
-        "select_scatter",
-    }
-)
 # Operators that write all of what they are given, whatever it held.
 _OVERWRITES = frozenset(
     {
