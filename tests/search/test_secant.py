@@ -260,6 +260,14 @@ def test_flat_at_first_with_a_prediction(answer, share, error):
     assert failures(outcome) <= 1
 
 
+def test_peaks_that_rise_late_do_not_lead_past_a_right_prediction():
+    """Reserved memory grows in jumps: a line through the peaks of 448 and 518 says 614, and 528 is right."""
+    probe = FunctionProbe(lambda size, _: int(MIB * (974 + max(0, size - 448) * 0.3 + max(0, size - 528) * 30)), GIB)
+    outcome = find_max_batch_size(probe, Shape(), search=Secant(probe.capacity_bytes, predicted=528))
+    assert [trial.batch_size for trial in outcome.trials] == [448, 518, 533, 528]
+    assert failures(outcome) == 1
+
+
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
 @pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("tolerance", [0.01, 0.0])
