@@ -12,9 +12,9 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
@@ -39,6 +39,7 @@ from batchfinder.errors import NotSplittable
 DISTINCT = 32  # samples that are compared at first, and kept at most
 SCANNED = 2048  # samples that are looked at where lengths differ, for at most SCAN_SECONDS
 SCAN_SECONDS = 10.0
+DRAWN = 3  # batches of samples as they come that a trial has beside those of the longest
 MADE = 8  # batches that are compared where the loader has no samples
 
 _WHOLE_DATASET = (SequentialSampler, RandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -169,6 +170,21 @@ class SampleBatches:
         """Collate a batch of the samples, which are repeated as often as it takes."""
         return self._collate(self._samples(longest), batch_size)
 
+    def others(self, batch_size: int) -> list[Callable[[], Any]]:
+        """Make batches of other lengths, as an epoch has them: padded ones as long as the longest, and as they come.
+
+        Models that leave a mask out where it is full take more memory for a padded batch, and lengths that change
+        split the cache's blocks. None where no length differs.
+        """
+        samples, seen = self._first
+        longest = self._samples(longest=True) if seen.longest else []
+        if not longest or batch_size <= len(longest):
+            return []
+        draw = random.Random(0)
+        padded = [*longest, *[seen.shortest] * (batch_size - len(longest))]
+        drawn = [draw.choices(samples, k=batch_size) for _ in range(DRAWN)]
+        return [partial(self._collate, each, batch_size) for each in (padded, *drawn, padded)]
+
     def mixed(self, batch_size: int) -> Any:
         """Collate samples spread over the first 32 that are looked at."""
         samples, _ = self._first
@@ -217,6 +233,10 @@ class MadeBatches:
         return with_batch_size(self._made[-1], batch_size)
 
     mixed = batch
+
+    def others(self, batch_size: int) -> list[Callable[[], Any]]:
+        """Make the batch with the smallest samples, in so many copies, where it is another one."""
+        return [partial(with_batch_size, self._made[0], batch_size)] if len(self._made) > 1 else []
 
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
         """The batch with the largest samples, and the one with the smallest, cut to as many of them."""

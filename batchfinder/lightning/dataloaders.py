@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning_fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning_fabric.utilities.exceptions import MisconfigurationException
@@ -273,6 +273,45 @@ class ProbeBatches:
                 batch = found.stretch(batch, seq_len)
             made.append(batch)
         return combine_batches(self._combined, made)
+
+    def others(self, batch_size: int, seq_len: int | None = None) -> list[Callable[[], Any]]:
+        """Make the batches that an epoch has beside full ones of the longest samples: of other lengths, and the last.
+
+        After the smaller last batch the cache's blocks are split, and a full one may not find room any more. Where
+        several loaders make up a batch, those of other lengths come from each, and no last one is told.
+        """
+        if self.make_batch is not None:
+            return []
+        each = [] if seq_len is not None else [samples.others(batch_size) for _, samples in self._used]
+
+        @_refused()
+        def combined(number: int) -> Any:
+            parts = zip(each, self._used, strict=True)
+            full = (made[number]() if number < len(made) else samples.batch(batch_size) for made, (_, samples) in parts)
+            return combine_batches(self._combined, list(full))
+
+        made: list[Callable[[], Any]] = [partial(combined, number) for number in range(max(map(len, each), default=0))]
+        last = self.last_batch_size(batch_size)
+        # One of a single sample changes little, and a batch norm raises on it in training as well.
+        return [*made, partial(self.batch, last, seq_len)] if last > 1 else made
+
+    def last_batch_size(self, batch_size: int) -> int:
+        """How large an epoch's last batch is where it is smaller and the trainer gets there; else 0."""
+        if self.make_batch is not None or len(self._used) != 1 or self.source.name != "train_dataloader":
+            return 0
+        loader, samples = self._used[0][0], self.dataset_size()
+        sampler = getattr(loader, "batch_sampler", None)
+        now, total = batch_size_of(loader), sized_len(getattr(sampler, "sampler", None))
+        if samples is None or now is None or total is None or getattr(sampler, "drop_last", True):
+            return 0
+        if sized_len(sampler) != -(-total // now):
+            return 0  # it makes batches by a rule of its own
+        batches, trainer = -(-samples // batch_size), cast(Any, self.trainer)
+        share = trainer.limit_train_batches
+        if trainer.overfit_batches or (share < batches if isinstance(share, int) else share < 1):
+            return 0
+        steps = -(-batches // trainer.accumulate_grad_batches)
+        return samples % batch_size if trainer.max_steps == -1 or trainer.max_steps > steps else 0
 
     @_refused()
     def mixed(self, batch_size: int) -> Any:

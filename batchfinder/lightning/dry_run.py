@@ -7,7 +7,7 @@ an epoch's or a run's last hooks save files and finish loggers, and take no memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,29 +15,29 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import Callback
 
 from batchfinder.lightning.batch_size import Applied, set_attribute
 from batchfinder.lightning.compat import (
+    callbacks_of,
     detects_anomaly,
+    is_a,
+    is_lightnings_own,
     new_evaluation_loop,
     new_fit_loop,
     set_loader,
+    signal_connector,
     silence,
 )
 from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import local_only
 from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
 from batchfinder.results import Measurement, Shape
+from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import StageLoop
-from collections.abc import Iterable, Mapping
-
-from pytorch_lightning.callbacks import Callback
-
-from batchfinder.lightning.compat import callbacks_of, is_a, is_lightnings_own, signal_connector
-from batchfinder.snapshot.training_state import TrainingState
 
 MakeBatch = Callable[[], Any]
 
@@ -50,12 +50,20 @@ class DryRun:
     callbacks: ActiveCallbacks
 
     def fit(
-        self, make_batch: MakeBatch, length: int, stands_for: Any, micro_batches: int, check: SteadyStateCheck
+        self,
+        make_batch: MakeBatch,
+        length: int,
+        stands_for: Any,
+        micro_batches: int,
+        check: SteadyStateCheck,
+        others: Sequence[MakeBatch] = (),
     ) -> None:
         """Take two optimizer steps, or more, in which no process waits for another.
 
         Args:
             make_batch: returns a new micro-batch on the host.
+            others: return new micro-batches of other sizes and lengths, each of which ends a step after these two; a
+                step like the first ones follows.
             length: how many batches an epoch is said to have.
             stands_for: the user's loader, whose dataset or sampler a step may ask for.
             micro_batches: how many go into one optimizer step.
@@ -70,13 +78,14 @@ class DryRun:
         steps = PEAK_STEPS * len(trainer.optimizers)
         loader = ProbeLoader(
             make_batch,
-            PEAK_STEPS * micro_batches,
+            (PEAK_STEPS + len(others) + bool(others)) * micro_batches,
             length,
             check,
             trainer.accumulate_grad_batches,
             # Manual optimization steps when it likes.
             lambda: module.automatic_optimization or loop.epoch_loop.global_step >= steps,
             stands_for,
+            {(PEAK_STEPS + number + 1) * micro_batches - 1: other for number, other in enumerate(others)},
         )
         set_loader(loop, loader)
         with local_only(trainer), torch.autograd.set_detect_anomaly(detects_anomaly(trainer)):
@@ -116,8 +125,9 @@ class DryRun:
 class ProbeLoader:
     """An iterable that ends when enough steps were taken, and says it is longer, so that no epoch comes to its end.
 
-    It gives `least` batches. Then, after each step of `micro_batches`, it gives more until `has_stepped`, up to
-    `MAX_BATCHES_WITHOUT_STEP`, and while the check goes on. Other attributes are those of the loader it `stands_for`.
+    It gives `least` batches, of which some are `others`, by their places. Then, after each step of `micro_batches`, it
+    gives more until `has_stepped`, up to `MAX_BATCHES_WITHOUT_STEP`, and while the check goes on. Other attributes are
+    those of the loader it `stands_for`.
     """
 
     make_batch: MakeBatch
@@ -127,6 +137,7 @@ class ProbeLoader:
     micro_batches: int = 1
     has_stepped: Callable[[], bool] = field(default=lambda: True)
     stands_for: Any = None
+    others: Mapping[int, MakeBatch] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         # The dataset or the sampler, for code of the user's that asks `trainer.train_dataloader`.
@@ -147,7 +158,7 @@ class ProbeLoader:
             ):
                 return
             with self.check.loading():
-                batch = self.make_batch()
+                batch = self.others.get(given, self.make_batch)()
             yield batch
             given += 1
 
@@ -227,7 +238,14 @@ class LightningProbe:
             if config.alone:
                 dry_run.evaluate(*tried, check)
             elif config.train is None:
-                dry_run.fit(*tried, config.micro_batches(batch_size), check)
+                full, length, loaders = tried
+
+                def made(make: MakeBatch, counts: bool) -> Any:
+                    session.stepping.counts = counts
+                    return make()
+
+                others = [partial(made, other, False) for other in self.batches.others(batch_size, shape.seq_len)]
+                dry_run.fit(partial(made, full, True), length, loaders, config.micro_batches(batch_size), check, others)
             else:
                 size, train_shape, batches = config.train
                 dry_run.fit(*loaded(batches, size, train_shape), min(PEAK_MICRO_BATCHES, config.accumulation), check)

@@ -70,6 +70,8 @@ _PRECISIONS = {
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOGGING = ("log", "log_dict", "print")
 _BLOCK_BYTES = 512
+_BELOW_FOR_LAST = 0.1
+"""How far below the largest size one is looked for that runs after an epoch's smaller last batch."""
 _NO_FUSED_ATTENTION = (3, 7)
 """A CPU has a fused attention as well, but not with dropout; where it runs, the prediction is too low."""
 
@@ -84,6 +86,7 @@ def predict_batch_size(
     device: Device,
     cap: int | None = None,
     seconds: float = SECONDS,
+    last_batch_size: Callable[[int], int] = lambda batch_size: 0,
 ) -> int | None:
     """Predict the largest batch size. Nothing of the user's is changed, and no process is left behind.
 
@@ -95,6 +98,7 @@ def predict_batch_size(
         device: from `simulated_device`.
         cap: the largest size of use; None for none.
         seconds: the time limit of all recordings together.
+        last_batch_size: how large an epoch's smaller last batch is, by the batch size; 0 where there is none.
 
     Returns:
         The largest size, 0 if nothing fits; a rough guess above `cap` where far more than that fits. None where the
@@ -158,7 +162,7 @@ def predict_batch_size(
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         probe = SimulatedProbe(TraceSource(submit, [None]), memory, AllocatorSettings.from_environment())
         on_host = trainer.strategy.root_device.type == "cpu"
-        predicted = largest_on_host(probe) if on_host else largest_on_gpu(probe, cap)
+        predicted = largest_on_host(probe) if on_host else largest_on_gpu(probe, cap, last_batch_size)
     except Exception as error:
         reason = f"{error}" if isinstance(error, NotRecordable) else f"{type(error).__name__}: {error}"
         log.info("BatchFinder: no prediction from a simulated step: %s", reason)
@@ -186,8 +190,10 @@ def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, 
     return Device(memory.name, max(usable, memory.total_bytes), usable, capability)
 
 
-def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> int:
-    """The largest size that the recorded step runs at.
+def largest_on_gpu(
+    probe: SimulatedProbe, cap: int | None = None, last_batch_size: Callable[[int], int] = lambda batch_size: 0
+) -> int:
+    """The largest size that the recorded step runs at, and goes on at after an epoch's smaller last batch.
 
     `cap` is the largest of use; where a line through two peaks ends at twice that, the line is answer enough.
     """
@@ -195,7 +201,13 @@ def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> int:
     if cap is not None and line > 2 * cap:
         return line
     # Batches of a few sizes are there to be recorded, so the answer is not confirmed at its own: real trials do that.
-    return search_simulated(probe, Shape(), confirm=False).max_batch_size
+    found = search_simulated(probe, Shape(), confirm=False).max_batch_size
+    for size in range(found, found - int(_BELOW_FOR_LAST * found) - 1, -max(1, found // 200)):
+        last = last_batch_size(size)
+        # The last batch of a size a little smaller is another one: half of the size and a quarter stand for these.
+        if not last or all(probe.fits_after(each, size, Shape()) for each in (last, size // 2, size // 4) if each > 1):
+            return size
+    return found
 
 
 def largest_on_host(probe: SimulatedProbe) -> int:

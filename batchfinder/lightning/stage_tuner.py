@@ -290,6 +290,7 @@ class StageTuner:
                     ),
                     cap,
                     seconds=seconds,
+                    last_batch_size=self._batches.last_batch_size,
                 )
             ),
             "asked for a prediction",

@@ -209,9 +209,11 @@ class SteppingCheck:
 
     Attributes:
         stopped: whether none stepped in the last trial, though one did in an earlier trial.
+        counts: whether a step now is one of the size that is tried; set while batches of another size are.
     """
 
     stopped: bool = False
+    counts: bool = True
     _stepped: bool = False
     _stepped_before: bool = False
     _compared: bool = False
@@ -222,9 +224,9 @@ class SteppingCheck:
 
         def note(optimizer: Optimizer, arguments: object, options: object) -> None:
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._stepped = self._stepped or any(parameter.grad is not None for parameter in parameters)
+            self._stepped |= self.counts and any(parameter.grad is not None for parameter in parameters)
 
-        self._stepped = False
+        self._stepped, self.counts = False, True
         hook = register_optimizer_step_post_hook(note)
         try:
             yield

@@ -211,6 +211,18 @@ def test_bounded():
     assert data.reads == longest_samples.DISTINCT + longest_samples.SCANNED
 
 
+def test_batches_of_other_lengths():
+    """Padded ones are as wide as the longest and have a short one; between them are some as they come."""
+    data = Sentences([5 + index % 20 for index in range(40)])
+    made = SampleBatches(DataLoader(data, collate_fn=pad))
+    assert made.others(1) == []
+    padded, *drawn, again = (make()["ids"] for make in made.others(4))
+    assert padded.shape == again.shape == (4, 24)
+    assert [int(row.count_nonzero()) for row in padded] == [23, 4, 4, 4]
+    assert len({batch.shape[1] for batch in drawn}) > 1
+    assert SampleBatches(DataLoader(Rows(100))).others(4) == []
+
+
 def test_source_and_target():
     """The longest source and the longest target both count, as a padded batch is as wide as either."""
     data = Sentences([5, 40, 6, 7], [4, 9, 30, 8])

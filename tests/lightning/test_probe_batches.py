@@ -236,3 +236,32 @@ def test_errors_of_the_users_own():
 
     with pytest.raises(KeyError, match="no such column"):
         probing(DataLoader(Rows(22), collate_fn=broken)).batch(2)
+
+
+def test_the_smaller_last_batch_is_tried_where_training_gets_to_it() -> None:
+    """An epoch of 50 in batches of 16 ends with 2, in batches of 7 with one, which is left out; 10 leave none."""
+
+    def last(size: int, drop_last: bool = False, **settings: Any) -> list[int]:
+        batches = probing(DataLoader(Rows(50), batch_size=4, drop_last=drop_last))
+        for name, value in settings.items():
+            setattr(batches.trainer, name, value)
+        batches.trainer.fit_loop.epoch_loop.max_steps = settings.get("steps", -1)
+        return [len(make()) for make in batches.others(size)]
+
+    assert (last(16), last(7), last(10), last(60)) == ([2], [], [], [50])
+    assert last(16, drop_last=True) == []
+    assert last(16, limit_train_batches=3) == last(16, limit_train_batches=0.9) == last(16, overfit_batches=2) == []
+    assert last(16, limit_train_batches=4) == [2]
+    assert (last(16, steps=4), last(16, steps=5)) == ([], [2])
+    several = probing([DataLoader(Rows(50), batch_size=4), DataLoader(Rows(50), batch_size=4)])
+    assert several.others(16) == []
+    assert probing(None, lambda size, length: torch.zeros(size, 3)).others(16) == []
+
+
+def test_a_made_batch_of_other_lengths_has_both_loaders_parts() -> None:
+    """Sentences vary and rows do not: each of the batches has a part of each."""
+    both = probing([DataLoader(Texts(), batch_size=4, collate_fn=pad), DataLoader(Rows(50), batch_size=4)])
+    made = [make() for make in both.others(6)]
+    assert {len(rows) for _, rows in made} == {6}
+    assert made[0][0]["input_ids"].shape == (6, 12)
+    assert not made[0][0]["mask"].all()
