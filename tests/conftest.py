@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Where `BATCHFINDER_NO_SKIPS` is set, as in CI's CUDA stage, a test that is skipped fails."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("BATCHFINDER_NO_SKIPS"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped: {report.longrepr}"
+    return report
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ def test_reasons_say_what_went_wrong_and_nothing_of_this_machine(tmp_path: Path)
     assert coverage.reason(said) == "no depth"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_type_of_each_kind_is_recorded(tmp_path: Path) -> None:
     """Text with and without experts, images, speech, and images with text: each works in both precisions."""

@@ -8,6 +8,7 @@ from benchmarks.measured.case import record
 from benchmarks.measured.torchtitan.cases import cases
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_of_eight() -> None:
     """Llama 3.1 8B on 8 H100 without compiling, 28 to 82 GiB reserved: within 0.2 %."""

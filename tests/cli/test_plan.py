@@ -52,6 +52,7 @@ def planner(
         yield Planner(str(file), asked, card("a100 40gb", "1GiB"), 8, Shape(2048), simulation, line)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plan_is_the_first_of_the_grid_that_trains(planner: Planner) -> None:
     """Every combination by itself, at budgets from less than the least to all that is needed: the answer is the first

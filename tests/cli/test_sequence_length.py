@@ -31,6 +31,7 @@ MODELS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["a window"])
 def test_the_longest_fits_and_the_next_does_not(model: str, tmp_path: Path) -> None:

@@ -118,16 +118,14 @@ def gpt2_bytes(compiled: bool) -> list[tuple[int, int]]:
 @with_cudnn
 @pytest.mark.timeout(600)
 def test_a_language_model_eager_and_compiled(cuda_stub: CudaStubFixture) -> None:
-    """Inductor, Triton and ptxas compile, and the graph that runs takes what it takes without values."""
+    """Inductor, Triton and ptxas compile with values followed, and the graph that runs takes half of what eager does."""
     eager = cuda_stub(memory="80GiB").run(gpt2_bytes, False)
     plain = cuda_stub(memory="80GiB", values=False).run(gpt2_bytes, False)
     assert plain.result[-1] == (4_598_571_520, 5_385_486_336)
     assert eager.result[-1] == (4_598_309_376, 5_385_486_336)  # the mask is known to be full, so that there is none
     shutil.rmtree(stub_folder() / "caches" / find_build().version, ignore_errors=True)
-    cold = cuda_stub(memory="80GiB", values=False, timeout=500).run(gpt2_bytes, True)
-    cached = cuda_stub(memory="80GiB", timeout=500).run(gpt2_bytes, True)
-    assert cached.result[-1][0] == 2_349_183_488
-    assert abs(cold.result[-1][0] - cached.result[-1][0]) < 2 * MIB
+    compiled = cuda_stub(memory="80GiB", timeout=500).run(gpt2_bytes, True)
+    assert compiled.result[-1][0] == 2_349_183_488
 
 
 def embedding_backward() -> int:

@@ -83,6 +83,7 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "batchfinder[ray]" in said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_sweep_survives_a_node_and_its_driver(tmp_path: Path) -> None:

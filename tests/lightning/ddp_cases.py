@@ -176,8 +176,8 @@ def predicted(rank: int) -> list[Any]:
     """The first rank alone records its step, for no longer than the others wait, and all start from the prediction."""
     asked: list[Any] = []
 
-    def predict(*args: Any, seconds: float) -> int:
-        answer = predict_batch_size(*args, seconds=seconds)
+    def predict(*args: Any, seconds: float, **options: Any) -> int:
+        answer = predict_batch_size(*args, seconds=seconds, **options)
         asked.append([answer is not None and answer > 23, seconds])
         return 20
 

@@ -15,6 +15,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="no resident peak 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 @on_linux
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
@@ -31,6 +32,7 @@ def test_two_searches_answer_alike() -> None:
     assert all(one["peak"] <= one["limit"] and one["trained"] <= 1.01 * one["limit"] for one in seen), seen
 
 
+@pytest.mark.exhaustive
 @on_linux
 @pytest.mark.slow
 def test_the_order_of_lengths_does_not_change_the_answers() -> None:

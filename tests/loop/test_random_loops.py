@@ -28,6 +28,7 @@ def processes() -> Iterator[Forks]:
         yield started
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_answer_trains_and_nothing_clearly_larger(processes: Forks, seed: int) -> None:
