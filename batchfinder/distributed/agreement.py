@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -274,6 +275,9 @@ class AgreedEntry:
             self._entry.put(result)
 
 
+_fake_backends: WeakKeyDictionary[Any, FakeProcessGroup] = WeakKeyDictionary()
+
+
 @contextmanager
 def local_collectives() -> Iterator[None]:
     """Give every process group of several ranks PyTorch's fake backend: no collective waits for another rank.
@@ -288,7 +292,11 @@ def local_collectives() -> Iterator[None]:
     # `pg_map` (torch/distributed/distributed_c10d.py, PyTorch 2.13) has all groups that this process is in. A group
     # keeps one backend for each type that it was given, and uses the last for a device; no CPU or GPU has UCC's type.
     for group in [group for group in c10d._world.pg_map if group.size() > 1]:
-        fake = FakeProcessGroup._create_internal(group.rank(), group.size())
+        # One for each group: `setBackend` (torch/csrc/distributed/c10d/ProcessGroup.hpp, PyTorch 2.13) gives the first
+        # of a type the group's bound device, and refuses another of that type which has none.
+        if group not in _fake_backends:
+            _fake_backends[group] = FakeProcessGroup._create_internal(group.rank(), group.size())
+        fake = _fake_backends[group]
         name = group.group_name  # its backends have it
         for device in group._device_types:
             replaced.append((group, device, group._get_backend(device)))
@@ -308,8 +316,12 @@ def forget_used_parameters(model: DistributedDataParallel) -> None:
     With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
     with `static_graph` it would wait for as many gradients as all trials had. Nothing is broadcast.
     """
-    if not (model.find_unused_parameters or model.static_graph):
-        return
+    if model.find_unused_parameters or model.static_graph:
+        renew_reducer(model)
+
+
+def renew_reducer(model: DistributedDataParallel) -> None:
+    """Give DDP a new reducer, as before its first forward: it builds its buckets anew in the second one."""
     # As `DistributedDataParallel.__setstate__` makes it (torch/nn/parallel/distributed.py, PyTorch 2.13).
     vars(model).update(reducer=None, logger=None)  # the old one's hooks and buckets go with it
     parameters, sparse = model._build_params_for_reducer()

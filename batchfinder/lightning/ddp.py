@@ -14,7 +14,13 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfinder.distributed.agreement import Ranks, connect_groups, local_collectives
+from batchfinder.distributed.agreement import (
+    Ranks,
+    connect_groups,
+    forget_used_parameters,
+    local_collectives,
+    renew_reducer,
+)
 from batchfinder.lightning.compat import collective_timeout, synchronize_before_forward
 
 
@@ -32,10 +38,14 @@ def data_parallel_size(trainer: Trainer) -> int:
 
 
 @contextmanager
-def local_only(trainer: Trainer) -> Iterator[None]:
+def local_only(trainer: Trainer, as_in_training: bool = False) -> Iterator[None]:
     """Let steps synchronize nothing: no gradients, buffers, metrics or flags. What DDP holds stays in memory.
 
     FSDP gathers and frees as in training, from this rank alone.
+
+    Args:
+        as_in_training: whether steps go through DDP, with a new reducer, which takes as much as the gradients once more
+            while it builds its buckets anew in the second forward. `end_trials` has to follow on all ranks.
     """
     if trainer.world_size == 1:
         yield
@@ -43,7 +53,13 @@ def local_only(trainer: Trainer) -> Iterator[None]:
     strategy = trainer.strategy
     wrapped = strategy.model
     if isinstance(wrapped, DistributedDataParallel):
-        strategy.model = trainer.lightning_module
+        if as_in_training and _reduces_locally(wrapped):
+            renew_reducer(wrapped)
+            # The fake backend's answer is none to DDP.
+            wrapped.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
+            wrapped._comm_hooks.clear()
+        else:
+            strategy.model = trainer.lightning_module
     vars(strategy)["broadcast"] = lambda obj, src=0: obj  # the fake backend receives no object
     try:
         with local_collectives():
@@ -51,6 +67,27 @@ def local_only(trainer: Trainer) -> Iterator[None]:
     finally:
         vars(strategy).pop("broadcast", None)
         strategy.model = wrapped
+
+
+def _reduces_locally(model: DistributedDataParallel) -> bool:
+    """Whether its reducer does without what other ranks send: communication hooks may read that."""
+    return not model._comm_hooks and model.mixed_precision is None
+
+
+def _completed(value: Tensor) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def end_trials(trainer: Trainer) -> None:
+    """Give DDP a reducer that knows of no trial, on all ranks alike: one that has built its buckets waits for none."""
+    model = trainer.strategy.model
+    if trainer.world_size > 1 and isinstance(model, DistributedDataParallel):
+        if _reduces_locally(model):
+            renew_reducer(model)
+        else:
+            forget_used_parameters(model)
 
 
 @dataclass(frozen=True)

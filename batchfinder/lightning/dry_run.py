@@ -88,7 +88,7 @@ class DryRun:
             {(PEAK_STEPS + number + 1) * micro_batches - 1: other for number, other in enumerate(others)},
         )
         set_loader(loop, loader)
-        with local_only(trainer), torch.autograd.set_detect_anomaly(detects_anomaly(trainer)):
+        with local_only(trainer, as_in_training=True), torch.autograd.set_detect_anomaly(detects_anomaly(trainer)):
             for callback in self.callbacks.not_started:
                 callback.on_fit_start(trainer, module)
             module.on_fit_start()

@@ -14,13 +14,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
-from torch.nn.parallel import DistributedDataParallel
 
 from batchfinder.cache import CacheKey, Store
 from batchfinder.cache.key import Json
 from batchfinder.cache.record import Record
 from batchfinder.cache.store import ResultEntry
-from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks, agree_on_key, forget_used_parameters
+from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks, agree_on_key
 from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.lightning.compat import (
     compiler_context,
@@ -30,6 +29,7 @@ from batchfinder.lightning.compat import (
     progress_bar_console,
 )
 from batchfinder.lightning.dataloaders import ProbeBatches
+from batchfinder.lightning.ddp import end_trials
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
@@ -213,8 +213,7 @@ class StageTuner:
             finally:
                 if self._probe is not None:
                     self._probe = None
-                    if isinstance(model := self._trainer.strategy.model, DistributedDataParallel):
-                        forget_used_parameters(model)
+                    end_trials(self._trainer)
         overhead = (time.perf_counter() - self._started - sum(found.seconds for found in results)) / len(results)
         results = [replace(found, seconds=found.seconds + overhead) for found in results]
         for index, (found, record) in enumerate(zip(results, self.records, strict=True)):

@@ -17,6 +17,8 @@ from batchfinder.testing import CudaStubFixture, StubProcessFailed
 
 pytestmark = pytest.mark.cuda_build
 
+ROOT = Path(__file__).parents[2]
+
 DDP = """
 import json, os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +56,56 @@ def test_two_ranks_under_torchrun(cuda_stub: CudaStubFixture, tmp_path: Path) ->
     ranks = sorted(json.loads(rank) for rank in re.findall(r"RANK(\[.*?\])", done.stdout))
     assert ranks == [[0, True, 1, 11], [1, True, 1, 11]], done.stderr[-3000:]
     assert report.unwritten == ()
+
+
+FINDER = """
+import json, sys, torch, pytorch_lightning as pl
+from batchfinder import BatchFinder
+from tests.lightning import nets
+module = nets.Transformer(2, rows=4096, seq_len=64, width=128)
+module.embed = torch.nn.Embedding(int(sys.argv[1]), 128)  # whose gradients are a good part of the memory
+class Watch(pl.Callback):
+    seen = []
+    def on_fit_start(self, trainer, pl_module):
+        self.seen.append(torch.cuda.memory_allocated())
+    def on_train_batch_end(self, *_):
+        self.peak = torch.cuda.max_memory_allocated()
+finder = BatchFinder(cache=False, tolerance=0.05, headroom=0.1)
+trainer = nets.trainer(accelerator="gpu", devices=2, strategy="ddp", callbacks=[Watch(), finder, last := Watch()],
+                       max_epochs=-1, max_steps=20)
+trainer.fit(module)
+(outcome,) = finder.results["fit"].values()
+tried = max(trial.measurement.peak_allocated_bytes or 0 for trial in outcome.trials)
+print("FOUND" + json.dumps([trainer.global_rank, finder.batch_size, trainer.global_step, len(outcome.trials),
+                            sum(not trial.fits for trial in outcome.trials), Watch.seen[0] == Watch.seen[1],
+                            (last.peak - tried) >> 20, torch.cuda.memory_stats()["num_ooms"]]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("held", [0, 512 << 20])
+def test_the_callback_with_ddp_on_two_cards(cuda_stub: CudaStubFixture, tmp_path: Path, held: int) -> None:
+    """Both ranks find one size, that of the fuller card, and train on: tries build DDP's buckets anew as training does.
+
+    What is allocated after the search is what was before, and no more in training than a try took.
+    """
+    script = tmp_path / "train.py"
+    script.write_text(FINDER)
+    cards = [stub_card("A100", 2 << 30), stub_card("A100", 2 << 30, held_bytes=held)]
+    with open_session(cards) as session:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), "60000"],
+            env={**os.environ, **session.variables(), "PYTHONPATH": f"{ROOT}:{session.variables()['PYTHONPATH']}"},
+            capture_output=True, text=True, timeout=250,
+        )  # fmt: skip
+    ranks = re.findall(r"FOUND(\[.*?\])", done.stdout)
+    assert len(ranks) == 2, done.stdout[-2000:] + done.stderr[-3000:]
+    first, second = sorted(map(json.loads, ranks))
+    size, steps, _tries, failed, as_before, more_mib, ooms = first[1:]
+    assert first[1:6] == second[1:6]
+    assert (steps, as_before) == (20, True)
+    assert max(more_mib, second[6]) <= 0
+    assert size > 100
+    assert ooms <= failed + 1  # a failure that surprises is tried twice
 
 
 SHARDED = """
