@@ -380,7 +380,8 @@ _ON_STUB: Options = {
     "--events": {
         "default": "early",
         "metavar": "WHEN",
-        "help": "when work on other streams is done: early (at once, the default) or late (when the host waits for it)",
+        "help": "when work on other streams is done: early (at once, the default), late (when the host waits for it), "
+        "or both, which runs the command twice and tells the range of what is reserved",
     },
     "--addresses": {
         "default": "cuda",

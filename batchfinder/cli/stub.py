@@ -11,13 +11,23 @@ import sys
 
 from batchfinder.cli.main import OK
 from batchfinder.cli.options import one_of, whole_number
-from batchfinder.cuda_stub import CudaBuild, StubUnavailable, find_build, install, installed_builds, uninstall
+from batchfinder.cuda_stub import (
+    CudaBuild,
+    StubSession,
+    StubUnavailable,
+    find_build,
+    install,
+    installed_builds,
+    uninstall,
+)
 from batchfinder.cuda_stub.builds import stub_folder
 from batchfinder.cuda_stub.launch import ADDRESSES, EVENTS
 from batchfinder.errors import CudaStubUnavailable, InvalidValue
 from batchfinder.report.terminal import tell
 from batchfinder.stub_cards import open_session, stub_card
-from batchfinder.units import parse_bytes
+from batchfinder.units import MIB, parse_bytes
+
+BOTH_ENDS = "both"
 
 _PROBE = (
     "import torch; x = torch.ones(1 << 20, device='cuda'); (x * 2).sum(); "
@@ -92,28 +102,42 @@ def _run(arguments: argparse.Namespace) -> int:
     count = whole_number("--count", arguments.count)
     kinds = arguments.gpu or [None if memory is not None else "A100 80GB"]
     cards = [stub_card(gpu, memory, held) for gpu in kinds for _ in range(count)]
-    session = open_session(
-        cards,
-        build=find_build(arguments.torch),
-        values=not arguments.no_values,
-        events=one_of("--events", arguments.events, EVENTS),
-        addresses=one_of("--addresses", arguments.addresses, ADDRESSES),
-    )
-    with session:
+    events = one_of("--events", arguments.events, (*EVENTS, BOTH_ENDS))
+    code, reserved = OK, []
+    for end in EVENTS if events == BOTH_ENDS else (events,):
+        session = open_session(
+            cards,
+            build=find_build(arguments.torch),
+            values=not arguments.no_values,
+            events=end,
+            addresses=one_of("--addresses", arguments.addresses, ADDRESSES),
+        )
+        with session:
+            ended, report = _ended(argv, session), session.report()
+        code = code or ended
+        reserved.append(report.reserved_bytes)
+        for words in report.words():
+            tell(f"batchfinder: {words}")
+    for card, peaks in enumerate(zip(*reserved, strict=True)):
+        if any(peaks):
+            range_of = " to ".join(f"{peak / MIB:,.0f}" for peak in sorted(set(peaks)))
+            between = ", by when work on other streams is done" if len(set(peaks)) > 1 else ""
+            tell(f"batchfinder: cuda:{card} had {range_of} MiB reserved at most, in one process{between}")
+    return code
+
+
+def _ended(argv: list[str], session: StubSession) -> int:
+    """Run a command on a session's cards until it ends; its exit code as a shell would say it."""
+    try:
+        process = subprocess.Popen(argv, env={**os.environ, **session.variables()})
+    except OSError as error:
+        raise InvalidValue("COMMAND", argv[0], f"a program that can be started ({error.strerror})") from error
+    while True:
         try:
-            process = subprocess.Popen(argv, env={**os.environ, **session.variables()})
-        except OSError as error:
-            raise InvalidValue("COMMAND", argv[0], f"a program that can be started ({error.strerror})") from error
-        while True:
-            try:
-                code = process.wait()
-                break
-            except KeyboardInterrupt:
-                continue  # it has had the signal, too, and ends as it sees fit
-            except BaseException:
-                process.send_signal(signal.SIGTERM)
-                raise
-        report = session.report()
-    for words in report.words():
-        tell(f"batchfinder: {words}")
-    return code if code >= 0 else 128 - code
+            code = process.wait()
+        except KeyboardInterrupt:
+            continue  # it has had the signal, too, and ends as it sees fit
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            raise
+        return code if code >= 0 else 128 - code

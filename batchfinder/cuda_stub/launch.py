@@ -18,8 +18,9 @@ from batchfinder.cuda_stub.compile import compiled_stub, preloaded
 
 ADDRESSES = ("cuda", "low", "rising", "falling")
 EVENTS = ("early", "late")
+EVENTS_MODULE = "batchfinder.recording.cuda_build.events"
 VALUES_MODULE = "batchfinder.recording.cuda_build.values"
-"""What computes values; it runs in the processes on the stub, where torch is."""
+"""What tells peaks, and what computes values; they run in the processes on the stub, where torch is."""
 _CHILD = Path(__file__).parent / "child"
 
 
@@ -31,11 +32,13 @@ class StubReport:
         assumed: what was taken to be so, in words.
         unwritten: functions of CUDA's libraries that were called and that the stub does not have.
         values: values that were read and not known, with where and how often.
+        reserved_bytes: for each card the most that a process reserved, of those that have ended; in the cards' order.
     """
 
     assumed: tuple[str, ...] = ()
     unwritten: tuple[str, ...] = ()
     values: Mapping[str, int] = field(default_factory=dict)
+    reserved_bytes: tuple[int, ...] = ()
 
     def words(self) -> tuple[str, ...]:
         """All of it as sentences, for what lists assumptions."""
@@ -113,7 +116,7 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
         first = [str(_CHILD), *([str(self.build.beside)] if self.build.beside else [])]
         own = {
             "BATCHFINDER_CUDA_STUB": stub_setting(self._cards, **self._settings),
-            "BATCHFINDER_STUB_AFTER_TORCH": VALUES_MODULE if self._values else "",
+            "BATCHFINDER_STUB_AFTER_TORCH": VALUES_MODULE if self._values else EVENTS_MODULE,
             "LD_PRELOAD": _joined(preloaded(self.build, self._compiled), given.get("LD_PRELOAD")),
             "LD_LIBRARY_PATH": _joined([str(self._compiled)], given.get("LD_LIBRARY_PATH")),
             "PYTHONPATH": _joined(first, given.get("PYTHONPATH")),
@@ -131,6 +134,7 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
         """What the processes have met so far."""
         assumed: dict[str, None] = {}
         unwritten: dict[str, None] = {}
+        reserved = [0] * len(self._cards)
         values: dict[tuple[str, str], int] = {}  # by process and line: a process tells its last count again
         with contextlib.suppress(OSError):
             for line in (self.folder / "events").read_text(errors="replace").splitlines():
@@ -142,10 +146,13 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
                 elif kind == "value":
                     count, _, where = words.partition(" ")
                     values[process, where] = int(count)
+                elif kind == "peak":
+                    most, card = map(int, words.split())
+                    reserved[card] = max(reserved[card], most)
         by_line: dict[str, int] = {}
         for (_process, where), times in values.items():
             by_line[where] = by_line.get(where, 0) + times
-        return StubReport(tuple(assumed), tuple(unwritten), by_line)
+        return StubReport(tuple(assumed), tuple(unwritten), by_line, tuple(reserved))
 
     def __exit__(self, *_: object) -> None:
         self.close()

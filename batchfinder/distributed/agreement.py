@@ -337,6 +337,24 @@ def renew_reducer(model: DistributedDataParallel) -> None:
         model.register_comm_hook(state, hook)
 
 
+def can_reduce_alone(model: DistributedDataParallel) -> bool:
+    """Whether `reduce_alone` can be asked for: communication hooks may read what other ranks send."""
+    return not model._comm_hooks and model.mixed_precision is None
+
+
+def reduce_alone(model: DistributedDataParallel) -> None:
+    """Give DDP a new reducer whose gradients stay on this rank; the fake backend's answer is none to it."""
+
+    def completed(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    renew_reducer(model)
+    model.register_comm_hook(None, lambda _, bucket: completed(bucket.buffer()))
+    model._comm_hooks.clear()  # it is this reducer's alone
+
+
 def connect_groups(device: torch.device) -> None:
     """Let NCCL connect the ranks of every group, on all ranks: it does so in the first collective, and takes memory.
 

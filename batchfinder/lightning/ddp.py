@@ -16,9 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchfinder.distributed.agreement import (
     Ranks,
+    can_reduce_alone,
     connect_groups,
     forget_used_parameters,
     local_collectives,
+    reduce_alone,
     renew_reducer,
 )
 from batchfinder.lightning.compat import collective_timeout, synchronize_before_forward
@@ -53,11 +55,8 @@ def local_only(trainer: Trainer, as_in_training: bool = False) -> Iterator[None]
     strategy = trainer.strategy
     wrapped = strategy.model
     if isinstance(wrapped, DistributedDataParallel):
-        if as_in_training and _reduces_locally(wrapped):
-            renew_reducer(wrapped)
-            # The fake backend's answer is none to DDP.
-            wrapped.register_comm_hook(None, lambda _, bucket: _completed(bucket.buffer()))
-            wrapped._comm_hooks.clear()
+        if as_in_training and can_reduce_alone(wrapped):
+            reduce_alone(wrapped)
         else:
             strategy.model = trainer.lightning_module
     vars(strategy)["broadcast"] = lambda obj, src=0: obj  # the fake backend receives no object
@@ -69,22 +68,11 @@ def local_only(trainer: Trainer, as_in_training: bool = False) -> Iterator[None]
         strategy.model = wrapped
 
 
-def _reduces_locally(model: DistributedDataParallel) -> bool:
-    """Whether its reducer does without what other ranks send: communication hooks may read that."""
-    return not model._comm_hooks and model.mixed_precision is None
-
-
-def _completed(value: Tensor) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 def end_trials(trainer: Trainer) -> None:
     """Give DDP a reducer that knows of no trial, on all ranks alike: one that has built its buckets waits for none."""
     model = trainer.strategy.model
     if trainer.world_size > 1 and isinstance(model, DistributedDataParallel):
-        if _reduces_locally(model):
+        if can_reduce_alone(model):
             renew_reducer(model)
         else:
             forget_used_parameters(model)

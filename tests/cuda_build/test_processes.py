@@ -253,6 +253,34 @@ def test_a_mask_in_floating_point_is_followed(tmp_path: Path) -> None:
     assert report.words() == ()
 
 
+PREFETCH = """
+import torch
+side = torch.cuda.Stream()
+for _ in range(8):
+    batch = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    batch.record_stream(side)
+    del batch
+"""
+
+
+def test_both_ends_of_what_other_streams_hold(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
+    """A batch that another stream uses is free at once, or not before the host waits: the range is told."""
+    script = tmp_path / "prefetch.py"
+    script.write_text(PREFETCH)
+    command = [sys.executable, "-m", "batchfinder", "stub", "run", "--gpu", "a100", "--count", "2", "--events"]
+    told = {
+        end: subprocess.run(
+            [*command, end, "--", sys.executable, str(script)], capture_output=True, text=True, timeout=200
+        ).stderr
+        for end in ("both", "late")
+    }
+    tail = " MiB reserved at most, in one process"
+    assert told == {
+        "both": f"batchfinder: cuda:0 had 64 to 512{tail}, by when work on other streams is done\n",
+        "late": f"batchfinder: cuda:0 had 512{tail}\n",
+    }
+
+
 def test_two_processes_on_one_card(cuda_stub: CudaStubFixture) -> None:
     """Those of one job share what the card has."""
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from batchfinder.recording.cuda_build.events import write_event
 from batchfinder.recording.cuda_build.host_operators import ON_HOST, RUNTIME, Attention
 from batchfinder.recording.value_reads import (
     ANY_BYTES,
@@ -84,9 +85,6 @@ class Reads:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        setting = os.environ.get("BATCHFINDER_CUDA_STUB", "").partition("|")[0]
-        pairs = dict(pair.partition("=")[::2] for pair in setting.split(";"))
-        self._path = os.path.join(pairs["folder"], "events") if pairs.get("folder") else None
         self._process = os.getpid()
         atexit.register(self.tell_counts)
 
@@ -95,26 +93,20 @@ class Reads:
         line = f"{what} at {user_line()}"
         self.counts[line] = self.counts.get(line, 0) + 1
         if self.counts[line] == 1:
-            self.write("value", f"1 {line}")
+            write_event("value", f"1 {line}")
 
     def assume(self, what: str) -> None:
         """Note something that is taken to be so, once."""
         if what not in self.counts:
             self.counts[what] = 0
-            self.write("assumed", what)
-
-    def write(self, kind: str, words: str) -> None:
-        """Add a line to the events."""
-        if self._path is not None:
-            with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{kind} {os.getpid()} {words}\n")
+            write_event("assumed", what)
 
     def tell_counts(self) -> None:
         """Write how often each line read, where it was more than once."""
         if os.getpid() == self._process:
             for line, count in self.counts.items():
                 if count > 1:
-                    self.write("value", f"{count} {line}")
+                    write_event("value", f"{count} {line}")
 
 
 _LIBRARIES = tuple(
