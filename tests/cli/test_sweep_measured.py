@@ -367,7 +367,8 @@ def test_a_card_answers_for_a_smaller_one(run: Run, tmp_path: Path) -> None:
         assert (row["budget_bytes"], row["headroom_bytes"]) == (1 << 30, (1 << 30) // 20)
         assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"] <= (1 << 30) - (1 << 30) // 20
         assert row["max_batch_size"] > 0
-        assert row["failed_trials"] < row["trials"] <= 8
+        # 9 on the CUDA stub since a line past the prediction is doubted; fewer are wanted.
+        assert row["failed_trials"] < row["trials"] <= 9
     table = run("sweep", *options, cache=tmp_path, CUDA_VISIBLE_DEVICES="0")
     assert table.out.startswith("Largest training batch, measured on ")
     assert "from the cache: 2 of 2 rows" in table.out
