@@ -98,7 +98,7 @@ def predict_batch_size(
         device: from `simulated_device`.
         cap: the largest size of use; None for none.
         seconds: the time limit of all recordings together.
-        last_batch_size: how large an epoch's smaller last batch is, by the batch size; 0 where there is none.
+        last_batch_size: given a batch size, the samples in an epoch's smaller last batch; 0 if all are full.
 
     Returns:
         The largest size, 0 if nothing fits; a rough guess above `cap` where far more than that fits. None where the

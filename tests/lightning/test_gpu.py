@@ -104,7 +104,7 @@ def test_losses_and_weights_equal_those_of_a_run_started_with_the_sizes(
 def test_the_answer_trains_and_a_tenth_more_does_not() -> None:
     """In at most 10 tries, of which three run out of memory; the second start tries the answer alone.
 
-    A good prediction takes fewer. There is none once this process has run a backward; and it leaves out what sums of
+    With a good prediction it takes fewer. A process that has run a backward gets none; and it leaves out what sums of
     gradients over 50,000 rows take: 108 MiB of 2 GiB, the staging memory of PyTorch's Reduce.cuh, which a small batch
     does not have.
     """
