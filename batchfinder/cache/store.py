@@ -34,6 +34,7 @@ STALE_SECONDS = 3600.0  # a temporary file this old has no writer any more; a wr
 
 _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?::/?|//+)(?!/)")  # of a URL, with a colon or a slash too few
+_PASSWORD = re.compile(r"(?<=://)[^/@:\s]*:([^/\s]+)@")
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _TEMPORARY = re.compile(r"\.(?:[0-9a-f]{64}\.json|writable)\.[0-9a-f]{32}\.tmp")
 
@@ -68,7 +69,7 @@ class Store:
         url: a path or any fsspec URL (`s3://bucket/cache`, `memory://cache`); None for `default_cache_url()`.
 
     Attributes:
-        url: where it is; a local path is absolute.
+        url: where it is, to be shown: a local path is absolute, and a password is left out.
 
     Example:
         >>> store = Store("memory://example")
@@ -77,17 +78,18 @@ class Store:
     """
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
-        self.url = self._asked = os.fspath(default_cache_url() if url is None else url)
+        self._url = self._asked = os.fspath(default_cache_url() if url is None else url)
         self._problem = ""
         self._removed_stale = False
-        if "://" not in self.url and "::" not in self.url:
-            path = os.path.expanduser(self.url)
+        if "://" not in self._url and "::" not in self._url:
+            path = os.path.expanduser(self._url)
             if path.startswith("~"):
                 self._problem = "there is no such user on this machine"
             try:
-                self.url = os.path.abspath(path)  # the current directory of now, not of the first use
+                self._url = os.path.abspath(path)  # the current directory of now, not of the first use
             except OSError:
                 self._problem = "it is relative to the current folder, which has been removed"
+        self.url = _without_password(self._url)
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -227,7 +229,12 @@ class Store:
         """
         with self._opened() as (fs, root, _):
             name = f".writable.{os.urandom(16).hex()}.tmp"
-            _put(fs, root, name, b"batchfinder was here\n")
+            try:
+                _put(fs, root, name, b"batchfinder was here\n")
+            except BaseException:  # a full disk takes the name and not the bytes
+                with contextlib.suppress(Exception):
+                    fs.rm_file(_join(root, name))
+                raise
             fs.rm_file(_join(root, name))
 
     def _load(self, name: str) -> Record | None:
@@ -310,18 +317,25 @@ class Store:
             if mistyped and mistyped[1] in known_implementations:
                 self._problem = f"it is no URL; one begins with {mistyped[1]}://"
             if self._problem:
-                raise CacheFailed(self._asked, self._problem)
-            fs, root = url_to_fs(self.url)
+                raise CacheFailed(_without_password(self._asked), self._problem)
+            fs, root = url_to_fs(self._url)
             yield fs, root, isinstance(fs, LocalFileSystem)
         except (CacheFailed, NotUsable):
             raise
         except Exception as error:
             words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            for secret in _PASSWORD.findall(self._url):
+                words = words.replace(secret, "***")
             reason = words.rstrip(". \n") or type(error).__name__
             with contextlib.suppress(Exception):
                 if isinstance(error, OSError) and fs.isfile(root):
                     reason = "it is a file, not a directory"
             raise CacheFailed(self.url, reason) from error
+
+
+def _without_password(url: str) -> str:
+    """A URL as it may be shown: `ftp://user:secret@host/path` as `ftp://user:***@host/path`."""
+    return _PASSWORD.sub(lambda found: found[0].replace(f":{found[1]}@", ":***@"), url)
 
 
 def _is_transient(error: Exception) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
@@ -31,16 +32,25 @@ from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.probe import Probe
-from batchfinder.recording.simulation import Simulation, check_scaling, search_cards, search_simulated
+from batchfinder.recording.simulation import (
+    Simulation,
+    check_scaling,
+    predict_full_card,
+    search_cards,
+    search_simulated,
+)
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.report.terminal import words_of
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.results import SearchResult, Shape, StopReason
+from batchfinder.search import Prediction
 from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.stub_cards import card_of_device, open_session
 from batchfinder.training.spec import StepOptions, WorkloadFacts
+
+T = TypeVar("T")
 
 _TITANS = ("Titan X Pascal", "GTX Titan X")
 _CARDS_WITH_CHANGES = 4
@@ -414,24 +424,25 @@ class MeasuredCells:
         row = SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached, raised=found.raised)
         return replace(row, throughput=found.throughput)
 
-    def _predicted(self, shape: Shape, max_peak_bytes: int) -> int | None:
+    def _predicted(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
         """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before.
 
         A sample's memory grows no slower than its tokens or pixels, and the length before was longer, so that one errs
         on the low side, which costs no failure.
         """
         if self._place.device != CPU:
-            request = self._request
-            sizes = request.max_batch_size, request.min_batch_size, request.multiple_of
-            simulated = self._simulated(lambda probe: search_simulated(probe, shape, *sizes).max_batch_size)
+            most = self._request.max_batch_size
+            simulated = self._simulated(lambda probe: predict_full_card(probe, shape, most))
             if simulated is not None:
                 return simulated
         if self._longer is None or not self._longer.max_batch_size:
             return None
         ratio = (self._longer.shape.seq_len or 1) / (shape.seq_len or 1)
-        return int(self._longer.max_batch_size * ratio ** (2 if self._facts.seq_len_unit == "pixels" else 1))
+        if self._facts.seq_len_unit == "pixels":
+            ratio *= ratio
+        return Prediction(int(self._longer.max_batch_size * ratio))
 
-    def _simulated(self, ask: Callable[[SimulatedProbe], int]) -> int | None:
+    def _simulated(self, ask: Callable[[SimulatedProbe], T]) -> T | None:
         """A figure of the simulated step; None where it cannot be recorded. Real steps show whose fault that is."""
         if self._recordable:
             device = self._card.device.with_headroom(self._limits.reserve_bytes)

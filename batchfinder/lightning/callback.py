@@ -45,9 +45,10 @@ from batchfinder.lightning.compat import (
 )
 from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import data_parallel_size, ranks_of
-from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data
+from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, give_back_cache
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
+from batchfinder.lightning.schedule import Schedule, read_schedule
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.oom import classify
@@ -369,6 +370,12 @@ class BatchFinder(Accumulating):
         self._memory = memory_of(trainer.strategy.root_device, options.budget)
         self._memory.reset_peak()
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let training begin with an empty cache, as its trials did: sanity check and checkpoint have left theirs."""
+        super().on_train_start(trainer, pl_module)
+        if "fit" in self._in_use:
+            give_back_cache(trainer)
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare the peak of the run with that of the size when it was tried: in a line, the loggers, the cache."""
         memory, self._memory = self._memory, None
@@ -402,6 +409,8 @@ class BatchFinder(Accumulating):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find and set the size of `trainer.validate`, `test` or `predict`; its loaders have been asked for already."""
         stage = running_stage(trainer)
+        if stage == "fit" and "fit" in self._in_use:
+            give_back_cache(trainer)  # of training steps, whose blocks would be in the way, as it is in trials
         if stage == "fit" or is_fast_dev_run(trainer) or not (stage in self.options.also or self._finding):
             return
         check_trainer(trainer, self.options)
@@ -413,6 +422,11 @@ class BatchFinder(Accumulating):
             raise class_for(trainer, "utilities.exceptions", "_TunerExitException")
 
     on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let training go on with an empty cache, as it did in trials."""
+        if running_stage(trainer) == "fit" and "fit" in self._in_use:
+            give_back_cache(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the user's own accumulation and loop back, from which the next fit starts."""
@@ -469,11 +483,30 @@ class BatchFinder(Accumulating):
             before.restore()
         return batches
 
+    def _validation_of_fit(self, trainer: Trainer) -> ProbeBatches | None:
+        """Where the fit's own validation has its batches from, of the size that its loader has; None for nowhere."""
+        batches = ProbeBatches(trainer, trainer.lightning_module, loader_source(trainer.fit_loop.epoch_loop.val_loop))
+        before, size = capture_data(trainer, self), None
+        try:
+            size = batches.own_batch_size
+            batches.batch(1)
+        except Exception as error:  # it is Lightning's to raise when it gets there
+            rank_zero_info(f"BatchFinder: the fit's validation is not tried: {type(error).__name__}: {error}")
+            size = None
+        finally:
+            before.restore()
+        return None if None in self._ranks.all_gather(size) else batches
+
     def _tune(self, trainer: Trainer, stage: str, batches: ProbeBatches) -> list[TuningResult]:
         """Find each length's size, and set that of the longest; where batches are split, the whole batch's."""
         options = self.options
         micro_batching = self._micro_batching if trainer.state.fn == "fit" else None
-        accumulation = trainer.accumulate_grad_batches if micro_batching is None else 2
+        schedule, validation = Schedule(), None
+        if trainer.state.fn == "fit":
+            if stage == "fit" and trainer.enable_validation and "validate" not in options.also:
+                validation = self._validation_of_fit(trainer)
+            schedule = read_schedule(trainer, None if validation is None else validation.own_batch_size)
+        accumulation = schedule.accumulation if micro_batching is None else 2
         if trainer.state.fn != "fit":
             config = TrialConfig(stage, alone=True)
         elif stage != "fit":
@@ -492,7 +525,7 @@ class BatchFinder(Accumulating):
         extra = []
         if micro_batching is not None:
             extra = [DryRunMemory(self.batch_size, micro_batching.recovers, options.split_batches == IN_ORDER)]
-        tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra)
+        tuner = StageTuner(trainer, self, options, config, batches, self._ranks, extra, schedule, validation)
         splits, longest = micro_batching is not None and stage == "fit", tuner.longest_seq_len
         lengths = micro_batching.lengths(longest) if micro_batching is not None and splits else None
         results = tuner.tune(lengths or options.seq_lens or (longest,), self._resumed)

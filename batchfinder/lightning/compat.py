@@ -97,6 +97,8 @@ compiler_context: Callable[[LightningModule], object | None] = attrgetter("_comp
 """How the module was compiled with `torch.compile`; None if it was not."""
 progress_bar_console: Callable[[object], dict[str, Any]] = attrgetter("_console_kwargs")
 """The options of the console that a RichProgressBar writes to."""
+averaging_starts: Callable[[object], int | float] = attrgetter("_swa_epoch_start")
+"""The epoch, counted from 1, or the share of them, from which a StochasticWeightAveraging averages."""
 collective_timeout: Callable[[Strategy], timedelta | None] = attrgetter("_timeout")
 """How long a collective of a DDPStrategy may take; None for PyTorch's own limit."""
 closure_functions: Callable[[Closure], tuple[Callable[[], None] | None, Callable[[torch.Tensor], None] | None]]
@@ -127,20 +129,44 @@ def combine_batches(combined: CombinedLoader, batches: list[Any]) -> Any:
 
 
 def new_fit_loop(trainer: Trainer) -> FitLoop:
-    """Put a fit loop at its beginning, of one epoch, in place of the trainer's, and forget what was logged.
+    """Put a fit loop at its beginning in place of the trainer's, and forget what was logged.
 
     A step that is skipped, because gradients scaled for 16-mixed overflow, leaves Adam's state unmade, which the peak
     would lack: the loss scale is set to 1. It takes no part in the memory.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-        scaler._init_scale = 1.0
-        if scaler._scale is not None:
-            scaler._scale.fill_(1.0)
-    trainer.fit_loop = loop = type(trainer.fit_loop)(trainer, min_epochs=0, max_epochs=1)
+        set_loss_scale(trainer, 1.0)
+    trainer.fit_loop = loop = type(trainer.fit_loop)(trainer, min_epochs=0, max_epochs=trainer.fit_loop.max_epochs)
     trainer._logger_connector.reset_results()
     trainer._logger_connector.reset_metrics()
     return loop
+
+
+def set_epoch(loop: FitLoop, epoch: int) -> None:
+    """Make an epoch the one that `trainer.current_epoch` tells."""
+    progress: Any = loop.epoch_progress.current
+    progress.processed = progress.completed = epoch
+
+
+def set_loss_scale(trainer: Trainer, scale: float) -> None:
+    """Set the scale of 16-mixed's scaler, which skips the optimizer's step where it is infinite."""
+    scaler: Any = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+    scaler._init_scale = scale
+    if scaler._scale is not None:
+        scaler._scale.fill_(scale)
+
+
+def restores_optimizers(trainer: Trainer) -> bool:
+    """Whether Lightning will put states of a checkpoint into the optimizers, which it does after `on_fit_start`."""
+    states = (trainer._checkpoint_connector._loaded_checkpoint or {}).get("optimizer_states")
+    # Others have all ranks take part, or put the states back as they set up.
+    return bool(states) and is_a(trainer.strategy, "SingleDeviceStrategy", "DDPStrategy")
+
+
+def restore_optimizers(trainer: Trainer) -> None:
+    """Put the checkpoint's states into the optimizers now."""
+    trainer._checkpoint_connector.restore_optimizers()
 
 
 def new_evaluation_loop(trainer: Trainer) -> StageLoop:

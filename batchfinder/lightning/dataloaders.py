@@ -354,6 +354,30 @@ class ProbeBatches:
         return max(known) if known and len(known) == len(sizes) else None
 
     @cached_property
+    def own_batch_size(self) -> int | None:
+        """The size that the loaders have now, or all the samples if these are fewer; None where they do not say."""
+        sizes = [batch_size_of(loader) for loader, _ in self._used]
+        samples = self.dataset_size()
+        known = [size for size in sizes if size is not None]
+        return None if len(known) < len(sizes) else min([max(known), *([] if samples is None else [samples])])
+
+    def batches_per_epoch(self, batch_size: int) -> int:
+        """How many batches of a size an epoch takes, by the data and the Trainer's limits; 0 where nothing tells."""
+        samples, trainer = self.dataset_size(), cast(Any, self.trainer)
+        batches = 0 if samples is None else -(-samples // batch_size)
+        if self.source.name != "train_dataloader":
+            return batches
+        limits = [] if samples is None else [batches]
+        share = trainer.limit_train_batches
+        if isinstance(share, int):
+            limits.append(share)
+        elif share < 1:
+            limits.append(math.ceil(share * batches))
+        if trainer.max_steps >= 0:
+            limits.append(trainer.max_steps * trainer.accumulate_grad_batches)
+        return min(limits, default=0)
+
+    @cached_property
     def _combined(self) -> CombinedLoader:
         if is_a(self.loaders, "CombinedLoader"):
             combined: CombinedLoader = self.loaders

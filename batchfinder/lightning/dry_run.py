@@ -7,16 +7,22 @@ an epoch's or a run's last hooks save files and finish loggers, and take no memo
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from batchfinder.errors import shortened
 from batchfinder.lightning.batch_size import Applied, set_attribute
 from batchfinder.lightning.compat import (
     callbacks_of,
@@ -25,16 +31,23 @@ from batchfinder.lightning.compat import (
     is_lightnings_own,
     new_evaluation_loop,
     new_fit_loop,
+    restore_optimizers,
+    set_epoch,
     set_loader,
+    set_loss_scale,
     signal_connector,
     silence,
 )
 from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import local_only
-from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
+from batchfinder.lightning.schedule import Schedule
+from batchfinder.measure.device_memory import Memory
+from batchfinder.measure.oom import classify
+from batchfinder.measure.trial import TrialSession, TrialSteps, run_trial
 from batchfinder.results import Measurement, Shape
 from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
+from batchfinder.units import format_bytes
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import StageLoop
@@ -42,102 +55,307 @@ if TYPE_CHECKING:
 MakeBatch = Callable[[], Any]
 
 
+class Feed(NamedTuple):
+    """Batches of one kind.
+
+    Attributes:
+        make_batch: returns a new one on the host.
+        length: how many of them an epoch has; 0 where that is not known.
+        stands_for: the user's loader, whose dataset or sampler a step may ask for.
+    """
+
+    make_batch: MakeBatch
+    length: int
+    stands_for: Any
+
+
 @dataclass(eq=False)
 class DryRun:
-    """Plays what a stage of the trainer does with batches of a size. The trainer is set up, its model on the device."""
+    """Plays what a stage of the trainer does with batches of a size. The trainer is set up, its model on the device.
+
+    Attributes:
+        device: where the model is.
+        memory: of that device.
+        schedule: what a fit does besides full batches.
+        not_tried: what fits could not do, in words: an optimizer that never stepped, a validation that raised.
+        failed_in_validation: whether the last fit ran out of memory in its validation.
+        growth: what each step keeps in memory and the next does not free, in words; empty for nothing.
+    """
 
     trainer: Trainer
     callbacks: ActiveCallbacks
+    memory: Memory
+    schedule: Schedule = field(default_factory=Schedule)
+    not_tried: dict[str, str] = field(default_factory=dict, init=False)
+    growth: str = field(default="", init=False)
+    failed_in_validation: bool = field(default=False, init=False)
 
     def fit(
         self,
-        make_batch: MakeBatch,
-        length: int,
-        stands_for: Any,
+        full: Feed,
         micro_batches: int,
-        check: SteadyStateCheck,
+        taken: TrialSteps,
         others: Sequence[MakeBatch] = (),
+        validation: Feed | None = None,
+        validation_is_tried: bool = False,
     ) -> None:
-        """Take two optimizer steps, or more, in which no process waits for another.
+        """Take the phases of the schedule, in which no process waits for another.
+
+        These are, in this order: the optimizers' restored states; a step that the scaler skips; two optimizer steps, or
+        as many as it takes until each optimizer has stepped; steps that end with the batches of other sizes, and a full
+        one; an epoch's worth of what each step keeps, where it keeps some, and another step; a validation, two steps
+        of the next epoch; two steps of each epoch that changes what trains.
 
         Args:
-            make_batch: returns a new micro-batch on the host.
-            others: return new micro-batches of other sizes and lengths, each of which ends a step after these two; a
-                step like the first ones follows.
-            length: how many batches an epoch is said to have.
-            stands_for: the user's loader, whose dataset or sampler a step may ask for.
+            full: micro-batches of the size that is tried.
             micro_batches: how many go into one optimizer step.
-            check: says after these steps, and after each further one, whether to take another.
+            taken: says whether to take further steps.
+            others: return new micro-batches of other sizes and lengths.
+            validation: the batches of the validation in the fit; None for none.
+            validation_is_tried: whether its size is what is tried, so that whatever it raises is raised.
         """
-        trainer = self.trainer
+        trainer, schedule, self.failed_in_validation = self.trainer, self.schedule, False
         module = trainer.lightning_module
+        kept = Kept()
         silence(trainer, self.callbacks.active)
         trainer.limit_val_batches = 0  # a validation of its own would ask for the user's loaders
         trainer.accumulate_grad_batches = micro_batches if module.automatic_optimization else 1
         loop = new_fit_loop(trainer)
-        steps = PEAK_STEPS * len(trainer.optimizers)
-        loader = ProbeLoader(
-            make_batch,
-            (PEAK_STEPS + len(others) + bool(others)) * micro_batches,
-            length,
-            check,
-            trainer.accumulate_grad_batches,
-            # Manual optimization steps when it likes.
-            lambda: module.automatic_optimization or loop.epoch_loop.global_step >= steps,
-            stands_for,
-            {(PEAK_STEPS + number + 1) * micro_batches - 1: other for number, other in enumerate(others)},
-        )
+        loader = ProbeLoader(full.length, taken, full.stands_for)
         set_loader(loop, loader)
-        with local_only(trainer, as_in_training=True), torch.autograd.set_detect_anomaly(detects_anomaly(trainer)):
+
+        def whole_steps(count: int) -> Iterator[MakeBatch]:
+            return repeat(full.make_batch, count * micro_batches)
+
+        def first_epoch() -> Iterator[MakeBatch]:
+            if schedule.skips_a_step and module.automatic_optimization:
+                set_loss_scale(trainer, math.inf)
+                yield from whole_steps(1)
+                set_loss_scale(trainer, 1.0)
+            yield from whole_steps(1)
+            resting = [self.memory.held_bytes()]
+            yield from whole_steps(PEAK_STEPS - 1)
+            if not module.automatic_optimization:
+                yield from self._until_each_has_stepped(stepped, full.make_batch)
+            resting.append(self.memory.held_bytes())
+            for other in others:
+                yield from islice(whole_steps(1), micro_batches - 1)
+                yield other
+            if others:
+                yield from whole_steps(1)
+            yield from self._beside_what_an_epoch_keeps(resting, full.length // micro_batches, whole_steps, kept)
+            yield from _while_timed(taken, lambda: whole_steps(1))
+
+        with (
+            local_only(trainer, as_in_training=True),
+            torch.autograd.set_detect_anomaly(detects_anomaly(trainer)),
+            _noted_steps() as stepped,
+        ):
             for callback in self.callbacks.not_started:
                 callback.on_fit_start(trainer, module)
             module.on_fit_start()
+            if schedule.restores_optimizers:
+                restore_optimizers(trainer)
+                give_back_cache(trainer)  # as the callback does when training starts
             module.zero_grad()
             loop.setup_data()
             loop.reset()
             loop.on_run_start()
-            with suppress(StopIteration):
-                loop.on_advance_start()
-                loop.advance()
+            later_epochs = {*schedule.later_epochs, *([] if validation is None else [1])}
+            asked = 1
+            for epoch in (0, *sorted(later_epochs)):
+                for between in range(asked, epoch):
+                    ask_finetuning(trainer, between)
+                asked = epoch + 1
+                set_epoch(loop, epoch)
+                loader.batches = first_epoch if epoch == 0 else lambda: whole_steps(PEAK_STEPS)
+                with suppress(StopIteration):
+                    loop.on_advance_start()
+                    loop.advance()
+                if epoch == 0:
+                    peak_of_steps = self.memory.peaks()[0] or 0
+                if epoch == 0 and validation is not None and "validation" not in self.not_tried:
+                    give_back_cache(trainer)  # before and after it, as the callback does in the fit
+                    self._validate(validation, taken, validation_is_tried)
+                    kept.tensors.clear()
+                    give_back_cache(trainer)
+            taken.peaked_later = (self.memory.peaks()[0] or 0) > peak_of_steps
 
-    def evaluate(
-        self, make_batch: MakeBatch, length: int, stands_for: Any, check: SteadyStateCheck, after_fit: bool = False
-    ) -> None:
-        """Validate, test or predict, whichever the trainer is doing, for two batches or more; arguments as in `fit`.
-
-        After a fit, validate as its epoch does, with the optimizer's state in memory.
-        """
-        trainer = self.trainer
-        if after_fit:
-            trainer.validating = True
-            trainer.limit_val_batches = 1.0
-            trainer.lightning_module.on_validation_model_zero_grad()
-            loop: StageLoop = trainer.fit_loop.epoch_loop.val_loop
-        else:
-            silence(trainer, self.callbacks.active)
-            loop = new_evaluation_loop(trainer)
-        set_loader(loop, ProbeLoader(make_batch, PEAK_STEPS, length, check, stands_for=stands_for))
-        with local_only(trainer):
+    def evaluate(self, batches: Feed, taken: TrialSteps) -> None:
+        """Validate, test or predict, whichever the trainer is doing, for two batches or more."""
+        silence(self.trainer, self.callbacks.active)
+        loop = new_evaluation_loop(self.trainer)
+        loader = ProbeLoader(batches.length, taken, batches.stands_for)
+        loader.batches = lambda: chain(
+            repeat(batches.make_batch, PEAK_STEPS), _while_timed(taken, lambda: repeat(batches.make_batch, 1))
+        )
+        set_loader(loop, loader)
+        with local_only(self.trainer):
             loop.run()
+
+    def _validate(self, batches: Feed, taken: TrialSteps, is_tried: bool) -> None:
+        """Validate as a fit's epoch does, for two batches, with the optimizer's state in memory.
+
+        To hooks it is a sanity check, in which those that write or decide something usually do nothing. What it raises
+        that is not about memory is raised only where its size is what is tried: the fit may not get as far.
+        """
+        trainer, module = self.trainer, self.trainer.lightning_module
+        trainer.sanity_checking, trainer.num_sanity_val_steps, trainer.limit_val_batches = True, math.inf, 1.0
+        loop: StageLoop = trainer.fit_loop.epoch_loop.val_loop
+        loader = ProbeLoader(batches.length, taken, batches.stands_for)
+        loader.batches = lambda: repeat(batches.make_batch, PEAK_STEPS)
+        set_loader(loop, loader)
+        try:
+            module.on_validation_model_zero_grad()
+            loop.run()
+        except Exception as error:
+            self.failed_in_validation = classify(error, device=trainer.strategy.root_device.type) is not None
+            if is_tried or self.failed_in_validation:
+                raise
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.not_tried["validation"] = f"the fit's validation, which raised {shortened(text)}"
+        trainer.training, trainer.limit_val_batches = True, 0
+
+    def _until_each_has_stepped(self, stepped: Counter[int], make_batch: MakeBatch) -> Iterator[MakeBatch]:
+        """Batches of manual optimization until each optimizer has stepped, and one more; none where all have."""
+        optimizers = [each for each in self.trainer.optimizers if not is_a(each, "_MockOptimizer")]
+        given = PEAK_STEPS
+        while True:
+            waiting = [each for each in optimizers if not stepped[id(each)]]
+            if not waiting and stepped.total() >= PEAK_STEPS * len(optimizers):
+                break
+            if given == MAX_BATCHES_WITHOUT_STEP:
+                if stepped and waiting:
+                    names = ", ".join(f"{type(each).__name__} {optimizers.index(each)}" for each in waiting)
+                    self.not_tried["optimizers"] = f"a step of {names}, which did not step in the first {given} batches"
+                return
+            given += 1
+            yield make_batch
+        if given > PEAK_STEPS:
+            yield make_batch
+
+    def _beside_what_an_epoch_keeps(
+        self, resting: list[int], steps: int, whole_steps: Callable[[int], Iterator[MakeBatch]], kept: Kept
+    ) -> Iterator[MakeBatch]:
+        """Where each step keeps some memory, as a metric of all predictions does: a step beside an epoch's worth of it.
+
+        Args:
+            resting: what was held after the first step and after the next.
+            steps: how many steps an epoch has.
+            kept: holds what more steps would have kept, until the epoch ends.
+        """
+        if self.trainer.strategy.root_device.type != "cuda":
+            return  # what is resident grows for other reasons too
+        for _ in range(PEAK_STEPS):  # in two further steps of three, by which what is made once is made
+            if resting[-1] <= resting[-2]:
+                return
+            yield from whole_steps(1)
+            resting.append(self.memory.held_bytes())
+        grown = [after - before for before, after in pairwise(resting)]
+        growth = min(grown[-PEAK_STEPS:])
+        if growth * max(1, steps) < _LEAST_KEPT_BYTES:
+            return
+        where = _longest_list(self.trainer.lightning_module)
+        self.growth = f"{format_bytes(growth)} with each step" + (f", in {where}" if where else "")
+        # Of an epoch's worth these steps have kept some already. A few stand for the others, and keep more each.
+        to_come = steps - (resting[-1] - resting[0]) // growth - 1
+        if to_come > 0:
+            taken = min(to_come, _KEEPING_STEPS)
+            kept.begin(growth, (to_come - taken) / taken, self.trainer.strategy.root_device)
+            trainer: Any = self.trainer
+            trainer.callbacks = [*self.callbacks.active, kept]
+            yield from whole_steps(taken)
+            trainer.callbacks = self.callbacks.active
+
+
+def ask_finetuning(trainer: Trainer, epoch: int) -> None:
+    """Let finetuning callbacks freeze and unfreeze what they do at the beginning of an epoch that is not played."""
+    set_epoch(trainer.fit_loop, epoch)
+    for callback in callbacks_of(trainer):
+        if is_a(callback, "BaseFinetuning"):
+            callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def _while_timed(taken: TrialSteps, step: Callable[[], Iterator[MakeBatch]]) -> Iterator[MakeBatch]:
+    for _ in range(MAX_BATCHES_WITHOUT_STEP):
+        if not taken.goes_on():
+            return
+        yield from step()
+
+
+@contextmanager
+def _noted_steps() -> Iterator[Counter[int]]:
+    """Count the steps of each optimizer meanwhile, by its id."""
+    stepped: Counter[int] = Counter()
+
+    def note(optimizer: Optimizer, arguments: object, options: object) -> None:
+        stepped[id(optimizer)] += 1
+
+    hook = register_optimizer_step_post_hook(note)
+    try:
+        yield stepped
+    finally:
+        hook.remove()
+
+
+class Kept(Callback):
+    """Keeps tensors that were made while a step's activations were there, as further steps would have done."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def begin(self, size: int, each: float, device: torch.device) -> None:
+        """Keep so many of this size in each step from now on; a fraction adds up."""
+        self._each, self._size, self._device, self._due = each, size, device, 0.0
+
+    def on_before_backward(self, *arguments: Any) -> None:
+        """Called once in a step."""
+        self._due += self._each
+        while self._due >= 1:
+            self._due -= 1
+            self.tensors.append(torch.empty(self._size, dtype=torch.uint8, device=self._device))
+
+
+def _longest_list(module: LightningModule) -> str:
+    """The attribute of a module, or of one in it, whose list holds most bytes of tensors, as a metric's states do."""
+    sizes = {
+        f"{name}.{key}" if name else key: sum(t.nbytes for t in value if isinstance(t, Tensor))
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if isinstance(value, list)
+    }
+    most = max(sizes, key=sizes.__getitem__, default="")
+    return f"{type(module).__name__}.{most}" if most and sizes[most] else ""
+
+
+def give_back_cache(trainer: Trainer) -> None:
+    """Empty the allocator's cache, so that what comes next finds it as a trial does."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+_LEAST_KEPT_BYTES = 1 << 20
+"""Of memory that grows from step to step, what an epoch has to add to be worth a further step."""
+_KEEPING_STEPS = 8
+"""Steps that stand for those of an epoch: where a tensor lies that is kept depends on what else is there with it."""
+_MOST_BATCHES = 4 * MAX_BATCHES_WITHOUT_STEP
+"""More than any epoch of a dry run gives."""
 
 
 @dataclass(eq=False)
 class ProbeLoader:
-    """An iterable that ends when enough steps were taken, and says it is longer, so that no epoch comes to its end.
+    """An iterable of the batches that an epoch of a dry run takes, which says it is longer: no epoch comes to its end.
 
-    It gives `least` batches, of which some are `others`, by their places. Then, after each step of `micro_batches`, it
-    gives more until `has_stepped`, up to `MAX_BATCHES_WITHOUT_STEP`, and while the check goes on. Other attributes are
-    those of the loader it `stands_for`.
+    Other attributes are those of the loader it `stands_for`.
+
+    Attributes:
+        batches: gives what makes each batch of the epoch to come; it is asked for the next when a step has ended.
     """
 
-    make_batch: MakeBatch
-    least: int
     length: int
-    check: SteadyStateCheck
-    micro_batches: int = 1
-    has_stepped: Callable[[], bool] = field(default=lambda: True)
+    taken: TrialSteps
     stands_for: Any = None
-    others: Mapping[int, MakeBatch] = field(default_factory=dict)
+    batches: Callable[[], Iterator[MakeBatch]] = field(default=lambda: iter(()), init=False)
 
     def __getattr__(self, name: str) -> Any:
         # The dataset or the sampler, for code of the user's that asks `trainer.train_dataloader`.
@@ -146,21 +364,13 @@ class ProbeLoader:
         return getattr(self.stands_for, name)
 
     def __len__(self) -> int:
-        return max(self.length, self.least + 1, MAX_BATCHES_WITHOUT_STEP + 1)
+        return max(self.length, _MOST_BATCHES)
 
     def __iter__(self) -> Iterator[Any]:
-        given = 0
-        while True:
-            more = given - self.least
-            after_a_step = more >= 0 and more % self.micro_batches == 0
-            if after_a_step and (
-                given >= MAX_BATCHES_WITHOUT_STEP or (self.has_stepped() and not self.check.goes_on())
-            ):
-                return
-            with self.check.loading():
-                batch = self.others.get(given, self.make_batch)()
+        for make_batch in self.batches():
+            with self.taken.loading():
+                batch = make_batch()
             yield batch
-            given += 1
 
 
 class TrainBatches(NamedTuple):
@@ -216,6 +426,8 @@ class LightningProbe:
     batches: ProbeBatches
     session: TrialSession
     smallest: int  # a size that runs if any does
+    validation: ProbeBatches | None = None  # of the fit
+    _validated: bool = field(default=False, init=False)  # whether it was tried beside the smallest batch
     source: ClassVar[str] = "measured"
     unmodelled: ClassVar[tuple[str, ...]] = ()
 
@@ -224,32 +436,34 @@ class LightningProbe:
         config, dry_run, session = self.config, self.dry_run, self.session
         module = dry_run.trainer.lightning_module
 
-        def loaded(batches: ProbeBatches, size: int, shape: Shape) -> tuple[MakeBatch, int, Any]:
-            length = -(-(batches.dataset_size() or 0) // size)
-            return partial(batches.batch, size, shape.seq_len), length, batches.loaders
+        def feed(batches: ProbeBatches, size: int, shape: Shape) -> Feed:
+            return Feed(partial(batches.batch, size, shape.seq_len), batches.batches_per_epoch(size), batches.loaders)
 
-        tried = loaded(self.batches, batch_size, shape)
-
+        tried = feed(self.batches, batch_size, shape)
         applied = Applied()
 
-        def steps(check: SteadyStateCheck) -> None:
+        def steps(taken: TrialSteps) -> None:
             if config.attribute is not None:
                 applied.undoing.extend(set_attribute(module, config.attribute, batch_size).undoing)
             if config.alone:
-                dry_run.evaluate(*tried, check)
+                dry_run.evaluate(tried, taken)
             elif config.train is None:
-                full, length, loaders = tried
 
                 def made(make: MakeBatch, counts: bool) -> Any:
                     session.stepping.counts = counts
                     return make()
 
+                full = Feed(partial(made, tried.make_batch, True), tried.length, tried.stands_for)
                 others = [partial(made, other, False) for other in self.batches.others(batch_size, shape.seq_len)]
-                dry_run.fit(partial(made, full, True), length, loaders, config.micro_batches(batch_size), check, others)
+                validation = None
+                if self.validation is not None:
+                    validation = feed(self.validation, dry_run.schedule.validation_batch_size or 1, Shape())
+                dry_run.fit(full, config.micro_batches(batch_size), taken, others, validation)
             else:
                 size, train_shape, batches = config.train
-                dry_run.fit(*loaded(batches, size, train_shape), min(PEAK_MICRO_BATCHES, config.accumulation), check)
-                dry_run.evaluate(*tried, check, after_fit=True)
+                micro_batches = min(PEAK_MICRO_BATCHES, config.accumulation)
+                full = feed(batches, size, train_shape)
+                dry_run.fit(full, micro_batches, taken, validation=tried, validation_is_tried=True)
 
         try:
             seen = run_trial(
@@ -272,14 +486,33 @@ class LightningProbe:
             elif isinstance(error, _OF_STAND_INS):
                 error.add_note(
                     f"Raised while BatchFinder tried batch size {batch_size}, where the trainer's loaders and loggers "
-                    "are stand-ins, callbacks that save or stop are left out, and nothing is validated or logged."
+                    "are stand-ins, callbacks that save or stop are left out, and nothing is logged."
                 )
             raise
         finally:
             applied.undo()  # a size in an object that is not among what is put back
+        if dry_run.failed_in_validation and config.train is None and not self._validation_runs(batch_size, shape):
+            return self(batch_size, shape)
         if config.stage == "fit" and not config.alone and config.train is None and batch_size > self.smallest:
             seen = session.stepping.compared(seen, lambda: self(self.smallest, shape))
         return seen
+
+    def _validation_runs(self, batch_size: int, shape: Shape) -> bool:
+        """Whether the fit's validation runs beside the smallest batch; else sizes are tried without it from now on.
+
+        Called where it ran out of memory beside another.
+        """
+        not_tried = self.dry_run.not_tried
+        if batch_size > self.smallest:
+            if not self._validated:
+                self(self.smallest, shape)
+                self._validated = True
+        elif "validation" not in not_tried:
+            size = self.dry_run.schedule.validation_batch_size
+            not_tried["validation"] = (
+                f"the fit's validation, which runs out of memory with its batches of {size} at any size to train with"
+            )
+        return "validation" not in not_tried
 
 
 _OF_STAND_INS = (AttributeError, IndexError, KeyError, TypeError)

@@ -28,15 +28,16 @@ from batchfinder.find import find_max_batch_size
 from batchfinder.lightning.batch_size import set_attribute
 from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own
 from batchfinder.lightning.dry_run import TrialConfig, capture_data
+from batchfinder.lightning.schedule import Schedule
 from batchfinder.measure.device_memory import Memory
 from batchfinder.models.lightning_module import call_step
 from batchfinder.probe import FunctionProbe
 from batchfinder.recording import fake_device
 from batchfinder.recording.forked import NotRecordable, record_in_forks
 from batchfinder.recording.record_step import record_step
-from batchfinder.recording.simulation import search_simulated
+from batchfinder.recording.simulation import predict_full_card
 from batchfinder.results import Shape
-from batchfinder.search import Secant
+from batchfinder.search import Prediction, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
@@ -87,7 +88,8 @@ def predict_batch_size(
     cap: int | None = None,
     seconds: float = SECONDS,
     last_batch_size: Callable[[int], int] = lambda batch_size: 0,
-) -> int | None:
+    schedule: Schedule = Schedule(),  # noqa: B008  (it is frozen)
+) -> Prediction | None:
     """Predict the largest batch size. Nothing of the user's is changed, and no process is left behind.
 
     Args:
@@ -99,10 +101,11 @@ def predict_batch_size(
         cap: the largest size of use; None for none.
         seconds: the time limit of all recordings together.
         last_batch_size: given a batch size, the samples in an epoch's smaller last batch; 0 if all are full.
+        schedule: of the fit; where it unfreezes layers, all are recorded as trained.
 
     Returns:
-        The largest size, 0 if nothing fits; a rough guess above `cap` where far more than that fits. None where the
-        step cannot be recorded.
+        The largest size that gives no cached memory back; a rough guess above `cap` where far more than that fits. None
+        where the step cannot be recorded.
     """
     try:
         module, plugin, datamodule = trainer.lightning_module, trainer.precision_plugin, datamodule_of(trainer)
@@ -138,6 +141,8 @@ def predict_batch_size(
             leave_groups()
             if config.attribute is not None:
                 set_attribute(module, config.attribute, batch_size)
+            if schedule.unfreezes:
+                _unfreeze(module, trainer.optimizers[0])
             step = RecordedStep(trainer, config.stage, batches[batch_size])
             workload = Workload(
                 model=step,
@@ -162,14 +167,24 @@ def predict_batch_size(
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         probe = SimulatedProbe(TraceSource(submit, [None]), memory, AllocatorSettings.from_environment())
         on_host = trainer.strategy.root_device.type == "cpu"
-        predicted = largest_on_host(probe) if on_host else largest_on_gpu(probe, cap, last_batch_size)
+        predicted = Prediction(largest_on_host(probe)) if on_host else largest_on_gpu(probe, cap, last_batch_size)
     except Exception as error:
         reason = f"{error}" if isinstance(error, NotRecordable) else f"{type(error).__name__}: {error}"
         log.info("BatchFinder: no prediction from a simulated step: %s", reason)
         log.debug("BatchFinder: no prediction from a simulated step", exc_info=True)
         return None
-    log.info("BatchFinder: predicted batch size from a simulated step: %d", predicted)
+    log.info("BatchFinder: predicted batch size from a simulated step: %d", predicted.batch_size)
     return predicted
+
+
+def _unfreeze(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train all weights. What a finetuning callback does itself compares weights, for which a fork has no GPU."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    frozen = [parameter for parameter in module.parameters() if id(parameter) not in trained]
+    for parameter in frozen:
+        parameter.requires_grad_()
+    if frozen:
+        optimizer.add_param_group({"params": frozen})
 
 
 def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, module: nn.Module) -> Device:
@@ -192,22 +207,23 @@ def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, 
 
 def largest_on_gpu(
     probe: SimulatedProbe, cap: int | None = None, last_batch_size: Callable[[int], int] = lambda batch_size: 0
-) -> int:
-    """The largest size that the recorded step runs at, and goes on at after an epoch's smaller last batch.
+) -> Prediction:
+    """The largest size at which no cached memory is given back, nor after an epoch's smaller last batch.
 
-    `cap` is the largest of use; where a line through two peaks ends at twice that, the line is answer enough.
+    `cap` is the largest of use; where a line through two peaks ends at twice that, and it runs, the line is answer
+    enough. It runs through small sizes, whose peak may be the optimizer's step, which is the same at each.
     """
     line = predict_max_batch_size(probe, Shape())
-    if cap is not None and line > 2 * cap:
-        return line
+    if cap is not None and line > 2 * cap and probe(max(2, cap), Shape()).fits:
+        return Prediction(line)
     # Batches of a few sizes are there to be recorded, so the answer is not confirmed at its own: real trials do that.
-    found = search_simulated(probe, Shape(), confirm=False).max_batch_size
+    found, bytes_per_sample = predict_full_card(probe, Shape())
     for size in range(found, found - int(_BELOW_FOR_LAST * found) - 1, -max(1, found // 200)):
         last = last_batch_size(size)
         # The last batch of a size a little smaller is another one: half of the size and a quarter stand for these.
         if not last or all(probe.fits_after(each, size, Shape()) for each in (last, size // 2, size // 4) if each > 1):
-            return size
-    return found
+            return Prediction(size, bytes_per_sample)
+    return Prediction(found, bytes_per_sample)
 
 
 def largest_on_host(probe: SimulatedProbe) -> int:

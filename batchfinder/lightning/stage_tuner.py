@@ -33,6 +33,7 @@ from batchfinder.lightning.ddp import end_trials
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
+from batchfinder.lightning.schedule import Schedule
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
@@ -40,6 +41,7 @@ from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
+from batchfinder.search import Prediction
 
 _SMALL_CAP = 8
 """Up to this cap no search takes as long as a prediction."""
@@ -82,6 +84,8 @@ class StageTuner:
         batches: where batches come from.
         ranks: the trainer's processes, all of which search.
         extra_callbacks: callbacks that take part in the tries besides the user's.
+        schedule: what a fit does besides full batches.
+        validation: where the batches of the fit's own validation come from; None for none.
 
     Attributes:
         records: what was found and for which question, as a checkpoint keeps it.
@@ -97,7 +101,10 @@ class StageTuner:
         batches: ProbeBatches,
         ranks: Ranks,
         extra_callbacks: Sequence[Callback] = (),
+        schedule: Schedule = Schedule(),  # noqa: B008  (it is frozen)
+        validation: ProbeBatches | None = None,
     ) -> None:
+        self._schedule, self._validation = schedule, validation
         self._started = time.perf_counter()
         self._trainer = trainer
         self._finder = finder
@@ -144,7 +151,8 @@ class StageTuner:
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
         )
         self._probe: Probe | None = None
-        self._predicted: int | None = None
+        self._dry_run: DryRun | None = None
+        self._predicted: Prediction | None = None
 
     def tune(
         self, seq_lens: Sequence[int | None], resumed: Mapping[str, SearchResult] = MappingProxyType({})
@@ -196,7 +204,11 @@ class StageTuner:
                     longer = results[-1].result if results and whole else None
                     if longer is not None and longer.shape.seq_len is not None and shape.seq_len is not None:
                         # As many tokens; more may fit, where attention took its part of the memory.
-                        self._predicted = longer.max_batch_size * longer.shape.seq_len // shape.seq_len
+                        tokens = longer.max_batch_size * longer.shape.seq_len
+                        self._predicted = Prediction(tokens // shape.seq_len)
+                    elif self._config.train is not None:
+                        # An evaluation takes less than a step of as many; below that the peak is the step's.
+                        self._predicted = Prediction(2 * self._config.train.batch_size)
                     else:
                         self._predicted = None
                     # While ranks agree the first one alone reads and writes; on its own any of them may lower a record.
@@ -222,6 +234,13 @@ class StageTuner:
                 said = said.replace("from the cache", "from the checkpoint")
                 results[index] = replace(found, result=replace(found.result, source="checkpoint"))
             rank_zero_info(f"BatchFinder: {stage} {said}.")
+        if self._dry_run is not None and self._dry_run.growth:
+            rank_zero_info(
+                f"BatchFinder: memory grows by {self._dry_run.growth}; sizes were tried with what it comes to in an "
+                "epoch, where its length is known."
+            )
+        for not_tried in () if self._dry_run is None else self._dry_run.not_tried.values():
+            rank_zero_warn(f"BatchFinder: sizes were tried without {not_tried}. Leave room for it with headroom=.")
         return results
 
     def _keys(self, shapes: Sequence[Shape]) -> list[CacheKey]:
@@ -239,6 +258,7 @@ class StageTuner:
                         self._memory,
                         self._limits,
                         self._callbacks.active,
+                        self._schedule,
                     ),
                     self._ranks,
                 )
@@ -255,13 +275,17 @@ class StageTuner:
         """The probe, made when it is first needed: it copies the training state."""
         if self._probe is None:
             self._ranks.barrier_call(self._session.open, "got ready to try sizes")
-            dry_run = DryRun(self._trainer, self._callbacks)
+            if self._config.stage == "fit":
+                rank_zero_info(f"BatchFinder: each size is tried with {self._schedule}.")
+            self._dry_run = DryRun(self._trainer, self._callbacks, self._memory, self._schedule)
             smallest = self._limits.bounds.after(1)  # one sample may raise where two run
-            probe = LightningProbe(dry_run, self._config, self._batches, self._session, smallest)
+            probe = LightningProbe(
+                self._dry_run, self._config, self._batches, self._session, smallest, self._validation
+            )
             self._probe = probe if self._ranks.size == 1 else AgreedProbe(probe, self._ranks)
         return self._probe, self._ranks.all_reduce_min(self._session.max_peak_bytes())[0]
 
-    def _predict(self, shape: Shape, max_peak_bytes: int) -> int | None:
+    def _predict(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
         """What is predicted, or the simulated step's answer; None where that would cost more than it saves."""
         if self._predicted is not None:
             return self._predicted
@@ -290,12 +314,12 @@ class StageTuner:
                     cap,
                     seconds=seconds,
                     last_batch_size=self._batches.last_batch_size,
+                    schedule=self._schedule,
                 )
             ),
             "asked for a prediction",
         )
-        answer: int | None = predicted[0]
-        return answer
+        return None if predicted[0] is None else Prediction(*predicted[0])
 
 
 @contextmanager
@@ -337,6 +361,7 @@ def make_key(
     memory: Memory,
     limits: SearchLimits,
     callbacks: Iterable[Callback],
+    schedule: Schedule = Schedule(),  # noqa: B008  (it is frozen)
 ) -> CacheKey:
     """Name everything that changes the answer.
 
@@ -352,6 +377,7 @@ def make_key(
         "target": config.target_batch_size,
         "split": config.split_batch_size,
         "train": None if train is None else [train.batch_size, train.shape.seq_len],
+        "schedule": [schedule.validation_batch_size, *schedule.later_epochs],
         "headroom": limits.headroom,
         "strategy": type(trainer.strategy).__name__,
         "automatic_optimization": module.automatic_optimization,

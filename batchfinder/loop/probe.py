@@ -18,7 +18,7 @@ from batchfinder.distributed.agreement import local_collectives
 from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
-from batchfinder.measure.trial import SteadyStateCheck, TrialSession, run_trial
+from batchfinder.measure.trial import TrialSession, TrialSteps, run_trial
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
@@ -136,10 +136,10 @@ class LoopProbe:
         """
         session, config, target = self._session, self._config, self._target
 
-        def steps(check: SteadyStateCheck) -> None:
+        def steps(taken: TrialSteps) -> None:
             def batches() -> Iterator[Any]:
                 while True:
-                    with check.loading():
+                    with taken.loading():
                         batch = config.make_batch(batch_size, shape.seq_len)
                     yield batch
 
@@ -147,13 +147,13 @@ class LoopProbe:
             with self._counter.counting():
                 while True:
                     # As in a loop, a batch lives until the next has been made.
-                    given = next(one) if target is None else MicroBatches(batches, count, check.micro_batch_ended)
+                    given = next(one) if target is None else MicroBatches(batches, count, taken.micro_batch_ended)
                     config.train_step(given)
                     if isinstance(given, MicroBatches) and given.given < count:
                         name = getattr(config.train_step, "__qualname__", type(config.train_step).__qualname__)
                         expected = f"a function that goes through all {count} micro-batches it is given"
                         raise InvalidValue("train_step", name, f"{expected}, not {given.given}")
-                    if not self._counter.needs_another_call() and not check.goes_on():
+                    if not self._counter.needs_another_call() and not taken.goes_on():
                         break
 
         try:

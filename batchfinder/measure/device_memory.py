@@ -85,9 +85,14 @@ class CudaMemory:
     def limited(self, reserve_bytes: int, held_bytes: int) -> Iterator[None]:
         """A context in which steps whose peak exceeds `max_peak_bytes(held_bytes) - reserve_bytes` fail.
 
-        The allocator raises its out-of-memory error, being limited by `torch.cuda.set_per_process_memory_fraction`;
-        the fraction of before is put back.
+        The allocator raises its out-of-memory error: by itself where the card ends there, else being limited by
+        `torch.cuda.set_per_process_memory_fraction`, whose value of before is put back. Under such a limit an
+        expandable segment is refused what would only extend it, so that it is set where it is needed alone.
         """
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if reserve_bytes <= held_bytes and free + torch.cuda.memory_reserved(self._device) <= self.allowance_bytes:
+            yield
+            return
         before = round(float(torch.cuda.get_per_process_memory_fraction(self._device)) * self.total_bytes)
         limit = min(before, self.max_peak_bytes(held_bytes) - reserve_bytes)
         torch.cuda.set_per_process_memory_fraction(memory_fraction(limit, self.total_bytes), self._device)

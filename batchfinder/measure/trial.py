@@ -1,7 +1,7 @@
 """One measured trial: steps are taken under the memory's limit, measured, and undone.
 
-Beside the peak it says whether the allocator comes to a steady state (see `simulator/steady_state.py`), what is held
-between steps and what the first forward takes, which show a search the way where the peak is flat.
+Beside the peak it says whether the allocator had to give its cache back, what is held between steps and what the first
+forward takes, which show a search the way where the peak is flat.
 
 A traceback holds the frames of a failed step, and these hold its tensors: a failure is turned into a verdict and a text
 at once, and its memory is given back before anything else is tried.
@@ -27,7 +27,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.oom import classify, find_pattern
 from batchfinder.results import Measurement, Verdict
-from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
 
 _MOST_TIMED, _TIMED_SECONDS = 20, 0.05
@@ -38,26 +37,28 @@ _EMPTY_SHARE = 0.01
 """Share of a step below which no micro-batch ran between two batches: they were made one after another."""
 
 
-class SteadyStateCheck:
-    """Lets a trial take more steps until one goes by in which the allocator kept its cache, and times some.
+class TrialSteps:
+    """What a trial's steps tell as they go: how often the allocator gave its cache back, and how long they took.
 
-    The steps before it is asked for the first time are the warm-up. Each one that it asks for is timed, from one
+    The steps before `goes_on` is asked for the first time are the warm-up. Each one that it asks for is timed, from one
     question to the next, without what is `loading` meanwhile.
 
     Args:
         retries: says how often the allocator has given its cache back.
-        timed_steps: how many steps to time at least; 0 for none, and more are taken only for the steady state.
+        timed_steps: how many steps to time at least.
         device: which to wait for before the clock is read; None for none, as on a CPU.
 
     Attributes:
-        settled: False once `MORE_STEPS` were taken, each of which gave it back.
+        peaked_later: whether something that came after the first steps took more, which these then say nothing about.
     """
 
     def __init__(self, retries: Callable[[], int], timed_steps: int = 0, device: torch.device | None = None) -> None:
         self._retries = retries
-        self._before = self._last = retries()
-        self._more = 0
-        self.settled = True
+        self._retries_before = retries()
+        # cuDNN tries all algorithms for a shape, catches that some have no memory, and keeps to the best it could run.
+        self._tries_algorithms = device is not None and device.type == "cuda" and torch.backends.cudnn.benchmark
+        self._loaded = 0
+        self.peaked_later = False
         self._timed_steps = timed_steps
         self._device = device
         self._since: float | None = None  # when what is timed began; None before the first step that is
@@ -66,32 +67,24 @@ class SteadyStateCheck:
         self._steps: list[tuple[float, float | None]] = []  # seconds of a last micro-batch, and of one before it
 
     def goes_on(self) -> bool:
-        """Whether the trial needs another step: to be asked after the least it takes, and after each one more."""
-        more_to_time = self._timed_steps > 0 and self._step_ended()
-        return not self._settles() or more_to_time
+        """Whether there is another step to time: to be asked after the least a trial takes, and after each one more."""
+        return self._timed_steps > 0 and self._step_ended()
 
-    def _settles(self) -> bool:
-        """Whether the allocator kept its cache since this was asked the last time, or `MORE_STEPS` were taken."""
-        last, self._last = self._last, self._retries()
-        if self._last == last:
-            return True
-        self._more += 1
-        self.settled = self._more <= MORE_STEPS
-        return not self.settled
+    def times_cache_given_back(self) -> int:
+        """How often the allocator had to empty its cache for a request, the trial's first batch in cuDNN's benchmark
+        mode aside.
 
-    def message(self) -> str:
-        """What to say of a size that is thrashing; empty for one that reached a steady state.
-
-        Steps that never asked have not reached it either, where the cache was given back.
+        Training that does so is slow, and what it does after the next batch of another size is anyone's guess: near a
+        full card it may settle, or run out of memory some steps later.
         """
-        if self.settled and self._settles():
-            return ""
-        times = self._last - self._before
-        return f"it ran, but only by giving back all cached memory {'once' if times == 1 else f'{times} times'}"
+        return self._retries() - self._retries_before
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A context around the making of each batch, which is not part of a step's time."""
+        if self._loaded == 1 and self._tries_algorithms:
+            self._retries_before = self._retries()
+        self._loaded += 1
         if self._since is not None:
             self.micro_batch_ended()
             self._batches += 1
@@ -250,7 +243,7 @@ class SteppingCheck:
 
 
 def run_trial(
-    steps: Callable[[SteadyStateCheck], object],
+    steps: Callable[[TrialSteps], object],
     memory: Memory,
     device: torch.device,
     restore: Callable[[], object] = lambda: None,
@@ -269,7 +262,7 @@ def run_trial(
         held_bytes: held on the device by what training will not have, such as the copies that `restore` needs.
         readings: read by the steps themselves; None to read them by hooks on backward and on optimizers.
         stepping: of these trials, where a user's own steps might catch an out-of-memory error.
-        timed_steps: how many steps to time at least, after the others; see `SteadyStateCheck`.
+        timed_steps: how many steps to time at least, after the others; see `TrialSteps`.
 
     Raises:
         Exception: whatever the steps raised that is not about the size, unchanged, after `restore`.
@@ -277,11 +270,11 @@ def run_trial(
     clear(device)
     memory.reset_peak()
     ooms_before = _ooms(device)
-    check, started = SteadyStateCheck(memory.retries, timed_steps, device), time.perf_counter()
+    taken, started = TrialSteps(memory.retries, timed_steps, device), time.perf_counter()
 
     def limited() -> None:
         with memory.limited(reserve_bytes, held_bytes), nullcontext() if stepping is None else stepping.watched():
-            steps(check)
+            steps(taken)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # here, where what a kernel failed with is still this trial's failure
 
@@ -290,26 +283,30 @@ def run_trial(
             failure = attempt(limited, device.type)
         seconds = time.perf_counter() - started
         allocated, reserved = (None if peak is None else peak - held_bytes for peak in memory.peaks())
-        thrashing, ooms = check.message(), _ooms(device) - ooms_before
+        retries, ooms = taken.times_cache_given_back(), _ooms(device) - ooms_before
     finally:
         restore()
     clear(device)
     if isinstance(failure, Failure):
         _leave_onednn_if_it_fails(failure)
         return Measurement(failure.verdict, seconds=seconds, message=failure.message)
-    if thrashing and ooms:
-        # Without thrashing it went well in the end, as where cuDNN tries out algorithms.
-        message = f"it ran out of memory {ooms} times (num_ooms), and the step caught the error and went on"
+    if retries and ooms:
+        message = f"it ran out of memory {_times(ooms)} (num_ooms), and the step caught the error and went on"
         return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=message)
-    if thrashing:
-        return Measurement(Verdict.THRASHING, allocated, reserved, seconds, thrashing)
+    if retries:
+        message = f"it ran, but only by giving back all cached memory {_times(retries)}"
+        return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
     if stepping is not None and stepping.stopped:
         return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, _NOT_STEPPED)
     resting, forward = readings.resting_bytes, readings.forward_bytes
-    resting = None if resting is None else resting - held_bytes
-    step, micro_batch = check.seconds()
+    resting = None if resting is None or taken.peaked_later else resting - held_bytes
+    step, micro_batch = taken.seconds()
     seen = Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
     return replace(seen, step_seconds=step, micro_batch_seconds=micro_batch)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _ooms(device: torch.device) -> int:

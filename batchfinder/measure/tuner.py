@@ -27,7 +27,7 @@ from batchfinder.errors import (
 from batchfinder.find import find_max_batch_size
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Throughput, Trial
-from batchfinder.search import Bounds, Capped, Floored, Multiples, Search, Secant
+from batchfinder.search import Bounds, Capped, Floored, Multiples, Prediction, Search, Secant
 from batchfinder.search.base import check_tolerance
 from batchfinder.search.throughput import find_full_speed, sizes_to_time
 from batchfinder.units import format_bytes
@@ -219,7 +219,7 @@ class Tuner:
         limits: SearchLimits,
         open_probe: Callable[[], tuple[Probe, int]],
         *,
-        hint: Callable[[Shape, int], int | None] | None = None,
+        hint: Callable[[Shape, int], Prediction | None] | None = None,
         on_trial: Callable[[Trial], object] | None = None,
         warn: Callable[[CacheFailed], object] | None = None,
         held_bytes: int | None = None,
@@ -344,7 +344,7 @@ class Tuner:
             share = self._free_bytes / then if then else 1.0
             trials: tuple[Trial, ...] = ()
             if failed is not None:
-                predicted: int | None = int(min(share, _BELOW_A_FAILURE) * failed.batch_size)
+                predicted: Prediction | None = Prediction(int(min(share, _BELOW_A_FAILURE) * failed.batch_size))
                 # Not those that ran before an earlier failure: memory may be gone since, for all of them.
                 since, start = self._trials[start:], len(self._trials)
                 ran = {t.batch_size: t for t in since if t.fits and t.batch_size < failed.batch_size}
@@ -352,8 +352,8 @@ class Tuner:
             else:
                 predicted = None if self._hint is None else self._hint(shape, max_peak_bytes)
                 if predicted is None and known is not None and known.max_batch_size:
-                    predicted = int(share * known.max_batch_size)
-            search: Search[Any] = Secant(max_peak_bytes, min(tolerance, 0.5), predicted)
+                    predicted = Prediction(int(share * known.max_batch_size))
+            search: Search[Any] = Secant(max_peak_bytes, min(tolerance, 0.5), *(predicted or ()))
             search = Floored(Multiples(search, limits.multiple_of), limits.min_batch_size)
             if limits.cap is not None:
                 search = Capped(search, limits.cap)

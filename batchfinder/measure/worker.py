@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from batchfinder.errors import InvalidValue
 from batchfinder.measure import host_limits
 from batchfinder.measure.device_memory import CudaMemory, numbered
-from batchfinder.measure.trial import Failure, StageReadings, SteadyStateCheck, attempt, clear, run_trial
+from batchfinder.measure.trial import Failure, StageReadings, TrialSteps, attempt, clear, run_trial
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.training.child_process import (
     answer,
@@ -93,7 +93,7 @@ class CudaProbe:
         """
         readings = StageReadings(self._memory.held_bytes, lambda: self._memory.peaks()[0] or 0)
         return run_trial(
-            lambda check: self._steps(batch_size, shape.seq_len, readings, check.goes_on, check.loading),
+            lambda taken: self._steps(batch_size, shape.seq_len, readings, taken.goes_on, taken.loading),
             self._memory,
             self._device,
             readings=readings,
@@ -220,12 +220,12 @@ class WorkerState:
             lambda: host_limits.size_bytes() - base_bytes, lambda: host_limits.size_bytes("VmPeak") - base_bytes
         )
 
-        check = SteadyStateCheck(lambda: 0, timed_steps)
+        taken = TrialSteps(lambda: 0, timed_steps)
 
         def steps() -> None:
             # The limit is lifted while the error unwinds: recognising it takes memory too.
             with host_limits.limited_to(total):
-                self._steps(batch_size, seq_len, readings, check.goes_on, check.loading)
+                self._steps(batch_size, seq_len, readings, taken.goes_on, taken.loading)
 
         start = time.perf_counter()
         outcome = attempt(steps, "cpu")
@@ -235,7 +235,7 @@ class WorkerState:
         # What came before the limit may have peaked above it.
         peak = min(host_limits.size_bytes("VmPeak"), total) - base_bytes
         resting, forward = readings.resting_bytes, readings.forward_bytes
-        step, micro_batch = check.seconds()
+        step, micro_batch = taken.seconds()
         seen = Measurement(Verdict.FITS, None, peak, seconds, resting_bytes=resting, forward_bytes=forward)
         return measurement_to_json(replace(seen, step_seconds=step, micro_batch_seconds=micro_batch))
 

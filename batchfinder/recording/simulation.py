@@ -17,7 +17,17 @@ from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.results import Measurement, SearchResult, Shape
-from batchfinder.search import DEFAULT_MAX_BATCH_SIZE, Bisection, Bounds, Capped, Floored, Multiples, Search, Secant
+from batchfinder.search import (
+    DEFAULT_MAX_BATCH_SIZE,
+    Bisection,
+    Bounds,
+    Capped,
+    Floored,
+    Multiples,
+    Prediction,
+    Search,
+    Secant,
+)
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource, between_gpus
@@ -31,6 +41,8 @@ _T = TypeVar("_T")
 _CONFIRMATIONS = 8
 """Searches for an answer, each with more sizes recorded than the one before: of a compiled step, or of one that differs
 from what it was scaled to."""
+_NEAR_A_FULL_CARD = 8
+"""What a sample adds is read between the size that fills a card and one that is an eighth smaller."""
 _NEARBY = 16
 """The answer at other addresses is looked for first within a sixteenth of the one that was found."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
@@ -351,6 +363,22 @@ def search_simulated(
     found = result.max_batch_size
     other = found if probe.allocator.expandable_segments else at_rising_addresses(found)
     return replace(result, interval=(min(found, other), max(found, other)))
+
+
+def predict_full_card(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None = None) -> Prediction:
+    """The largest size with which a card is full and gives no cached memory back, as the start of a search by trials.
+
+    Args:
+        max_batch_size: the largest of interest; None for no such bound.
+    """
+    if not probe.traces.is_scaled(shape.seq_len):
+        return Prediction(search_simulated(probe, shape, max_batch_size, confirm=False).max_batch_size)
+    full, _ = fill_card(probe, shape, max_batch_size or DEFAULT_MAX_BATCH_SIZE)
+    near = full - full // _NEAR_A_FULL_CARD
+    if near == full:
+        return Prediction(full)
+    low, high = (probe.unlimited(size, shape).max_reserved_bytes for size in (near, full))
+    return Prediction(full, max(0, high - low) / (full - near))
 
 
 def check_scaling(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None, multiple_of: int) -> None:

@@ -19,7 +19,7 @@ from batchfinder.search.base import (
     Search,
     Wrapper,
 )
-from batchfinder.search.secant import Secant
+from batchfinder.search.secant import Prediction, Secant
 
 __all__ = [
     "DEFAULT_MAX_BATCH_SIZE",
@@ -31,6 +31,7 @@ __all__ = [
     "Floored",
     "Headroom",
     "Multiples",
+    "Prediction",
     "Search",
     "Secant",
     "Wrapper",

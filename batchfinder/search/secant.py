@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from batchfinder.errors import InvalidValue
 from batchfinder.results import Shape, StopReason, Trial
@@ -47,6 +48,19 @@ _MAX_GROWTH_BY_FORWARD = 64
 """How far to go on them in one step: at small sizes they are mostly what a forward takes once."""
 
 
+class Prediction(NamedTuple):
+    """A guess of the answer, from a simulated step.
+
+    Attributes:
+        batch_size: the largest size that is thought to run; 0 when nothing is.
+        bytes_per_sample: what a sample adds to the peak just below that; 0 where that is not known. It is right where
+            the step takes some more than was simulated, at all sizes alike.
+    """
+
+    batch_size: int
+    bytes_per_sample: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class PeakModel:
     """Peaks of the sizes that ran, smallest first, and where they lead.
@@ -73,7 +87,7 @@ class PeakModel:
             return self
         points = (*self.points, (trial.batch_size, peak))
         if seen.resting_bytes is None or seen.forward_bytes is None:
-            return PeakModel(points, self.resting_bytes, self.forwards)
+            return PeakModel(points)  # this peak came from something else than a step, as those of larger sizes will
         # The least: a batch that outlives its step makes what stays grow with the size.
         resting = seen.resting_bytes if self.resting_bytes is None else min(self.resting_bytes, seen.resting_bytes)
         return PeakModel(points, resting, (*self.forwards, (trial.batch_size, seen.forward_bytes)))
@@ -228,6 +242,8 @@ class Secant(Search[SecantState]):
         limit_bytes: bytes a peak may have, as the probe counts them; None when unknown (`Headroom` says it too).
         tolerance: may end once a failing size is within this share of the answer; 0 for the exact maximum.
         predicted: a guess of the answer, such as the simulated step's; None without one.
+        bytes_per_sample: as a `Prediction` says it; the second try is where a line of that slope from the first one's
+            peak meets the limit.
         margin: how far under the prediction to start, as a share of it: the prediction's own usual error.
         patience: probes for which guesses count.
 
@@ -238,6 +254,7 @@ class Secant(Search[SecantState]):
     limit_bytes: int | None = None
     tolerance: float = 0.01
     predicted: int | None = None
+    bytes_per_sample: float = 0.0
     margin: float = 0.02
     patience: int = 16
 
@@ -304,7 +321,7 @@ class Secant(Search[SecantState]):
         if late == 0 and state.surprises:
             filled = state.allocated_peaks.crossing(state.limit_bytes) or 0
             sizes.append(int(_SHARE_OF_ALLOCATED_CROSSING * filled))
-        if state.tries == 1:
+        if state.tries == 1 and not self.bytes_per_sample:
             sizes.append(under_prediction)
         size = max(sizes)
         if predicted and state.tries > 1 and low <= predicted and size > (1 + _DOUBTED_BEYOND) * predicted:
@@ -340,6 +357,10 @@ class Secant(Search[SecantState]):
 
     def _guess(self, state: SecantState) -> int | None:
         """The largest size thought to run: by the model, else by the prediction."""
+        points = state.peaks.points
+        if self.bytes_per_sample and len(points) == 1 and state.limit_bytes is not None:
+            ((size, peak),) = points
+            return size + int((state.limit_bytes - peak) / self.bytes_per_sample)
         fitted = state.peaks.crossing(state.limit_bytes)
         return self.predicted if fitted is None else fitted
 

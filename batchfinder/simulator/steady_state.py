@@ -175,7 +175,7 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
 def fits_after_smaller(
     structure: TraceStructure, sizes: Sequence[int], smaller: Sequence[int], allocator: Callable[[], CachingAllocator]
 ) -> bool:
-    """Whether a step still runs after one of a smaller batch, as after the last batch of an epoch.
+    """Whether a step still runs, with no cache given back, after one of a smaller batch: the last one of an epoch.
 
     The smaller one takes parts of the cache's blocks, and what it leaves of them may hold no block of the next step's.
 
@@ -194,7 +194,7 @@ def fits_after_smaller(
     with closing(allocator()) as new:
         run = Replay(repeated, of_each, new)
         run.run()
-        return run.oom is None
+        return run.oom is None and new.num_alloc_retries == 0
 
 
 _SIZES_TRIED_BELOW = 64

@@ -125,7 +125,9 @@ def test_a_language_model_eager_and_compiled(cuda_stub: CudaStubFixture) -> None
     assert eager.result[-1] == (4_598_309_376, 5_385_486_336)  # the mask is known to be full, so that there is none
     shutil.rmtree(stub_folder() / "caches" / find_build().version, ignore_errors=True)
     compiled = cuda_stub(memory="80GiB", timeout=500).run(gpt2_bytes, True)
-    assert compiled.result[-1][0] == 2_349_183_488
+    # As requested: what compiling leaves in the cache decides how many blocks are a little larger.
+    assert compiled.memory_stats[0]["requested_bytes.all.peak"] == 2_340_237_996
+    assert 0 < compiled.result[-1][0] - 2_340_237_996 < 16 * MIB
 
 
 def embedding_backward() -> int:

@@ -25,6 +25,7 @@ PACKAGES = [name for name in ("pytorch_lightning", "lightning.pytorch") if find_
 
 LIGHTNING = {
     "callbacks.progress.rich_progress.RichProgressBar": ["_console_kwargs"],
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": ["_swa_epoch_start"],
     "core.mixins.hparams_mixin.HyperparametersMixin": ["_hparams_initial", "_log_hyperparams"],
     "core.module.LightningModule": ["_compiler_ctx", "_on_before_batch_transfer"],
     "loops.evaluation_loop._EvaluationLoop": ["_combined_loader", "_data_source", "_stage", "_trainer_fn"],
@@ -36,10 +37,12 @@ LIGHTNING = {
     "overrides.distributed._IndexBatchSamplerWrapper": ["_batch_sampler"],
     "strategies.ddp.DDPStrategy": ["_ddp_kwargs", "_timeout", "configure_ddp"],
     "strategies.launchers.multiprocessing._MultiProcessingLauncher": ["get_extra_results"],
+    "trainer.connectors.checkpoint_connector._CheckpointConnector": ["_loaded_checkpoint", "restore_optimizers"],
     "trainer.connectors.data_connector._DataConnector": ["_requires_distributed_sampler"],
     "trainer.connectors.logger_connector.logger_connector._LoggerConnector": ["reset_metrics", "reset_results"],
     "trainer.connectors.logger_connector.result._ResultCollection": ["batch", "batch_size", "update_metrics"],
     "trainer.trainer.Trainer": [
+        "_checkpoint_connector",
         "_data_connector",
         "_detect_anomaly",
         "_logger_connector",

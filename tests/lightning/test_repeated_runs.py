@@ -258,12 +258,13 @@ def test_a_search_for_validation_that_fails_does_not_lower_the_record_of_trainin
 
 
 def test_validation_that_runs_out_of_memory_does_not_lower_the_record_of_training() -> None:
-    """Neither in the sanity check nor later: the size for training has nothing to do with it."""
+    """Neither in the sanity check nor later: it has no room at any size; sizes are tried without, which is said."""
     for options in ({}, {"num_sanity_val_steps": 0}):
         trainer = nets.trainer(callbacks=[BatchFinder(max_batch_size=8)], **options)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", "BatchFinder")
-            with pytest.raises(torch.OutOfMemoryError):
+            warnings.filterwarnings("error", "BatchFinder: fit ran out")
+            said = "tried without the fit's validation, which runs out of memory with its batches of 2 at any size"
+            with pytest.raises(torch.OutOfMemoryError), pytest.warns(UserWarning, match=said):
                 trainer.fit(NeverValidates())
 
 

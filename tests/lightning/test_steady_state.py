@@ -1,9 +1,7 @@
-"""A size that needs the cache given back in its first steps fits; one that needs it in each step does not."""
+"""A size that needs the cache given back does not fit, whether in its first steps alone or in each."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from batchfinder import BatchFinder
-from batchfinder.lightning.dry_run import ProbeLoader
-from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP
 from tests.lightning.tiny import Rows
 from tests.settling_card import ANSWER, SettlingCard, step
 
@@ -39,7 +35,7 @@ class Settles(pl.LightningModule):
 
 @pytest.mark.parametrize("cap", [80, 81, 86, 90, 200])
 def test_the_callback(cap: int) -> None:
-    """Whatever the first steps did, a size that goes on without is the answer; above the largest such, none is."""
+    """The largest that never needs it is the answer."""
     finder = BatchFinder(max_batch_size=cap, tolerance=0.0, cache=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -53,30 +49,3 @@ def test_the_callback(cap: int) -> None:
     with patch("batchfinder.lightning.stage_tuner.memory_of", lambda device, budget: SettlingCard()):
         trainer.fit(Settles())
     assert finder.batch_size == min(cap, ANSWER)
-
-
-def fed(more: list[bool], least: int, micro_batches: int = 1, stepped: list[bool] | None = None) -> int:
-    """How many batches a feed gives, with answers to what it asks."""
-    answers, steps = iter(more), iter(stepped or [])
-    feed = ProbeLoader(
-        lambda: None,
-        least,
-        1000,
-        SimpleNamespace(goes_on=lambda: next(answers), loading=nullcontext),  # type: ignore[arg-type]
-        micro_batches,
-        (lambda: next(steps)) if stepped else (lambda: True),
-    )
-    return sum(1 for _ in feed)
-
-
-def test_a_feed_gives_whole_steps() -> None:
-    """It asks after what it gives anyway and after each step, not after each micro-batch."""
-    assert fed([False], 2) == 2
-    assert fed([True, True, False], 2) == 4
-    assert fed([True, True, False], 4, micro_batches=2) == 8
-
-
-def test_a_feed_waits_for_the_optimizer_first() -> None:
-    """Whether another step is needed is not asked before one was taken; without any it ends."""
-    assert fed([False], 2, stepped=[False, False, True]) == 4
-    assert fed([], 2, stepped=[False] * 100) == MAX_BATCHES_WITHOUT_STEP

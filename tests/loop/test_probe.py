@@ -16,8 +16,8 @@ from tests.settling_card import ANSWER, SettlingCard, step
 
 
 @pytest.mark.parametrize("cap", [80, 81, 86, 90, 200])
-def test_a_size_that_settles_fits(cap: int) -> None:
-    """One that needs the cache given back in its first steps does; one that needs it in each step does not."""
+def test_a_size_that_needs_the_cache_given_back_does_not_fit(cap: int) -> None:
+    """Neither one that needs it in its first steps, nor one that needs it in each step."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

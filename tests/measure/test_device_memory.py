@@ -23,7 +23,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.measure import device_memory, host_limits
 from batchfinder.measure.device_memory import CudaMemory, HostMemory, memory_of
 from batchfinder.measure.host_limits import status
-from batchfinder.measure.trial import SteadyStateCheck, clear, run_trial
+from batchfinder.measure.trial import TrialSteps, clear, run_trial
 from batchfinder.results import Verdict
 from batchfinder.units import MIB
 from tests.measure.made_up_cuda import TOTAL, MadeUpCuda
@@ -70,23 +70,27 @@ def test_tries_are_limited_within_what_was_set(before: int | None, cuda: MadeUpC
         assert cuda.allowed == before
 
 
-def test_a_step_that_goes_on_after_an_out_of_memory_does_not_fit(cuda: MadeUpCuda) -> None:
-    """CUDA counts what the step has caught. Once, as where cuDNN tries out algorithms, is no failure."""
+def test_a_step_that_goes_on_after_an_out_of_memory_does_not_fit(
+    cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA counts what the step has caught. In the first batch cuDNN does, where it tries out algorithms."""
     memory = CudaMemory(torch.device("cuda", 0), None)
 
-    def steps(check: SteadyStateCheck) -> None:
-        while True:
-            cuda.ooms += 1
-            cuda.retries = [cuda.retries[0] + (cuda.ooms < times)]
-            if not check.goes_on():
-                return
+    def steps(taken: TrialSteps) -> None:
+        for number in range(3):
+            with taken.loading():
+                pass
+            if number in failing:
+                cuda.ooms += 1
+                cuda.retries = [cuda.retries[0] + 1]
 
-    times = 100
-    seen = run_trial(steps, memory, torch.device("cuda", 0))
-    assert seen.verdict is Verdict.OUT_OF_MEMORY
-    assert re.fullmatch(r"it ran out of memory \d+ times \(num_ooms\), and the step caught the error .*", seen.message)
-    times = 0
-    assert run_trial(steps, memory, torch.device("cuda", 0)).fits
+    for failing, benchmark, fits in (((0,), False, False), ((0,), True, True), ((1,), True, False), ((), False, True)):
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+        seen = run_trial(steps, memory, torch.device("cuda", 0))
+        assert seen.fits == fits, (failing, benchmark)
+        if not fits:
+            assert seen.verdict is Verdict.OUT_OF_MEMORY
+            assert seen.message == "it ran out of memory once (num_ooms), and the step caught the error and went on"
 
 
 @pytest.mark.parametrize("budget", [1, 64 * MIB])

@@ -11,9 +11,8 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from batchfinder.measure.device_memory import HostMemory
-from batchfinder.measure.trial import StageReadings, SteadyStateCheck, read_stages, run_trial
+from batchfinder.measure.trial import StageReadings, TrialSteps, read_stages, run_trial
 from batchfinder.results import Verdict
-from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
@@ -164,60 +163,15 @@ def test_one_step_tells_nothing_of_the_next():
     assert (alone.resting_bytes, alone.forward_bytes) == (None, None)
 
 
-def taken(retries_in_steps: list[int]) -> tuple[int, str]:
-    """Steps beyond the first two that a try takes, and the message; the cache is given back as often as listed."""
-    given_back = 0
-
-    def count() -> int:
-        return given_back
-
-    settling = SteadyStateCheck(count)
-    given_back += sum(retries_in_steps[:2])
-    steps = 0
-    while settling.goes_on():
-        given_back += retries_in_steps[2 + steps]
-        steps += 1
-    return steps, settling.message()
-
-
-def test_a_size_that_never_needs_the_cache_takes_no_further_step() -> None:
-    """Two steps without are enough."""
-    assert taken([0, 0]) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("retries", "steps"),
-    [([1, 0, 0], 1), ([0, 1, 0], 1), ([1, 1, 2, 0], 2), ([2, 3, 2, 2, 2, 1, 0], 5), ([1, 1, *[1] * 7, 0], 8)],
-)
-def test_a_size_that_settles_fits(retries: list[int], steps: int) -> None:
-    """Steps are taken until one goes by without, and then no more."""
-    assert taken(retries) == (steps, "")
-
-
-def test_a_size_that_never_settles_does_not() -> None:
-    """After so many steps that each gave the cache back no other is taken, and how often it was is said."""
-    message = f"it ran, but only by giving back all cached memory {2 + 2 * MORE_STEPS} times"
-    assert taken([1, 1, *[2] * MORE_STEPS]) == (MORE_STEPS, message)
-
-
-@pytest.mark.parametrize(("retries", "times"), [(1, "once"), (3, "3 times")])
-def test_steps_that_never_asked_have_not_settled(retries: int, times: str) -> None:
-    """Where nobody takes a further step, nobody knows that it would have done without."""
-    seen = iter([5, 5 + retries])
-    assert (
-        SteadyStateCheck(lambda: next(seen)).message() == f"it ran, but only by giving back all cached memory {times}"
-    )
-
-
-def test_a_part_that_never_settled_is_not_forgotten() -> None:
-    """A later part of the same try that settles does not make up for it."""
-    given_back = 0
-    settling = SteadyStateCheck(lambda: given_back)
+def test_every_time_that_the_cache_is_given_back_counts() -> None:
+    """Whether in the first step or later, and whether anybody asks for another step."""
+    given_back = 5
+    steps = TrialSteps(lambda: given_back)
+    assert steps.times_cache_given_back() == 0
     given_back += 1
-    while settling.goes_on():
-        given_back += 1
-    assert not settling.goes_on()
-    assert settling.message()
+    assert not steps.goes_on()
+    given_back += 2
+    assert steps.times_cache_given_back() == 3
 
 
 class Clock:
@@ -238,7 +192,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def step_in(check: SteadyStateCheck, clock: Clock, *micro_batches: float, loading: float = 5.0) -> None:
+def step_in(check: TrialSteps, clock: Clock, *micro_batches: float, loading: float = 5.0) -> None:
     """One step that takes so many seconds for each micro-batch, and `loading` for the making of each."""
     for seconds in micro_batches:
         with check.loading():
@@ -248,7 +202,7 @@ def step_in(check: SteadyStateCheck, clock: Clock, *micro_batches: float, loadin
 
 def test_steps_after_the_warm_up_are_timed_without_their_loading(clock: Clock) -> None:
     """Three at least, of which the median counts; how long the first two took does not matter."""
-    check = SteadyStateCheck(lambda: 0, timed_steps=3)
+    check = TrialSteps(lambda: 0, timed_steps=3)
     for seconds in (60.0, 30.0):
         step_in(check, clock, seconds)
     taken = []
@@ -262,7 +216,7 @@ def test_steps_after_the_warm_up_are_timed_without_their_loading(clock: Clock) -
 def test_short_steps_are_timed_more_often(clock: Clock) -> None:
     """Until they have taken 50 ms in all, or there are twenty of them."""
     for seconds, steps in ((0.009, 6), (0.001, 20)):
-        check = SteadyStateCheck(lambda: 0, timed_steps=3)
+        check = TrialSteps(lambda: 0, timed_steps=3)
         count = 0
         while check.goes_on():
             step_in(check, clock, seconds)
@@ -273,7 +227,7 @@ def test_short_steps_are_timed_more_often(clock: Clock) -> None:
 @pytest.mark.parametrize("fetched_first", [False, True])
 def test_a_micro_batch_is_timed_apart_from_the_last(clock: Clock, fetched_first: bool) -> None:
     """The last one has the optimizer step; where all are fetched first, the step says when one has ended."""
-    check = SteadyStateCheck(lambda: 0, timed_steps=3)
+    check = TrialSteps(lambda: 0, timed_steps=3)
     while check.goes_on():
         if fetched_first:
             step_in(check, clock, 0.0, 0.0)
@@ -287,23 +241,10 @@ def test_a_micro_batch_is_timed_apart_from_the_last(clock: Clock, fetched_first:
 
 def test_without_a_word_between_them_micro_batches_take_equal_parts(clock: Clock) -> None:
     """Of the whole step, as in a loop that makes a list of them first."""
-    check = SteadyStateCheck(lambda: 0, timed_steps=3)
+    check = TrialSteps(lambda: 0, timed_steps=3)
     while check.goes_on():
         step_in(check, clock, 0.0, 10.0)
     assert check.seconds() == (5.0, 5.0)
-
-
-def test_a_step_is_timed_on_a_card_that_needs_more_of_them() -> None:
-    """Steps for the steady state and timed ones are the same steps: as many as either asks for."""
-    given_back, steps = [0], 0
-    check = SteadyStateCheck(lambda: sum(given_back), timed_steps=3)
-    given_back.append(1)
-    while check.goes_on():
-        steps += 1
-        given_back.append(1 if steps < 5 else 0)
-    assert steps >= 5
-    assert check.seconds()[0] is not None
-    assert check.message() == ""
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from batchfinder.cache.validity import lower
 from batchfinder.errors import CacheFailed, InvalidValue, OutOfMemory
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
+from batchfinder.search import Prediction
 from batchfinder.units import GIB
 
 MESSAGE = "no room"
@@ -398,7 +399,7 @@ def test_a_hint_saves_tries_and_failures() -> None:
             lambda size, f=fixed, e=each, n=noise: f + e * size + n.randrange(total // 200), total, total // 1000
         )
         hinted = int(answer * draw.uniform(0.75, 1.0))
-        found = device.tuner(hint=lambda shape, limit, h=hinted: h, tolerance=0.05).find(Shape()).result
+        found = device.tuner(hint=lambda shape, limit, h=hinted: Prediction(h), tolerance=0.05).find(Shape()).result
         failed = sum(not trial.fits for trial in found.trials)
         assert 0.9 * answer <= found.max_batch_size <= answer
         seen[len(found.trials) <= 6 and failed == 1] += 1
@@ -409,9 +410,9 @@ def test_a_search_starts_from_a_hint() -> None:
     """It is given what a peak may come to; where a cached answer has failed, that says more."""
     entry, device, asked = CacheEntry(), Device(affine, reserve=20), []
 
-    def hint(shape: Shape, max_peak_bytes: int) -> int:
+    def hint(shape: Shape, max_peak_bytes: int) -> Prediction:
         asked.append((shape.seq_len, max_peak_bytes))
-        return 120
+        return Prediction(120)
 
     found = device.tuner(hint=hint).find(Shape(8), entry)
     assert (asked, device.sizes[0], found.result.max_batch_size) == ([(8, 980)], 102, 125)

@@ -1,0 +1,92 @@
+"""What a fit does besides one full batch after another, as far as it changes the memory: read from the trainer.
+
+A restored optimizer, a scaler that skips its first steps, a validation, an epoch at which layers are unfrozen: each
+leaves the allocator's cache in other pieces, or takes memory of its own. A trial takes each of these once, in the order
+in which training has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import Callback
+
+from batchfinder.lightning.compat import averaging_starts, callbacks_of, is_a, restores_optimizers
+
+_MOST_EPOCHS = 1000
+"""Of a fit without an end, or with more epochs, those that a finetuning callback is asked about."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The phases of a fit that a trial takes, in the order of these fields; batches of other sizes come with the data.
+
+    Attributes:
+        restores_optimizers: whether the checkpoint that the fit goes on from has optimizers' states.
+        skips_a_step: whether the scaler of 16-mixed starts at a scale with which the first steps overflow as a rule.
+        accumulation: micro-batches per optimizer step where there is no target; the most that a
+            GradientAccumulationScheduler asks for.
+        validation_batch_size: of the validation in the fit; None where it has none, or none that can be tried.
+        unfreezes: epochs that a BaseFinetuning callback is asked about, in order.
+        averages_from: the epoch from which StochasticWeightAveraging has an average on the device; None without.
+    """
+
+    restores_optimizers: bool = False
+    skips_a_step: bool = False
+    accumulation: int = 1
+    validation_batch_size: int | None = None
+    unfreezes: range = range(0)
+    averages_from: int | None = None
+
+    @property
+    def later_epochs(self) -> list[int]:
+        """Epochs that change what is in memory: the last one to unfreeze layers, and that of the average."""
+        last = [self.unfreezes[-1]] if self.unfreezes else []
+        return sorted({*last, *([] if self.averages_from is None else [self.averages_from])})
+
+    def __str__(self) -> str:
+        phases = ["the optimizers' states of the checkpoint"] if self.restores_optimizers else []
+        phases += ["a step that the scaler skips"] if self.skips_a_step else []
+        phases += ["full batches" + ("" if self.accumulation == 1 else f", accumulated {self.accumulation} times")]
+        phases += ["batches of other lengths and the epoch's last, each with a full one after it"]
+        if self.validation_batch_size is not None:
+            phases += [f"a validation with batches of {self.validation_batch_size}, and the next epoch's first steps"]
+        phases += [f"epoch {self.unfreezes[-1]}, by which layers are unfrozen"] if self.unfreezes else []
+        phases += [f"epoch {self.averages_from}, from which weights are averaged"] if self.averages_from else []
+        return "; ".join(phases)
+
+
+def read_schedule(trainer: Trainer, validation_batch_size: int | None = None) -> Schedule:
+    """Read a fit's schedule from a trainer that is set up, and that has not started to train."""
+    callbacks = callbacks_of(trainer)
+    accumulation, epochs = trainer.accumulate_grad_batches, trainer.max_epochs
+    most_epochs = _MOST_EPOCHS if epochs is None or epochs < 0 else min(epochs, _MOST_EPOCHS)
+    unfreezes, averages_from = range(0), None
+    for callback in callbacks:
+        if is_a(callback, "GradientAccumulationScheduler"):
+            accumulation = max(accumulation, *_scheduling(callback))
+        if is_a(callback, "BaseFinetuning"):
+            known = getattr(callback, "unfreeze_backbone_at_epoch", most_epochs - 1)
+            unfreezes = range(1, max(unfreezes.stop, min(known, most_epochs - 1) + 1))
+        if is_a(callback, "StochasticWeightAveraging"):
+            start = averaging_starts(callback)
+            start = int(most_epochs * start) if isinstance(start, float) else start
+            averages_from = max(start - 1, 0) if start <= most_epochs else None
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    restores = restores_optimizers(trainer)
+    return Schedule(
+        restores_optimizers=restores,
+        skips_a_step=isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and not restores,
+        accumulation=accumulation,
+        validation_batch_size=validation_batch_size,
+        unfreezes=unfreezes,
+        averages_from=averages_from,
+    )
+
+
+def _scheduling(callback: Callback) -> Iterable[int]:
+    return getattr(callback, "scheduling", {}).values()
