@@ -18,6 +18,7 @@ def find_max_batch_size(
     *,
     search: Search[Any] | None = None,
     cache: ResultEntry | None = None,
+    before_trial: Callable[[int], object] | None = None,
     on_trial: Callable[[Trial], object] | None = None,
     trials: Iterable[Trial] = (),
 ) -> SearchResult:
@@ -30,6 +31,7 @@ def find_max_batch_size(
         search: which sizes to try; `Doubling()` by default, which is exact.
         cache: read first, and given the result at the end. A cached result is returned with the source `cache`
             and no trials, and nothing is probed.
+        before_trial: called before each size is probed, with the size.
         on_trial: called after each probe with the trial, as the search counts it.
         trials: what is known already: the search goes on from there, as if it had just made them.
 
@@ -49,6 +51,8 @@ def find_max_batch_size(
         state = search.update(state, trial)
     tried: list[Trial] = []
     while (batch_size := search.propose(state)) is not None:
+        if before_trial is not None:
+            before_trial(batch_size)
         trial = search.judge(Trial(batch_size, shape, probe(batch_size, shape)))
         if probe.source != "simulated" and search.should_retry(state, trial):
             trial = search.judge(Trial(batch_size, shape, probe(batch_size, shape)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import platform
-import secrets
 import socket
 import sys
 import tempfile
@@ -143,7 +142,7 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
             empty = stack.enter_context(tempfile.TemporaryDirectory(prefix="batchfinder-"))
             try:
                 with chdir(empty):
-                    _join_cluster(ray, address, stack)
+                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
                 raise InvalidValue("--address", address, f"the address of a Ray cluster ({reason})") from error
@@ -152,27 +151,6 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
         if request.cache is not None and "://" not in request.cache.url and len(alive(ray.nodes())) > 1:
             tell(f"batchfinder: each machine keeps results at {request.cache.url}; --cache s3://... is one for all")
         return _collect(ray, groups, request, progress)
-
-
-def _join_cluster(ray: ModuleType, address: str | None, stack: ExitStack) -> None:
-    """Join the cluster, or start one on this machine, which listens on its network and lets in who has a token.
-
-    Args:
-        stack: takes the token back when it ends.
-    """
-    options = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
-    if address is None and not os.environ.get("RAY_ADDRESS"):
-        try:
-            ray.init(address="auto", **options)
-        except ConnectionError:  # this machine is part of none
-            address = "local"
-            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-            if not any(name in os.environ for name in (*token, "RAY_AUTH_TOKEN_PATH")):
-                os.environ.update(token)
-                stack.callback(lambda: [os.environ.pop(name, None) for name in token])
-        else:
-            return
-    ray.init(address=address, **options)
 
 
 def alive(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def apply_batch_size(
     (or None), because a hook may compute more from it than its loader's size; validation hooks that read it see it too,
     as they would had the user written it there. For the other stages the loaders alone are changed. In every stage each
     loader that comes up, passed in or made by a hook, is then given the size if it has another: with several loaders,
-    each of them.
+    each of them, but where the hook has used the attribute for one, the others keep what it made of it (7 times that).
 
     Loaders that the loop already holds (`trainer.estimated_stepping_batches` in `configure_optimizers` asks for them)
     are dropped, and asked for again.
@@ -112,8 +112,11 @@ def _resize_loaders(source: LoaderSource, batch_size: int, stage: str, trusted: 
     make, replaced, undone = source.dataloader, vars(source).get("dataloader"), False
 
     def give_size(loaders: Any) -> list[str]:
-        lines = []
-        for loader in flattened(loaders):
+        lines: list[str] = []
+        several = flattened(loaders)
+        if trusted and source.is_module() and len(several) > 1 and batch_size in map(batch_size_of, several):
+            return lines
+        for loader in several:
             before = batch_size_of(loader)
             if before == batch_size or (before is None and trusted and source.is_module()):
                 continue
@@ -143,6 +146,21 @@ def _resize_loaders(source: LoaderSource, batch_size: int, stage: str, trusted: 
         applied.extend(give_size(source.instance))
     vars(source)["dataloader"] = dataloader
     applied.undoing.append(undo)
+
+
+def sizes_by_hook(
+    source: LoaderSource, pl_module: LightningModule, attribute: str, batch_size: int
+) -> list[int | None]:
+    """The batch sizes of the loaders that a hook makes where the attribute has a size; empty if it uses it for none.
+
+    The hook is called, which may change the user's objects: the caller puts those back.
+    """
+    applied = set_attribute(pl_module, attribute, batch_size)
+    try:
+        sizes = [batch_size_of(loader) for loader in flattened(source.dataloader())] if applied else []
+    finally:
+        applied.undo()
+    return sizes if batch_size in sizes else []
 
 
 def check_loaders(source: LoaderSource, loaders: Any, stage: str, pl_module: LightningModule, attribute: str) -> None:

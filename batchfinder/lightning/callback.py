@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -32,6 +33,7 @@ from batchfinder.lightning.batch_size import (
     SchedulerSetup,
     apply_batch_size,
     check_loaders,
+    sizes_by_hook,
 )
 from batchfinder.lightning.compat import (
     add_hyperparameters,
@@ -207,6 +209,7 @@ class BatchFinder(Accumulating):
         self._resumed: dict[str, SearchResult] = {}
         self._finding = False
         self._memory: Memory | None = None  # with the peak of the fit that is running
+        self._retries_before = 0
         self._token = uuid4().hex
         _FINDERS[self._token] = self
 
@@ -369,6 +372,7 @@ class BatchFinder(Accumulating):
         self._applied["hyperparameters"] = Applied(undoing=[add_hyperparameters(trainer, found_sizes)])
         self._memory = memory_of(trainer.strategy.root_device, options.budget)
         self._memory.reset_peak()
+        self._retries_before = self._memory.retries()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let training begin with an empty cache, as its trials did: sanity check and checkpoint have left theirs."""
@@ -393,6 +397,9 @@ class BatchFinder(Accumulating):
         tried = seen.get(size)
         if tried is not None:
             said += f"; {format_bytes(tried)} when it was tried"
+        retries = memory.retries() - self._retries_before
+        if retries:
+            said += f"; the allocator gave its cache back {retries} time{'s' * (retries != 1)} (num_alloc_retries)"
         rank_zero_info(f"BatchFinder: the peak of training with batch size {size} was {said}.")
         metrics = {"peak_reserved_bytes": reserved, "peak_allocated_bytes": allocated}
         for logger in trainer.loggers if trainer.is_global_zero else ():
@@ -476,7 +483,9 @@ class BatchFinder(Accumulating):
         resized = stage != "fit" or not options.split_batches or options.target_batch_size is not None
         before = capture_data(trainer, self)
         try:
-            batches = ProbeBatches(trainer, module, source, options.make_batch)
+            by_hook = partial(sizes_by_hook, source, module, options.batch_size_attribute)
+            uses_hook = stage == "fit" and resized and source.is_module()
+            batches = ProbeBatches(trainer, module, source, options.make_batch, by_hook if uses_hook else None)
             if self._ranks.barrier_call(lambda: batches.loaders, "made its loaders") is not None and resized:
                 check_loaders(source, batches.loaders, stage, module, options.batch_size_attribute)
         finally:

@@ -221,12 +221,17 @@ class ProbeBatches:
 
     Reading the user's data may move random number generators on and change the user's own objects: the caller puts
     those back. Samplers and the loaders' generators stay where they are.
+
+    Attributes:
+        sizes_by_hook: given a size, what the hook makes of it for each of several loaders; empty where it makes
+            nothing of it.
     """
 
     trainer: Trainer
     pl_module: LightningModule
     source: LoaderSource
     make_batch: MakeBatch | None = None
+    sizes_by_hook: Callable[[int], list[int | None]] | None = None
 
     @cached_property
     def loaders(self) -> Any:
@@ -256,8 +261,8 @@ class ProbeBatches:
         if self.make_batch is not None:
             return self.make_batch(batch_size, seq_len)
         made = []
-        for loader, samples in self._used:
-            batch = samples.batch(batch_size, longest=seq_len is None)
+        for (loader, samples), size in zip(self._used, self._sizes(batch_size), strict=True):
+            batch = samples.batch(size, longest=seq_len is None)
             if batch is None:
                 raise MisconfigurationException(
                     f"The batches of {type(loader).__name__} hold no tensor that tells how many samples there are. "
@@ -282,18 +287,28 @@ class ProbeBatches:
         """
         if self.make_batch is not None:
             return []
-        each = [] if seq_len is not None else [samples.others(batch_size) for _, samples in self._used]
+        parts = list(zip([samples for _, samples in self._used], self._sizes(batch_size), strict=True))
+        each = [] if seq_len is not None else [samples.others(size) for samples, size in parts]
 
         @_refused()
         def combined(number: int) -> Any:
-            parts = zip(each, self._used, strict=True)
-            full = (made[number]() if number < len(made) else samples.batch(batch_size) for made, (_, samples) in parts)
+            both = zip(each, parts, strict=True)
+            full = (made[number]() if number < len(made) else samples.batch(size) for made, (samples, size) in both)
             return combine_batches(self._combined, list(full))
 
         made: list[Callable[[], Any]] = [partial(combined, number) for number in range(max(map(len, each), default=0))]
         last = self.last_batch_size(batch_size)
         # One of a single sample changes little, and a batch norm raises on it in training as well.
         return [*made, partial(self.batch, last, seq_len)] if last > 1 else made
+
+    def _sizes(self, batch_size: int) -> list[int]:
+        """The size of each loader's batches where the batch size is this one."""
+        loaders = [loader for loader, _ in self._used]
+        if self.sizes_by_hook is None or len({batch_size_of(loader) for loader in loaders}) < 2:
+            return [batch_size] * len(loaders)
+        sizes = self.sizes_by_hook(batch_size)
+        same = len(sizes) == len(loaders)
+        return [(sizes[number] if same else None) or batch_size for number in range(len(loaders))]
 
     def last_batch_size(self, batch_size: int) -> int:
         """How large an epoch's last batch is where it is smaller and the trainer gets there; else 0."""

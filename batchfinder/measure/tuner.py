@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,9 @@ second: each further trial leaves more, so that a finer search would end lower."
 
 
 GOALS = ("memory", "throughput")
+
+_MULTIPLES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 32, 64)
+"""Numbers of which a step may want its batch size to be a multiple."""
 
 _TIMED_STEPS = 3
 """Steps that are timed at least each time that a size is."""
@@ -133,6 +136,8 @@ class TuningResult:
         lowered_by: a size that had run before and failed when it was tried again, so that a smaller one was searched.
         earlier_trials: those of earlier starts, from the cache.
         raised: what a single sample raised, where sizes from 2 on were searched for that; else empty.
+        refused: why multiples of a number alone were searched that nobody asked for: what another size raised; else
+            empty.
         held_bytes: what the process held before the first trial; None where it is not known.
         throughput: the smallest size at full speed, where that was the goal; None where it was not.
         timings: how often a size was timed in this start.
@@ -147,6 +152,7 @@ class TuningResult:
     lowered_by: Trial | None = None
     earlier_trials: tuple[Trial, ...] = ()
     raised: str = ""
+    refused: str = ""
     held_bytes: int | None = None
     throughput: Throughput | None = None
     timings: int = 0
@@ -187,6 +193,8 @@ class TuningResult:
             parts.append(f"lowered from {size}, which ran before; when it was tried again {words}")
         if self.raised:
             parts.append(f"from 2 on, since batch size 1 raised {self.raised}")
+        if self.refused:
+            parts.append(self.refused)
         count = len(result.trials)
         how = f"{count} probe{'s' * (count != 1)}"
         if result.source == "cache":
@@ -233,7 +241,8 @@ class Tuner:
         self._on_trial = on_trial
         self._warn = warn
         self._held_bytes = held_bytes
-        self._raised = ""
+        self._raised = self._refused = ""
+        self._asked = 0  # the size that is tried, or was last
         self._cache_failed = False
         self._ask_free_bytes = free_bytes
         self._opened = False
@@ -299,6 +308,7 @@ class Tuner:
             lowered_by=failed,
             earlier_trials=earlier,
             raised=self._raised,
+            refused=self._refused,
             held_bytes=self._held_bytes,
             throughput=throughput,
             timings=len(self._timed),
@@ -359,17 +369,22 @@ class Tuner:
                 search = Capped(search, limits.cap)
             raised: Exception | None = None
             try:
-                found = find_max_batch_size(probe, shape, search=search, on_trial=self._tried, trials=trials)
+                found = find_max_batch_size(
+                    probe, shape, search=search, before_trial=self._asking, on_trial=self._tried, trials=trials
+                )
             except Exception as error:
-                # It may be for want of a second sample, as BatchNorm's and pair losses' errors are.
-                ours = isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed)
-                too_late = self._bounds.first > 1 or any(trial.fits for trial in self._trials)
-                if ours or too_late or not self._limits.from_two or self._bounds.last == 1:
+                if isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed):
+                    raise
+                if not self._limits.from_two or self._bounds.last == 1:
                     raise
                 raised = error
             if raised is not None:
                 try:
-                    self._go_on_from_two(raised, shape)
+                    # It may be for want of a second sample, as BatchNorm's and pair losses' errors are.
+                    if self._asked > 1 or any(trial.fits for trial in self._trials):
+                        self._go_on_in_multiples(raised, self._asked, shape)
+                    else:
+                        self._go_on_from_two(raised, shape)
                 finally:
                     raised = None  # whose traceback has this frame: a cycle
                 continue
@@ -399,14 +414,45 @@ class Tuner:
                     ran = False
                 if ran != should_run:
                     raise raised
-            text = f"{type(raised).__name__}: {raised}".splitlines()[0]
-            if isinstance(raised, UserCodeFailed):
-                text = raised.traceback.rstrip().splitlines()[-1]
+            self._raised = _words_of(raised)
         finally:
             del raised  # whose traceback has this frame: a cycle
         self._limits = replace(self._limits, min_batch_size=after)
         self._bounds = self._limits.bounds
-        self._raised = shortened(text)
+
+    def _go_on_in_multiples(self, raised: Exception, size: int, shape: Shape) -> None:
+        """Search multiples of a number where a size raises that is none, and all that ran are, and the next two run.
+
+        A step that pairs samples, or that deals them out, refuses other sizes, which the user does not train with.
+
+        Raises:
+            Exception: `raised`, where there is no such number.
+        """
+        limits, ran = self._limits, [trial.batch_size for trial in self._trials if trial.batch_size != size]
+        raising = set[int]()
+        try:
+            for multiple in _MULTIPLES:
+                fitting = size - size % multiple
+                target = limits.target_batch_size or 0
+                if fitting in (0, size) or multiple % limits.multiple_of or target % (multiple * limits.num_devices):
+                    continue
+                # The one below as well, which is a multiple of fewer other numbers.
+                both = [other for other in (fitting, fitting - multiple) if other >= self._bounds.first]
+                if raising & {*both} or any(other % multiple for other in ran):
+                    continue
+                with suppress(Exception):
+                    for other in both:
+                        raising.add(other)
+                        self._try(other, shape)
+                        raising.remove(other)
+                    break
+            else:
+                raise raised
+            self._refused = f"in multiples of {multiple}, since batch size {size} raised {_words_of(raised)}"
+        finally:
+            del raised  # whose traceback has this frame: a cycle
+        self._limits = replace(limits, multiple_of=multiple)
+        self._bounds = self._limits.bounds
 
     def _open(self) -> tuple[Probe, int]:
         opened = self._open_probe()
@@ -421,6 +467,9 @@ class Tuner:
         probe, max_peak_bytes = self._open()
         search = Floored(Capped(Secant(max_peak_bytes), batch_size), batch_size)
         return find_max_batch_size(probe, shape, search=search, on_trial=self._tried).trials[-1]
+
+    def _asking(self, batch_size: int) -> None:
+        self._asked = batch_size
 
     def _tried(self, trial: Trial) -> None:
         self._trials.append(trial)
@@ -483,6 +532,13 @@ class Tuner:
             if not self._cache_failed:
                 self._warn(error)
             self._cache_failed = True
+
+
+def _words_of(raised: Exception) -> str:
+    """What the user's code raised, on one line."""
+    if isinstance(raised, UserCodeFailed):
+        return shortened(raised.traceback.rstrip().splitlines()[-1])
+    return shortened(f"{type(raised).__name__}: {raised}".splitlines()[0])
 
 
 def _out_of_memory(trial: Trial, limit_bytes: int, held_bytes: int | None) -> OutOfMemory:

@@ -360,3 +360,25 @@ def test_at_debug_it_is_said_what_differs_from_the_nearest_record(store, make_ke
     with caplog.at_level("DEBUG", "batchfinder"):
         assert store.get(make_key()) is None
     assert caplog.messages == [f"nothing is cached at {store.url}"]
+
+
+def test_a_password_is_not_shown():
+    """Neither in the store's own URL, nor in the error of a server that is not there, nor in what that says."""
+    store = Store("ftp://someone:hunter2@127.0.0.1:1/results")
+    assert repr(store) == "Store('ftp://someone:***@127.0.0.1:1/results')"
+    with pytest.raises(CacheFailed, match=r"the cache at ftp://someone:\*\*\*@127.0.0.1:1/results cannot") as caught:
+        store.check_writable()
+    assert "hunter2" not in f"{caught.value} {caught.value.url} {caught.value.reason}"
+    assert Store("s3://key:a:b@c@bucket/x").url == "s3://key:***@bucket/x"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    """The name of the file that shows whether there is room is taken, and its bytes are not."""
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CacheFailed, match="No space left on device"):
+        Store(tmp_path).check_writable()
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from batchfinder.testing import CudaStubFixture
 
 pytestmark = pytest.mark.cuda_build
 
+
 def net(batch_size: int, **parts: Any) -> Any:
     """A module of three wide layers, 17 M weights, whose activations fill a card of 2 GiB at some thousand rows.
 
@@ -146,6 +147,20 @@ def searched_and_trained(
     }
 
 
+def found_and_more(
+    make_callbacks: Callable[[], list[Any]], options: dict[str, Any], percent: int, **parts: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a search and its training came to, and a training with a size that is so much larger."""
+    import gc
+
+    import torch
+
+    found = searched_and_trained(make_callbacks, options, **parts)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found, searched_and_trained(make_callbacks, options, found["size"] * percent // 100, **parts)
+
+
 def unfreezes() -> list[Any]:
     """All at epoch 2."""
     from pytorch_lightning.callbacks import BackboneFinetuning
@@ -210,17 +225,22 @@ FAILURES = {"an optimizer every fifth batch": 4, "a metric that keeps prediction
 """Sizes that may fail in the search where a step says less of the schedule; elsewhere one."""
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_CI = ("larger", "16-mixed", "every fifth", "one by one", "average", "metric")
+"""Parts of the names of the cases that CI has time for."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if any(part in case for part in IN_CI) else pytest.mark.exhaustive) for case in CASES],
+)
 def test_the_size_found_trains(cuda_stub: CudaStubFixture, case: str) -> None:
     """Every batch, with no out of memory and no cache given back; some more do not."""
     make_callbacks, options, parts = CASES[case]
     card = cuda_stub(gpu="A100", memory="2GiB")
-    found = card.run(searched_and_trained, make_callbacks, options, **parts).result
+    found, more = card.run(found_and_more, make_callbacks, options, 115 if "metric" in parts else 105, **parts).result
     assert not found["out_of_memory"], found
     assert not found["retries"], found
     assert sum(not fits for _, fits in found["tries"]) <= FAILURES.get(case, 1), found
-    larger = found["size"] * (115 if "metric" in parts else 105) // 100
-    more = card.run(searched_and_trained, make_callbacks, options, larger, **parts).result
     assert more["out_of_memory"] or more["retries"], (found, more)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,19 @@ def test_a_sweep_survives_a_node_and_its_driver(tmp_path: Path) -> None:
     assert seen["rows_before_the_driver_died"] == 5 <= seen["from_the_cache"]
     assert seen["rows_of_the_second_start"] == seen["rows_as_on_one_machine"] == seen["cells"] == 8
     assert seen["records_by_times_put"] == {"1": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_workers_run_no_module_of_the_working_folder(tmp_path: Path) -> None:
+    """Which may have the name of one that Ray's workers import as they start."""
+    pytest.importorskip("ray")
+    for name in ("rich", "queue"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close()\n")
+    script = "import sys; from batchfinder.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = ["sweep", "--engine", "ray", "--model", "bert-base", "--gpu", "t4", "--seq-len", "128", "--no-cache"]
+    run = [sys.executable, "-P", "-c", script, *words]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "bert-base" in done.stdout
+    assert not (tmp_path / "ran").exists()

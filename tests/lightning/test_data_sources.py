@@ -173,3 +173,33 @@ def test_a_loader_of_validation_is_refused_before_anything_is_tried() -> None:
         trainer(callbacks=[finder]).fit(module, shuffled(2))
     assert finder.results == {}
     assert module.seen == []
+
+
+class TwoSizes(Noting):
+    """Makes loaders of the batch size and of seven times that, as for labelled and unlabelled samples."""
+
+    def __init__(self, batch_size: int = 2, constant: int | None = None) -> None:
+        super().__init__()
+        self.batch_size, self.constant = batch_size, constant
+
+    def train_dataloader(self) -> Any:
+        other = 7 * self.batch_size if self.constant is None else self.constant
+        return {"labelled": DataLoader(Rows(400), self.batch_size), "unlabelled": DataLoader(Rows(400), other)}
+
+
+@pytest.mark.parametrize(("constant", "expected"), [(None, (8, 56)), (5, (8, 5))])
+def test_what_a_hook_computes_from_the_size_stays(constant: int | None, expected: tuple[int, int]) -> None:
+    """In tries and in training: each of several loaders has the size that the hook gives it."""
+    tried: set[tuple[int, int]] = set()
+
+    class Noted(TwoSizes):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            tried.add((len(batch["labelled"]), len(batch["unlabelled"])))
+            return super().training_step(batch, batch_idx)
+
+    finder, module = BatchFinder(max_batch_size=8, cache=False), Noted(constant=constant)
+    trainer(callbacks=[finder], max_steps=2).fit(module)
+    assert finder.batch_size == 8
+    assert expected in tried
+    assert all(other == (7 * size if constant is None else constant) for size, other in tried)
+    assert [(len(one), len(other)) for one, other in module.seen] == [expected] * 2

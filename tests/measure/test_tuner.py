@@ -602,3 +602,39 @@ def test_an_unknown_goal_is_refused() -> None:
     """With the two that there are."""
     with pytest.raises(InvalidValue, match="goal: invalid value 'speed'; expected one of memory, throughput"):
         SearchLimits(goal="speed")
+
+
+class Deals(Device):
+    """Refuses sizes that are no multiple of `number`."""
+
+    number = 4
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        if batch_size % self.number:
+            self.sizes.append(batch_size)
+            raise ValueError(f"cannot deal out {batch_size} samples")
+        return super().__call__(batch_size, shape)
+
+
+@pytest.mark.parametrize(("number", "hinted"), [(2, 101), (3, 100), (4, 100), (4, 107), (6, 60)])
+def test_a_size_that_a_step_refuses_is_not_the_end(number: int, hinted: int) -> None:
+    """Multiples are searched, to the largest that fits, and the summary says of what and why."""
+    device = Deals(affine)
+    device.number = number
+    found = device.tuner(hint=lambda shape, limit: Prediction(hinted)).find(Shape())
+    assert found.result.max_batch_size == 128 - 128 % number
+    assert f"; in multiples of {number}, since batch size " in str(found)
+    assert "raised ValueError: cannot deal out" in str(found)
+
+
+def test_an_error_that_is_of_no_size_is_raised() -> None:
+    """Where the nearest smaller size raises as well, or one that is no multiple has run."""
+
+    class Breaks(Device):
+        def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+            if batch_size > 40:
+                raise ValueError("more than there are labels")
+            return super().__call__(batch_size, shape)
+
+    with pytest.raises(ValueError, match="more than there are labels"):
+        Breaks(affine).tuner().find(Shape())
