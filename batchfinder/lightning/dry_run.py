@@ -74,8 +74,7 @@ class DryRun:
     """Plays what a stage of the trainer does with batches of a size. The trainer is set up, its model on the device.
 
     Attributes:
-        device: where the model is.
-        memory: of that device.
+        memory: of the model's device.
         schedule: what a fit does besides full batches.
         not_tried: what fits could not do, in words: an optimizer that never stepped, a validation that raised.
         failed_in_validation: whether the last fit ran out of memory in its validation.
@@ -103,8 +102,8 @@ class DryRun:
 
         These are, in this order: the optimizers' restored states; a step that the scaler skips; two optimizer steps, or
         as many as it takes until each optimizer has stepped; steps that end with the batches of other sizes, and a full
-        one; an epoch's worth of what each step keeps, where it keeps some, and another step; a validation, two steps
-        of the next epoch; two steps of each epoch that changes what trains.
+        one; an epoch's worth of what each step keeps, where it keeps some; a validation, and two steps of the next
+        epoch; two steps of each epoch that changes what trains.
 
         Args:
             full: micro-batches of the size that is tried.
@@ -177,8 +176,8 @@ class DryRun:
                 if epoch == 0 and validation is not None and "validation" not in self.not_tried:
                     give_back_cache(trainer)  # before and after it, as the callback does in the fit
                     self._validate(validation, taken, validation_is_tried)
-                    kept.tensors.clear()
                     give_back_cache(trainer)
+                kept.tensors.clear()
             taken.peaked_later = (self.memory.peaks()[0] or 0) > peak_of_steps
 
     def evaluate(self, batches: Feed, taken: TrialSteps) -> None:

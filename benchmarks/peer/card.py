@@ -13,7 +13,7 @@ import torch
 from batchfinder.find import find_max_batch_size
 from batchfinder.measure.oom import classify
 from batchfinder.results import Shape
-from batchfinder.search import Secant
+from batchfinder.search import Prediction, Secant
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.replay import StageMemory, Timeline, replay
 from batchfinder.simulator.steady_state import MORE_STEPS, SimulatedProbe, predict_max_batch_size, repeat_last_step
@@ -190,7 +190,7 @@ class SimulatedCard:
         with ExitStack() as patches:
             patches.enter_context(patch(memory_of, lambda device, budget: self))
             if predict is not None:
-                patches.enter_context(patch(predict, lambda *arguments, **options: self.predicted_size()))
+                patches.enter_context(patch(predict, lambda *arguments, **options: Prediction(self.predicted_size())))
                 patches.enter_context(patch(f"{predict.rpartition('.')[0]}.simulated_device"))
             yield
 

@@ -24,7 +24,7 @@ from batchfinder.cli.sweep_cells import MeasuredCells, ModelCells, measure_cells
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.measure import child_probe
 from batchfinder.measure.child_probe import CpuProbe, GpuFacts
-from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.recording.simulation import Simulation, predict_full_card
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Shape, StopReason
 from tests.cli.command import COMMAND, HERE, Done, Run, environment
@@ -317,7 +317,7 @@ def test_the_simulated_step_is_the_first_guess(ask: Ask, recorded: Simulation) -
     """The first size tried is a share of what the simulated step says for what is free of the card."""
     (row,), asked = ask("--no-cache", 4)
     simulated = recorded.probe(row.cell.card.device, (4,))
-    predicted = search_simulated(simulated, Shape(4)).max_batch_size
+    predicted = predict_full_card(simulated, Shape(4)).batch_size
     assert asked[2]["probe"]["batch_size"] == int(0.85 * predicted) > 1
 
 

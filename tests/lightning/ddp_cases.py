@@ -20,6 +20,7 @@ from batchfinder.lightning.prediction import predict_batch_size
 from batchfinder.measure import trial
 from batchfinder.measure.host_limits import status
 from batchfinder.measure.trial import clear
+from batchfinder.search import Prediction
 from tests.lightning import nets
 from tests.lightning.ddp_failures import FAILURES
 from tests.lightning.ddp_fits import fit, ranks, runs_out, sizes, trainer
@@ -176,10 +177,10 @@ def predicted(rank: int) -> list[Any]:
     """The first rank alone records its step, for no longer than the others wait, and all start from the prediction."""
     asked: list[Any] = []
 
-    def predict(*args: Any, seconds: float, **options: Any) -> int:
+    def predict(*args: Any, seconds: float, **options: Any) -> Prediction:
         answer = predict_batch_size(*args, seconds=seconds, **options)
-        asked.append([answer is not None and answer > 23, seconds])
-        return 20
+        asked.append([answer is not None and answer.batch_size > 23, seconds])
+        return Prediction(20)
 
     stage_tuner.predict_batch_size = predict
     finder, error = fit(

@@ -43,7 +43,7 @@ from batchfinder.probe import FunctionProbe
 from batchfinder.recording import fake_device
 from batchfinder.recording.simulation import Simulation
 from batchfinder.results import Shape
-from batchfinder.search import Secant
+from batchfinder.search import Prediction, Secant
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
@@ -104,7 +104,8 @@ class Calling(Here):
 def predicted(trainer: Any, callback: Any, batches: Any, **options: Any) -> int | None:
     """The prediction for a device."""
     config = TrialConfig("fit", accumulation=trainer.accumulate_grad_batches)
-    return predict_batch_size(trainer, callback, config, batches.batch, DEVICE, **options)
+    found = predict_batch_size(trainer, callback, config, batches.batch, DEVICE, **options)
+    return None if found is None else found.batch_size
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -543,7 +544,7 @@ def probe_of(sizes: Callable[[int], tuple[int, ...]], usable: int) -> SimulatedP
 def test_on_a_gpu_segments_count_and_on_the_host_bytes_do() -> None:
     """A GPU's answer is the replay's, workspace and all; a host's is bytes without it, less the kernels' share."""
     probe = probe_of(lambda batch_size: (8 * MIB, 2 * MIB, 1000 * batch_size), 64 * MIB)
-    largest = largest_on_gpu(probe)
+    largest = largest_on_gpu(probe).batch_size
     assert probe(largest, Shape()).fits
     assert not probe(largest + 1, Shape()).fits
     assert live_bytes(probe.trace(100, Shape())) == 2 * MIB + 100_000
@@ -554,5 +555,8 @@ def test_far_beyond_the_cap_a_line_will_do() -> None:
     """So that the search's first try is the cap itself; near it the answer is searched for."""
     probe = probe_of(lambda batch_size: (8 * MIB, 2 * MIB, MIB * batch_size), 513 * MIB)
     exact = largest_on_gpu(probe)
-    assert largest_on_gpu(probe, cap=exact) == largest_on_gpu(probe, cap=exact // 2 + 10) == exact
-    assert largest_on_gpu(probe, cap=20) == predict_max_batch_size(probe, Shape()) > exact
+    assert exact.bytes_per_sample == pytest.approx(MIB, rel=0.05)
+    assert largest_on_gpu(probe, cap=exact.batch_size) == largest_on_gpu(probe, cap=exact.batch_size // 2 + 10) == exact
+    line = largest_on_gpu(probe, cap=20)
+    assert line == Prediction(predict_max_batch_size(probe, Shape()))
+    assert line.batch_size > exact.batch_size
