@@ -50,7 +50,7 @@ from batchfinder.lightning.ddp import data_parallel_size, ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, give_back_cache
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
-from batchfinder.lightning.schedule import Schedule, read_schedule
+from batchfinder.lightning.schedule import NO_SCHEDULE, read_schedule
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.oom import classify
@@ -95,9 +95,10 @@ class BatchFinder(Accumulating):
     been started with the sizes found. A second start looks the answer up and certifies it with one try. Under DDP,
     FSDP and ModelParallelStrategy all ranks search together, and get the size that fits on each of them.
 
-    While sizes are tried, loggers are dummies, nothing is validated or saved, and only those callbacks take part that
-    hold tensors or modules (an average of the weights, say), that freeze layers, or that `probe_callbacks` names. Hooks
-    of the module run as they do at the beginning of training; what they write outside the process stays.
+    A try takes each kind of step that the fit will have, its validation among them; the log says which. Meanwhile
+    loggers are dummies, nothing is saved, and only those callbacks take part that hold tensors or modules (an average
+    of the weights, say), that freeze layers, or that `probe_callbacks` names. Hooks of the module run as they do at the
+    beginning of training; what they write outside the process stays.
 
     Args:
         target_batch_size: samples per optimizer step, made up of micro-batches that fit by accumulation. None to set
@@ -495,22 +496,23 @@ class BatchFinder(Accumulating):
     def _validation_of_fit(self, trainer: Trainer) -> ProbeBatches | None:
         """Where the fit's own validation has its batches from, of the size that its loader has; None for nowhere."""
         batches = ProbeBatches(trainer, trainer.lightning_module, loader_source(trainer.fit_loop.epoch_loop.val_loop))
-        before, size = capture_data(trainer, self), None
+        before, size, reason = capture_data(trainer, self), None, "its loader does not say how large its batches are"
         try:
-            size = batches.own_batch_size
             batches.batch(1)
+            size = batches.own_batch_size
         except Exception as error:  # it is Lightning's to raise when it gets there
-            rank_zero_info(f"BatchFinder: the fit's validation is not tried: {type(error).__name__}: {error}")
-            size = None
+            reason = f"{type(error).__name__}: {error}"
         finally:
             before.restore()
+        if size is None:
+            rank_zero_info(f"BatchFinder: the fit's validation is not tried: {reason}.")
         return None if None in self._ranks.all_gather(size) else batches
 
     def _tune(self, trainer: Trainer, stage: str, batches: ProbeBatches) -> list[TuningResult]:
         """Find each length's size, and set that of the longest; where batches are split, the whole batch's."""
         options = self.options
         micro_batching = self._micro_batching if trainer.state.fn == "fit" else None
-        schedule, validation = Schedule(), None
+        schedule, validation = NO_SCHEDULE, None
         if trainer.state.fn == "fit":
             if stage == "fit" and trainer.enable_validation and "validate" not in options.also:
                 validation = self._validation_of_fit(trainer)

@@ -134,8 +134,7 @@ def new_fit_loop(trainer: Trainer) -> FitLoop:
     A step that is skipped, because gradients scaled for 16-mixed overflow, leaves Adam's state unmade, which the peak
     would lack: the loss scale is set to 1. It takes no part in the memory.
     """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+    if scales_loss(trainer):
         set_loss_scale(trainer, 1.0)
     trainer.fit_loop = loop = type(trainer.fit_loop)(trainer, min_epochs=0, max_epochs=trainer.fit_loop.max_epochs)
     trainer._logger_connector.reset_results()
@@ -147,6 +146,12 @@ def set_epoch(loop: FitLoop, epoch: int) -> None:
     """Make an epoch the one that `trainer.current_epoch` tells."""
     progress: Any = loop.epoch_progress.current
     progress.processed = progress.completed = epoch
+
+
+def scales_loss(trainer: Trainer) -> bool:
+    """Whether the precision has a scaler, as 16-mixed has."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
 
 
 def set_loss_scale(trainer: Trainer, scale: float) -> None:

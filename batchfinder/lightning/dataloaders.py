@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -232,6 +232,7 @@ class ProbeBatches:
     source: LoaderSource
     make_batch: MakeBatch | None = None
     sizes_by_hook: Callable[[int], list[int | None]] | None = None
+    _sizes_made: dict[int, list[int]] = field(default_factory=dict, init=False)  # by size: the hook may be slow
 
     @cached_property
     def loaders(self) -> Any:
@@ -306,9 +307,10 @@ class ProbeBatches:
         loaders = [loader for loader, _ in self._used]
         if self.sizes_by_hook is None or len({batch_size_of(loader) for loader in loaders}) < 2:
             return [batch_size] * len(loaders)
-        sizes = self.sizes_by_hook(batch_size)
-        same = len(sizes) == len(loaders)
-        return [(sizes[number] if same else None) or batch_size for number in range(len(loaders))]
+        if batch_size not in self._sizes_made:
+            made = self.sizes_by_hook(batch_size) or [batch_size] * len(loaders)
+            self._sizes_made[batch_size] = [size or batch_size for size in made]
+        return self._sizes_made[batch_size]
 
     def last_batch_size(self, batch_size: int) -> int:
         """How large an epoch's last batch is where it is smaller and the trainer gets there; else 0."""

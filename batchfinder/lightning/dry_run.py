@@ -164,7 +164,7 @@ class DryRun:
             asked = 1
             for epoch in (0, *sorted(later_epochs)):
                 for between in range(asked, epoch):
-                    ask_finetuning(trainer, between)
+                    _ask_finetuning(trainer, between)
                 asked = epoch + 1
                 set_epoch(loop, epoch)
                 loader.batches = first_epoch if epoch == 0 else lambda: whole_steps(PEAK_STEPS)
@@ -267,7 +267,7 @@ class DryRun:
             trainer.callbacks = self.callbacks.active
 
 
-def ask_finetuning(trainer: Trainer, epoch: int) -> None:
+def _ask_finetuning(trainer: Trainer, epoch: int) -> None:
     """Let finetuning callbacks freeze and unfreeze what they do at the beginning of an epoch that is not played."""
     set_epoch(trainer.fit_loop, epoch)
     for callback in callbacks_of(trainer):

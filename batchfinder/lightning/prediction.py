@@ -28,7 +28,7 @@ from batchfinder.find import find_max_batch_size
 from batchfinder.lightning.batch_size import set_attribute
 from batchfinder.lightning.compat import class_for, datamodule_of, is_a, is_lightnings_own
 from batchfinder.lightning.dry_run import TrialConfig, capture_data
-from batchfinder.lightning.schedule import Schedule
+from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
 from batchfinder.measure.device_memory import Memory
 from batchfinder.models.lightning_module import call_step
 from batchfinder.probe import FunctionProbe
@@ -88,7 +88,7 @@ def predict_batch_size(
     cap: int | None = None,
     seconds: float = SECONDS,
     last_batch_size: Callable[[int], int] = lambda batch_size: 0,
-    schedule: Schedule = Schedule(),  # noqa: B008  (it is frozen)
+    schedule: Schedule = NO_SCHEDULE,
 ) -> Prediction | None:
     """Predict the largest batch size. Nothing of the user's is changed, and no process is left behind.
 

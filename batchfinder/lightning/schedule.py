@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 
-from batchfinder.lightning.compat import averaging_starts, callbacks_of, is_a, restores_optimizers
+from batchfinder.lightning.compat import averaging_starts, callbacks_of, is_a, restores_optimizers, scales_loss
 
 _MOST_EPOCHS = 1000
 """Of a fit without an end, or with more epochs, those that a finetuning callback is asked about."""
@@ -44,20 +42,24 @@ class Schedule:
 
     @property
     def later_epochs(self) -> list[int]:
-        """Epochs that change what is in memory: the last one to unfreeze layers, and that of the average."""
+        """Epochs after the first that change what is in memory: the last to unfreeze layers, the average's."""
         last = [self.unfreezes[-1]] if self.unfreezes else []
-        return sorted({*last, *([] if self.averages_from is None else [self.averages_from])})
+        return sorted({*last, *([self.averages_from] if self.averages_from else [])})
 
     def __str__(self) -> str:
         phases = ["the optimizers' states of the checkpoint"] if self.restores_optimizers else []
         phases += ["a step that the scaler skips"] if self.skips_a_step else []
         phases += ["full batches" + ("" if self.accumulation == 1 else f", accumulated {self.accumulation} times")]
-        phases += ["batches of other lengths and the epoch's last, each with a full one after it"]
+        phases += ["batches of other lengths and the epoch's last, where there are any, and a full one"]
         if self.validation_batch_size is not None:
             phases += [f"a validation with batches of {self.validation_batch_size}, and the next epoch's first steps"]
         phases += [f"epoch {self.unfreezes[-1]}, by which layers are unfrozen"] if self.unfreezes else []
         phases += [f"epoch {self.averages_from}, from which weights are averaged"] if self.averages_from else []
         return "; ".join(phases)
+
+
+NO_SCHEDULE = Schedule()
+"""Of what is no fit: nothing but full batches."""
 
 
 def read_schedule(trainer: Trainer, validation_batch_size: int | None = None) -> Schedule:
@@ -70,17 +72,17 @@ def read_schedule(trainer: Trainer, validation_batch_size: int | None = None) ->
         if is_a(callback, "GradientAccumulationScheduler"):
             accumulation = max(accumulation, *_scheduling(callback))
         if is_a(callback, "BaseFinetuning"):
-            known = getattr(callback, "unfreeze_backbone_at_epoch", most_epochs - 1)
-            unfreezes = range(1, max(unfreezes.stop, min(known, most_epochs - 1) + 1))
+            last = getattr(callback, "unfreeze_backbone_at_epoch", most_epochs - 1)
+            if last < most_epochs:
+                unfreezes = range(1, max(unfreezes.stop, last + 1))
         if is_a(callback, "StochasticWeightAveraging"):
             start = averaging_starts(callback)
             start = int(most_epochs * start) if isinstance(start, float) else start
             averages_from = max(start - 1, 0) if start <= most_epochs else None
-    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
     restores = restores_optimizers(trainer)
     return Schedule(
         restores_optimizers=restores,
-        skips_a_step=isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and not restores,
+        skips_a_step=scales_loss(trainer) and not restores,
         accumulation=accumulation,
         validation_batch_size=validation_batch_size,
         unfreezes=unfreezes,

@@ -33,7 +33,7 @@ from batchfinder.lightning.ddp import end_trials
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
-from batchfinder.lightning.schedule import Schedule
+from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
@@ -101,7 +101,7 @@ class StageTuner:
         batches: ProbeBatches,
         ranks: Ranks,
         extra_callbacks: Sequence[Callback] = (),
-        schedule: Schedule = Schedule(),  # noqa: B008  (it is frozen)
+        schedule: Schedule = NO_SCHEDULE,
         validation: ProbeBatches | None = None,
     ) -> None:
         self._schedule, self._validation = schedule, validation
@@ -361,7 +361,7 @@ def make_key(
     memory: Memory,
     limits: SearchLimits,
     callbacks: Iterable[Callback],
-    schedule: Schedule = Schedule(),  # noqa: B008  (it is frozen)
+    schedule: Schedule = NO_SCHEDULE,
 ) -> CacheKey:
     """Name everything that changes the answer.
 

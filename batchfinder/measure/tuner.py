@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -347,6 +347,7 @@ class Tuner:
             cached, or one of this search.
         """
         tolerance, start = self._limits.tolerance, 0
+        hinted: Prediction | None = None
         while True:
             limits = self._limits
             probe, max_peak_bytes = self._open()
@@ -360,7 +361,9 @@ class Tuner:
                 ran = {t.batch_size: t for t in since if t.fits and t.batch_size < failed.batch_size}
                 trials = (*(ran[size] for size in sorted(ran)), failed)
             else:
-                predicted = None if self._hint is None else self._hint(shape, max_peak_bytes)
+                if hinted is None and self._hint is not None:
+                    hinted = self._hint(shape, max_peak_bytes)
+                predicted = hinted
                 if predicted is None and known is not None and known.max_batch_size:
                     predicted = Prediction(int(share * known.max_batch_size))
             search: Search[Any] = Secant(max_peak_bytes, min(tolerance, 0.5), *(predicted or ()))
@@ -406,14 +409,8 @@ class Tuner:
         """
         after = self._bounds.after(1)
         try:
-            for size, should_run in ((after, True), (1, False)):
-                ran = True
-                try:
-                    self._try(size, shape)
-                except Exception:
-                    ran = False
-                if ran != should_run:
-                    raise raised
+            if self._raises(after, shape) or not self._raises(1, shape):
+                raise raised
             self._raised = _words_of(raised)
         finally:
             del raised  # whose traceback has this frame: a cycle
@@ -429,7 +426,7 @@ class Tuner:
             Exception: `raised`, where there is no such number.
         """
         limits, ran = self._limits, [trial.batch_size for trial in self._trials if trial.batch_size != size]
-        raising = set[int]()
+        raises: dict[int, bool] = {}
         try:
             for multiple in _MULTIPLES:
                 fitting = size - size % multiple
@@ -438,13 +435,12 @@ class Tuner:
                     continue
                 # The one below as well, which is a multiple of fewer other numbers.
                 both = [other for other in (fitting, fitting - multiple) if other >= self._bounds.first]
-                if raising & {*both} or any(other % multiple for other in ran):
+                if any(other % multiple for other in ran):
                     continue
-                with suppress(Exception):
-                    for other in both:
-                        raising.add(other)
-                        self._try(other, shape)
-                        raising.remove(other)
+                for other in both:
+                    if other not in raises:
+                        raises[other] = self._raises(other, shape)
+                if not any(raises[other] for other in both):
                     break
             else:
                 raise raised
@@ -467,6 +463,16 @@ class Tuner:
         probe, max_peak_bytes = self._open()
         search = Floored(Capped(Secant(max_peak_bytes), batch_size), batch_size)
         return find_max_batch_size(probe, shape, search=search, on_trial=self._tried).trials[-1]
+
+    def _raises(self, batch_size: int, shape: Shape) -> bool:
+        """Whether the user's code raises at a size something that is not about memory."""
+        try:
+            self._try(batch_size, shape)
+        except Exception as error:
+            if isinstance(error, BatchFinderError) and not isinstance(error, UserCodeFailed | RankFailed):
+                raise
+            return True
+        return False
 
     def _asking(self, batch_size: int) -> None:
         self._asked = batch_size

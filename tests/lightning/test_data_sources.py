@@ -182,14 +182,19 @@ class TwoSizes(Noting):
         super().__init__()
         self.batch_size, self.constant = batch_size, constant
 
+    made: list[int] = []
+
     def train_dataloader(self) -> Any:
+        TwoSizes.made.append(self.batch_size)
         other = 7 * self.batch_size if self.constant is None else self.constant
         return {"labelled": DataLoader(Rows(400), self.batch_size), "unlabelled": DataLoader(Rows(400), other)}
 
 
 @pytest.mark.parametrize(("constant", "expected"), [(None, (8, 56)), (5, (8, 5))])
-def test_what_a_hook_computes_from_the_size_stays(constant: int | None, expected: tuple[int, int]) -> None:
-    """In tries and in training: each of several loaders has the size that the hook gives it."""
+def test_what_a_hook_computes_from_the_size_stays(
+    constant: int | None, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tries and in training: each of several loaders has the size that the hook gives it, asked once for each."""
     tried: set[tuple[int, int]] = set()
 
     class Noted(TwoSizes):
@@ -197,9 +202,13 @@ def test_what_a_hook_computes_from_the_size_stays(constant: int | None, expected
             tried.add((len(batch["labelled"]), len(batch["unlabelled"])))
             return super().training_step(batch, batch_idx)
 
+    monkeypatch.setattr(TwoSizes, "made", [])
     finder, module = BatchFinder(max_batch_size=8, cache=False), Noted(constant=constant)
     trainer(callbacks=[finder], max_steps=2).fit(module)
     assert finder.batch_size == 8
     assert expected in tried
     assert all(other == (7 * size if constant is None else constant) for size, other in tried)
     assert [(len(one), len(other)) for one, other in module.seen] == [expected] * 2
+    (found,) = finder.results["fit"].values()
+    # Besides each size that was tried, for the data, for the cache's key of one sample, and by Lightning itself.
+    assert len(TwoSizes.made) <= len({trial.batch_size for trial in found.trials}) + 4, TwoSizes.made

@@ -638,3 +638,15 @@ def test_an_error_that_is_of_no_size_is_raised() -> None:
 
     with pytest.raises(ValueError, match="more than there are labels"):
         Breaks(affine).tuner().find(Shape())
+
+
+def test_a_hint_is_asked_for_once_where_a_size_is_refused() -> None:
+    """It may be a recording of the step, which a process that has run a backward on a GPU cannot make any more."""
+    device, asked = Deals(affine), []
+
+    def hint(shape: Shape, limit: int) -> Prediction:
+        asked.append(limit)
+        return Prediction(101)
+
+    assert device.tuner(hint=hint).find(Shape()).result.max_batch_size == 128
+    assert len(asked) == 1

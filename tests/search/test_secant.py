@@ -329,3 +329,16 @@ def test_only_a_failure_below_the_guess_is_doubted():
     assert not should_retry(600, Verdict.SIZE_CEILING)
     blind = SecantState(Bracket(Bounds(), 500, None), PeakModel(), None, 1)
     assert search.should_retry(blind, Trial(600, Shape(), Measurement(Verdict.OUT_OF_MEMORY)))
+
+
+def test_the_second_try_follows_what_a_sample_is_predicted_to_add() -> None:
+    """A step that takes 150 MiB more than was predicted, at all sizes alike, takes three tries and one failure."""
+    probe = FunctionProbe(lambda size, shape: 150 * MIB + size * MIB, 2000 * MIB)
+
+    def sizes(**known: float) -> list[int]:
+        found = find_max_batch_size(probe, Shape(), search=Secant(2000 * MIB, 0.01, 2000, **known))
+        return [trial.batch_size for trial in found.trials]
+
+    first, second, last = sizes(bytes_per_sample=MIB)
+    assert (first, second, last) == (1700, 1841, 1859)
+    assert len(sizes()) > 3

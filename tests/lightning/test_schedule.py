@@ -1,0 +1,78 @@
+"""What is read of a fit besides full batches, from trainers that are about to train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
+
+from batchfinder.lightning.callback import BatchFinder
+from batchfinder.lightning.schedule import Schedule, read_schedule
+from tests.lightning import nets
+
+
+class Gradual(BaseFinetuning):
+    """Freezes nothing, and would unfreeze at any epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+def swa(start: float) -> Callback:
+    """An average from an epoch, counted from 1, or a share of them."""
+    return StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=start)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "expected", "later"),
+    [
+        ([], Schedule(), []),
+        ([GradientAccumulationScheduler({0: 2, 3: 8, 4: 4})], Schedule(accumulation=8), []),
+        ([BackboneFinetuning(3)], Schedule(unfreezes=range(1, 4)), [3]),
+        ([BackboneFinetuning(5)], Schedule(), []),  # after the last of five epochs
+        ([Gradual()], Schedule(unfreezes=range(1, 5)), [4]),
+        ([swa(1)], Schedule(averages_from=0), []),  # from the first, which is tried anyway
+        ([swa(3)], Schedule(averages_from=2), [2]),
+        ([swa(0.8)], Schedule(averages_from=3), [3]),
+        ([swa(6)], Schedule(), []),
+        ([swa(3), BackboneFinetuning(2)], Schedule(unfreezes=range(1, 3), averages_from=2), [2]),
+    ],
+)
+def test_callbacks_that_act_at_an_epoch(callbacks: list[Callback], expected: Schedule, later: list[int]) -> None:
+    """Of five epochs: the most micro-batches a step, and the epochs from which there is more in memory."""
+    found = read_schedule(pl.Trainer(accelerator="cpu", max_epochs=5, callbacks=callbacks, logger=False))
+    assert found == expected
+    assert found.later_epochs == later
+
+
+def test_a_validation_that_raises_does_not_end_the_fit() -> None:
+    """It is left out of further tries with a warning; the fit, which does not get that far, trains."""
+
+    class Raises(nets.ConvNet):
+        tried = 0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            Raises.tried += 1
+            raise KeyError("labels")
+
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    trainer = nets.trainer(
+        callbacks=[finder := BatchFinder(max_batch_size=8, cache=False)], max_steps=1, num_sanity_val_steps=0
+    )
+    with pytest.warns(UserWarning, match=r"tried without the fit's validation, which raised KeyError: 'labels'"):
+        trainer.fit(Raises(), val_dataloaders=None)
+    assert finder.batch_size == 8
+    assert Raises.tried >= 1
