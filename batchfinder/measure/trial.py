@@ -40,21 +40,31 @@ _EMPTY_SHARE = 0.01
 class TrialSteps:
     """What a trial's steps tell as they go: how often the allocator gave its cache back, and how long they took.
 
-    The steps before `goes_on` is asked for the first time are the warm-up. Each one that it asks for is timed, from one
-    question to the next, without what is `loading` meanwhile.
+    The steps before `goes_on` is asked for the first time are the warm-up. Each one that it asks for may be timed, from
+    one question to the next, without what is `loading` meanwhile.
 
     Args:
         retries: says how often the allocator has given its cache back.
         timed_steps: how many steps to time at least.
         device: which to wait for before the clock is read; None for none, as on a CPU.
+        settling_steps: how many more to take at most until one goes by in which the allocator kept its cache; None
+            where it has to keep it from the first, since training is not one step over and over.
 
     Attributes:
         peaked_later: whether something that came after the first steps took more, which these then say nothing about.
     """
 
-    def __init__(self, retries: Callable[[], int], timed_steps: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        retries: Callable[[], int],
+        timed_steps: int = 0,
+        device: torch.device | None = None,
+        settling_steps: int | None = None,
+    ) -> None:
         self._retries = retries
-        self._retries_before = retries()
+        self._retries_before = self._retries_last = retries()
+        self._settling_steps = settling_steps
+        self._settled = False
         # cuDNN tries all algorithms for a shape, catches that some have no memory, and keeps to the best it could run.
         self._tries_algorithms = device is not None and device.type == "cuda" and torch.backends.cudnn.benchmark
         self._loaded = 0
@@ -67,17 +77,27 @@ class TrialSteps:
         self._steps: list[tuple[float, float | None]] = []  # seconds of a last micro-batch, and of one before it
 
     def goes_on(self) -> bool:
-        """Whether there is another step to time: to be asked after the least a trial takes, and after each one more."""
-        return self._timed_steps > 0 and self._step_ended()
+        """Whether the trial takes another step: to be asked after the least it takes, and after each one more."""
+        more_to_time = self._timed_steps > 0 and self._step_ended()
+        return self._settles() or more_to_time
+
+    def _settles(self) -> bool:
+        """Whether the allocator gave its cache back since this was asked the last time, and may yet keep it."""
+        if self._settling_steps is None:
+            return False
+        last, self._retries_last = self._retries_last, self._retries()
+        self._settled = self._retries_last == last
+        self._settling_steps -= 1
+        return not self._settled and self._settling_steps >= 0
 
     def times_cache_given_back(self) -> int:
-        """How often the allocator had to empty its cache for a request, the trial's first batch in cuDNN's benchmark
-        mode aside.
+        """How often the allocator had to empty its cache for a request; 0 where it settled.
 
         Training that does so is slow, and what it does after the next batch of another size is anyone's guess: near a
-        full card it may settle, or run out of memory some steps later.
+        full card it may settle, or run out of memory some steps later. The trial's first batch in cuDNN's benchmark
+        mode does not count.
         """
-        return self._retries() - self._retries_before
+        return 0 if self._settled and self._retries() == self._retries_last else self._retries() - self._retries_before
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -252,6 +272,7 @@ def run_trial(
     readings: StageReadings | None = None,
     stepping: SteppingCheck | None = None,
     timed_steps: int = 0,
+    settling_steps: int | None = None,
 ) -> Measurement:
     """Take steps from a clean slate, put everything back, and say what they took.
 
@@ -263,6 +284,7 @@ def run_trial(
         readings: read by the steps themselves; None to read them by hooks on backward and on optimizers.
         stepping: of these trials, where a user's own steps might catch an out-of-memory error.
         timed_steps: how many steps to time at least, after the others; see `TrialSteps`.
+        settling_steps: in how many more the allocator may come to keep its cache; see there.
 
     Raises:
         Exception: whatever the steps raised that is not about the size, unchanged, after `restore`.
@@ -270,7 +292,7 @@ def run_trial(
     clear(device)
     memory.reset_peak()
     ooms_before = _ooms(device)
-    taken, started = TrialSteps(memory.retries, timed_steps, device), time.perf_counter()
+    taken, started = TrialSteps(memory.retries, timed_steps, device, settling_steps), time.perf_counter()
 
     def limited() -> None:
         with memory.limited(reserve_bytes, held_bytes), nullcontext() if stepping is None else stepping.watched():

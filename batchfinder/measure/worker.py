@@ -35,6 +35,7 @@ from batchfinder.measure import host_limits
 from batchfinder.measure.device_memory import CudaMemory, numbered
 from batchfinder.measure.trial import Failure, StageReadings, TrialSteps, attempt, clear, run_trial
 from batchfinder.results import Measurement, Shape, Verdict
+from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.training.child_process import (
     answer,
     build_with,
@@ -98,6 +99,7 @@ class CudaProbe:
             self._device,
             readings=readings,
             timed_steps=self.timed_steps,
+            settling_steps=MORE_STEPS,
         )
 
     def is_dead(self) -> bool:

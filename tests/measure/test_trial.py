@@ -13,6 +13,7 @@ from torch.optim import optimizer as optimizers
 from batchfinder.measure.device_memory import HostMemory
 from batchfinder.measure.trial import StageReadings, TrialSteps, read_stages, run_trial
 from batchfinder.results import Verdict
+from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import StepConfig
 from batchfinder.training.step import Step, Workload
@@ -172,6 +173,45 @@ def test_every_time_that_the_cache_is_given_back_counts() -> None:
     assert not steps.goes_on()
     given_back += 2
     assert steps.times_cache_given_back() == 3
+
+
+def taken(retries_in_steps: list[int]) -> tuple[int, int]:
+    """Steps beyond the first two that a try takes, and the retries that count; the cache is given back as listed."""
+    given_back = 0
+    settling = TrialSteps(lambda: given_back, settling_steps=MORE_STEPS)
+    given_back += sum(retries_in_steps[:2])
+    steps = 0
+    while settling.goes_on():
+        given_back += retries_in_steps[2 + steps]
+        steps += 1
+    return steps, settling.times_cache_given_back()
+
+
+@pytest.mark.parametrize(
+    ("retries", "steps"),
+    [([0, 0], 0), ([1, 0, 0], 1), ([1, 1, 2, 0], 2), ([2, 3, 2, 2, 2, 1, 0], 5), ([1, 1, *[1] * 7, 0], 8)],
+)
+def test_a_size_that_settles_fits(retries: list[int], steps: int) -> None:
+    """Where training is one step over and over, steps are taken until one goes by without, and then no more."""
+    assert taken(retries) == (steps, 0)
+
+
+def test_a_size_that_never_settles_does_not() -> None:
+    """After so many steps that each gave the cache back no other is taken."""
+    assert taken([1, 1, *[2] * MORE_STEPS]) == (MORE_STEPS, 2 + 2 * MORE_STEPS)
+
+
+def test_what_comes_after_it_settled_counts() -> None:
+    """As does what nobody asked about."""
+    given_back = 0
+    settling = TrialSteps(lambda: given_back, settling_steps=MORE_STEPS)
+    given_back += 1
+    assert settling.times_cache_given_back() == 1
+    while settling.goes_on():
+        pass
+    assert settling.times_cache_given_back() == 0
+    given_back += 1
+    assert settling.times_cache_given_back() == 2
 
 
 class Clock:
