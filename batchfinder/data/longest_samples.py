@@ -39,7 +39,7 @@ from batchfinder.errors import NotSplittable
 DISTINCT = 32  # samples that are compared at first, and kept at most
 SCANNED = 2048  # samples that are looked at where lengths differ, for at most SCAN_SECONDS
 SCAN_SECONDS = 10.0
-DRAWN = 3  # batches of samples as they come that a trial has beside those of the longest
+DRAWN = 8  # batches as long as those of an epoch that a trial has beside those of the longest
 MADE = 8  # batches that are compared where the loader has no samples
 
 _WHOLE_DATASET = (SequentialSampler, RandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -167,23 +167,42 @@ class SampleBatches:
         self._scanned: Extremes | None = None
 
     def batch(self, batch_size: int, longest: bool = True) -> Any:
-        """Collate a batch of the samples, which are repeated as often as it takes."""
-        return self._collate(self._samples(longest), batch_size)
+        """Collate a batch of the samples, which are repeated as often as it takes.
+
+        Beside more than one of the longest there is one of the shortest: a model that leaves a mask out where it is
+        full takes less memory for a batch in which nothing is padded, and training has hardly any.
+        """
+        samples, (_, seen) = self._samples(longest), self._first
+        if longest and seen.longest and batch_size > len(samples):
+            repeated = [samples[index % len(samples)] for index in range(batch_size - 1)]
+            samples = [*repeated, seen.shortest]
+        return self._collate(samples, batch_size)
 
     def others(self, batch_size: int) -> list[Callable[[], Any]]:
-        """Make batches of other lengths, as an epoch has them: padded ones as long as the longest, and as they come.
+        """Make batches of other lengths, as long as those of an epoch, and one of nothing but the longest.
 
-        Models that leave a mask out where it is full take more memory for a padded batch, and lengths that change
-        split the cache's blocks. None where no length differs.
+        Lengths that change split the cache's blocks. An epoch's batch is as long as the longest of the samples that it
+        draws, or that follow one another. None where no length differs.
         """
-        samples, seen = self._first
+        _, seen = self._first
         longest = self._samples(longest=True) if seen.longest else []
         if not longest or batch_size <= len(longest):
             return []
-        draw = random.Random(0)
-        padded = [*longest, *[seen.shortest] * (batch_size - len(longest))]
-        drawn = [draw.choices(samples, k=batch_size) for _ in range(DRAWN)]
-        return [partial(self._collate, each, batch_size) for each in (padded, *drawn, padded)]
+        assert self._scanned is not None
+        draw, totals, by_total = random.Random(0), self._scanned.totals, {**seen.by_total, **self._scanned.by_total}
+        sampler: Any = getattr(self.loader.batch_sampler, "sampler", None)
+        if isinstance(sampler, SequentialSampler):
+            each = max(1, batch_size * len(totals) // len(sampler))
+            drawn = [totals[start : start + each] for start in spread(len(totals), DRAWN)]
+        else:
+            drawn = [draw.choices(totals, k=batch_size) for _ in range(DRAWN)]
+        samples = [by_total[min(by_total, key=lambda total: abs(total - max(batch)))] for batch in drawn]
+        batches = [[sample] * (batch_size - 1) + [seen.shortest] for sample in samples]
+        return [partial(self._collate, each, batch_size) for each in (*batches, longest)]
+
+    def varies(self) -> bool:
+        """Whether samples differ in length."""
+        return bool(self._first[1].longest)
 
     def mixed(self, batch_size: int) -> Any:
         """Collate samples spread over the first 32 that are looked at."""
@@ -238,6 +257,10 @@ class MadeBatches:
         """Make the batch with the smallest samples, in so many copies, where it is another one."""
         return [partial(with_batch_size, self._made[0], batch_size)] if len(self._made) > 1 else []
 
+    def varies(self) -> bool:
+        """Whether there are several batches, of which one has larger samples."""
+        return len(self._made) > 1
+
     def extremes(self, longest: bool = True) -> tuple[Any, Any]:
         """The batch with the largest samples, and the one with the smallest, cut to as many of them."""
         return with_batch_size(self._made[-1], 2), with_batch_size(self._made[0], 2)
@@ -264,6 +287,8 @@ class Extremes:
     # For each length that differs a sample that has the most of it, the one with most in all first; else empty.
     longest: list[Any]
     shortest: Any  # the one with least in all
+    totals: list[int]  # each sample's lengths added up, in the samples' order
+    by_total: dict[int, Any]  # a sample of each of the largest such sums
 
 
 def find_extremes(samples: Iterable[Any], seconds: float = math.inf) -> Extremes:
@@ -276,6 +301,8 @@ def find_extremes(samples: Iterable[Any], seconds: float = math.inf) -> Extremes
     most: dict[tuple[Path, int], tuple[int, int, Any]] = {}  # the size, the sample's sizes in all, the sample
     least: dict[tuple[Path, int], int] = {}
     least_in_all, shortest = math.inf, None
+    totals: list[int] = []
+    by_total: dict[int, Any] = {}
     for count, sample in enumerate(samples, 1):
         sizes: dict[tuple[Path, int], int] = {}
         for path, leaf in leaves(sample):
@@ -285,6 +312,9 @@ def find_extremes(samples: Iterable[Any], seconds: float = math.inf) -> Extremes
             for dim, size in enumerate(shape if isinstance(shape, tuple) else ()):
                 sizes[path, dim] = int(size)
         total = sum(sizes.values())
+        totals.append(total)
+        if by_total.setdefault(total, sample) is sample and len(by_total) > DISTINCT:
+            del by_total[min(by_total)]
         for place, size in sizes.items():
             if place not in most or size > most[place][0]:
                 most[place] = (size, total, sample)
@@ -301,4 +331,5 @@ def find_extremes(samples: Iterable[Any], seconds: float = math.inf) -> Extremes
                 )
             break
     found = {id(sample): (total, sample) for place, (size, total, sample) in most.items() if size != least[place]}
-    return Extremes([one for _, one in sorted(found.values(), key=lambda pair: -pair[0])[:DISTINCT]], shortest)
+    longest = [one for _, one in sorted(found.values(), key=lambda pair: -pair[0])[:DISTINCT]]
+    return Extremes(longest, shortest, totals, by_total)

@@ -375,9 +375,12 @@ class BatchFinder(Accumulating):
         self._memory.reset_peak()
         self._retries_before = self._memory.retries()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let training begin with an empty cache, as its trials did: sanity check and checkpoint have left theirs."""
-        super().on_train_start(trainer, pl_module)
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let each epoch begin with an empty cache, as in trials: blocks of batches of other sizes are in the way.
+
+        They are those of the epoch's smaller last batch, of a sanity check, of a checkpoint.
+        """
+        super().on_train_epoch_start(trainer, pl_module)
         if "fit" in self._in_use:
             give_back_cache(trainer)
 

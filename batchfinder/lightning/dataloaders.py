@@ -196,6 +196,12 @@ def _reference(holder: Any) -> Callable[[], Any]:
         return lambda: holder
 
 
+def _drops_last(loader: Any) -> bool:
+    """Whether a loader leaves out an epoch's smaller last batch."""
+    sampler = getattr(loader, "batch_sampler", None)
+    return bool(getattr(sampler, "drop_last", getattr(loader, "drop_last", False)))
+
+
 MakeBatch = Callable[[int, int | None], Any]
 
 _MAKE_BATCH = "Pass BatchFinder make_batch=, a function that makes a batch of (batch_size, seq_len)."
@@ -262,6 +268,8 @@ class ProbeBatches:
         if self.make_batch is not None:
             return self.make_batch(batch_size, seq_len)
         made = []
+        if self._is_longest(seq_len):
+            seq_len = None
         for (loader, samples), size in zip(self._used, self._sizes(batch_size), strict=True):
             batch = samples.batch(size, longest=seq_len is None)
             if batch is None:
@@ -281,15 +289,14 @@ class ProbeBatches:
         return combine_batches(self._combined, made)
 
     def others(self, batch_size: int, seq_len: int | None = None) -> list[Callable[[], Any]]:
-        """Make the batches that an epoch has beside full ones of the longest samples: of other lengths, and the last.
+        """Make the batches of other lengths that an epoch has beside full ones of the longest samples.
 
-        After the smaller last batch the cache's blocks are split, and a full one may not find room any more. Where
-        several loaders make up a batch, those of other lengths come from each, and no last one is told.
+        Where several loaders make up a batch, each has its part in them.
         """
         if self.make_batch is not None:
             return []
         parts = list(zip([samples for _, samples in self._used], self._sizes(batch_size), strict=True))
-        each = [] if seq_len is not None else [samples.others(size) for samples, size in parts]
+        each = [samples.others(size) for samples, size in parts] if self._is_longest(seq_len) else []
 
         @_refused()
         def combined(number: int) -> Any:
@@ -297,10 +304,18 @@ class ProbeBatches:
             full = (made[number]() if number < len(made) else samples.batch(size) for made, (samples, size) in both)
             return combine_batches(self._combined, list(full))
 
-        made: list[Callable[[], Any]] = [partial(combined, number) for number in range(max(map(len, each), default=0))]
-        last = self.last_batch_size(batch_size)
+        return [partial(combined, number) for number in range(max(map(len, each), default=0))]
+
+    @_refused()
+    def varies(self) -> bool:
+        """Whether batches differ in length, as far as that can be told."""
+        return self.make_batch is None and any(samples.varies() for _, samples in self._used)
+
+    def last(self, batch_size: int, seq_len: int | None = None) -> list[Callable[[], Any]]:
+        """Make an epoch's last batch, where it is smaller and a single loader tells so."""
+        size = self.last_batch_size(batch_size)
         # One of a single sample changes little, and a batch norm raises on it in training as well.
-        return [*made, partial(self.batch, last, seq_len)] if last > 1 else made
+        return [partial(self.batch, size, seq_len)] if size > 1 else []
 
     def _sizes(self, batch_size: int) -> list[int]:
         """The size of each loader's batches where the batch size is this one."""
@@ -337,6 +352,11 @@ class ProbeBatches:
             return self.make_batch(batch_size, None)
         return combine_batches(self._combined, [samples.mixed(batch_size) for _, samples in self._used])
 
+    def _is_longest(self, seq_len: int | None) -> bool:
+        """Whether batches of this length are those of the data's longest samples."""
+        return seq_len is None or seq_len == self.longest_seq_len
+
+    @cached_property
     @_refused()
     def longest_seq_len(self) -> int | None:
         """The sequence length of a batch of the longest samples; None for data without one, and for `make_batch`."""
@@ -363,8 +383,7 @@ class ProbeBatches:
         for loader, size in sizes:
             if size is not None:
                 known.append(size)
-                batch_sampler = getattr(loader, "batch_sampler", None)
-                if getattr(batch_sampler, "drop_last", getattr(loader, "drop_last", False)):
+                if _drops_last(loader):
                     dropping.append(size)
         if dropping:
             return min(dropping)
@@ -381,7 +400,8 @@ class ProbeBatches:
     def batches_per_epoch(self, batch_size: int) -> int:
         """How many batches of a size an epoch takes, by the data and the Trainer's limits; 0 where nothing tells."""
         samples, trainer = self.dataset_size(), cast(Any, self.trainer)
-        batches = 0 if samples is None else -(-samples // batch_size)
+        drops = samples is not None and samples >= batch_size and any(map(_drops_last, self._combined.flattened))
+        batches = 0 if samples is None else samples // batch_size if drops else -(-samples // batch_size)
         if self.source.name != "train_dataloader":
             return batches
         limits = [] if samples is None else [batches]

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -92,30 +92,32 @@ class DryRun:
     def fit(
         self,
         full: Feed,
-        micro_batches: int,
+        accumulation: int,
         taken: TrialSteps,
         others: Sequence[MakeBatch] = (),
+        last: Sequence[MakeBatch] = (),
         validation: Feed | None = None,
         validation_is_tried: bool = False,
     ) -> None:
         """Take the phases of the schedule, in which no process waits for another.
 
         These are, in this order: the optimizers' restored states; a step that the scaler skips; two optimizer steps, or
-        as many as it takes until each optimizer has stepped; steps that end with the batches of other sizes, and a full
-        one; an epoch's worth of what each step keeps, where it keeps some; a validation, and two steps of the next
-        epoch; two steps of each epoch that changes what trains.
+        as many as it takes until each optimizer has stepped; steps of the batches of other lengths, and a full one; an
+        epoch's worth of what each step keeps, where it keeps some; the epoch's smaller last batch; a validation; the
+        next epoch, which begins with an empty cache; two steps of each epoch that changes what trains.
 
         Args:
             full: micro-batches of the size that is tried.
-            micro_batches: how many go into one optimizer step.
+            accumulation: how many go into one optimizer step; two stand for any number.
             taken: says whether to take further steps.
-            others: return new micro-batches of other sizes and lengths.
+            others: return new micro-batches of other lengths.
+            last: returns an epoch's last batch, where that is smaller.
             validation: the batches of the validation in the fit; None for none.
             validation_is_tried: whether its size is what is tried, so that whatever it raises is raised.
         """
         trainer, schedule, self.failed_in_validation = self.trainer, self.schedule, False
         module = trainer.lightning_module
-        kept = Kept()
+        kept, micro_batches = Kept(), min(PEAK_MICRO_BATCHES, accumulation)
         silence(trainer, self.callbacks.active)
         trainer.limit_val_batches = 0  # a validation of its own would ask for the user's loaders
         trainer.accumulate_grad_batches = micro_batches if module.automatic_optimization else 1
@@ -137,13 +139,32 @@ class DryRun:
             if not module.automatic_optimization:
                 yield from self._until_each_has_stepped(stepped, full.make_batch)
             resting.append(self.memory.held_bytes())
-            for other in others:
-                yield from islice(whole_steps(1), micro_batches - 1)
-                yield other
             if others:
-                yield from whole_steps(1)
+                yield from of_other_lengths(others)
             yield from self._beside_what_an_epoch_keeps(resting, full.length // micro_batches, whole_steps, kept)
+            yield from self._until_reserved_stays(whole_steps)
             yield from _while_timed(taken, lambda: whole_steps(1))
+            yield from end_of_epoch()
+
+        def end_of_epoch() -> Iterator[MakeBatch]:
+            """Its smaller last batch; and where the last step has a single micro-batch, that one alone."""
+            alone = accumulation > 1 and full.length % accumulation == 1
+            if last:
+                yield from islice(whole_steps(1), 0 if alone else micro_batches - 1)
+                yield from last
+            elif alone:
+                yield full.make_batch
+
+        def of_other_lengths(order: Sequence[MakeBatch]) -> Iterator[MakeBatch]:
+            yield from order
+            yield from islice(whole_steps(1), -len(order) % micro_batches)
+            yield from whole_steps(1)
+
+        def later_epoch(epoch: int) -> Iterator[MakeBatch]:
+            if others and epoch == 1:
+                yield from of_other_lengths([*others[::2], *others[1::2]])
+            yield from whole_steps(PEAK_STEPS)
+            yield from self._until_reserved_stays(whole_steps)
 
         with (
             local_only(trainer, as_in_training=True),
@@ -160,21 +181,27 @@ class DryRun:
             loop.setup_data()
             loop.reset()
             loop.on_run_start()
-            later_epochs = {*schedule.later_epochs, *([] if validation is None else [1])}
+            on_gpu = trainer.strategy.root_device.type == "cuda"
+            needed = {*schedule.later_epochs, *([] if validation is None else [1])}
             asked = 1
-            for epoch in (0, *sorted(later_epochs)):
+            for epoch in (0, *sorted({*needed, *([1] if on_gpu else [])})):
+                if epoch == 1 and self.growth and epoch not in needed:
+                    continue  # what the first epoch kept is still there, which its end would have freed
                 for between in range(asked, epoch):
                     _ask_finetuning(trainer, between)
                 asked = epoch + 1
                 set_epoch(loop, epoch)
-                loader.batches = first_epoch if epoch == 0 else lambda: whole_steps(PEAK_STEPS)
+                loader.batches = first_epoch if epoch == 0 else partial(later_epoch, epoch)
                 with suppress(StopIteration):
                     loop.on_advance_start()
                     loop.advance()
                 if epoch == 0:
                     peak_of_steps = self.memory.peaks()[0] or 0
+                if taken.times_cache_given_back():
+                    break
+                # Before a validation, and before an epoch, the callback empties the cache in the fit as well.
+                give_back_cache(trainer)
                 if epoch == 0 and validation is not None and "validation" not in self.not_tried:
-                    give_back_cache(trainer)  # before and after it, as the callback does in the fit
                     self._validate(validation, taken, validation_is_tried)
                     give_back_cache(trainer)
                 kept.tensors.clear()
@@ -232,6 +259,19 @@ class DryRun:
             yield make_batch
         if given > PEAK_STEPS:
             yield make_batch
+
+    def _until_reserved_stays(self, whole_steps: Callable[[int], Iterator[MakeBatch]]) -> Iterator[MakeBatch]:
+        """Steps until two have gone by in which the allocator reserved no more: each may leave the cache in pieces."""
+        device = self.trainer.strategy.root_device
+        if device.type != "cuda" or self.growth:
+            return
+        reserved, quiet = torch.cuda.memory_reserved(device), 0
+        for _ in range(_MOST_SETTLING_STEPS):
+            yield from whole_steps(1)
+            before, reserved = reserved, torch.cuda.memory_reserved(device)
+            quiet = quiet + 1 if reserved <= before else 0
+            if quiet == PEAK_STEPS:
+                return
 
     def _beside_what_an_epoch_keeps(
         self, resting: list[int], steps: int, whole_steps: Callable[[int], Iterator[MakeBatch]], kept: Kept
@@ -337,6 +377,7 @@ _LEAST_KEPT_BYTES = 1 << 20
 """Of memory that grows from step to step, what an epoch has to add to be worth a further step."""
 _KEEPING_STEPS = 8
 """Steps that stand for those of an epoch: where a tensor lies that is kept depends on what else is there with it."""
+_MOST_SETTLING_STEPS = 10
 _MOST_BATCHES = 4 * MAX_BATCHES_WITHOUT_STEP
 """More than any epoch of a dry run gives."""
 
@@ -369,6 +410,8 @@ class ProbeLoader:
         for make_batch in self.batches():
             with self.taken.loading():
                 batch = make_batch()
+            if self.taken.times_cache_given_back():
+                return  # it does not fit, whatever comes
             yield batch
 
 
@@ -408,12 +451,11 @@ class TrialConfig:
     attribute: str | None = None
 
     def micro_batches(self, batch_size: int) -> int:
-        """How many micro-batches of this size to try in one optimizer step: two stand for any number."""
-        if self.split_batch_size is not None:
-            return 2 if batch_size < self.split_batch_size else 1
-        target = self.target_batch_size
-        accumulates = self.accumulation > 1 if target is None else batch_size * self.num_devices < target
-        return 2 if accumulates else 1
+        """How many micro-batches of this size there are in one optimizer step."""
+        whole = self.split_batch_size
+        if whole is None and self.target_batch_size is not None:
+            whole = -(-self.target_batch_size // self.num_devices)
+        return self.accumulation if whole is None else max(1, -(-whole // batch_size))
 
 
 @dataclass(eq=False)
@@ -426,6 +468,7 @@ class LightningProbe:
     session: TrialSession
     smallest: int  # a size that runs if any does
     validation: ProbeBatches | None = None  # of the fit
+    spare_bytes: int = 0  # of the device, which tries leave free
     _validated: bool = field(default=False, init=False)  # whether it was tried beside the smallest batch
     source: ClassVar[str] = "measured"
     unmodelled: ClassVar[tuple[str, ...]] = ()
@@ -454,19 +497,26 @@ class LightningProbe:
 
                 full = Feed(partial(made, tried.make_batch, True), tried.length, tried.stands_for)
                 others = [partial(made, other, False) for other in self.batches.others(batch_size, shape.seq_len)]
+                last = [partial(made, other, False) for other in self.batches.last(batch_size, shape.seq_len)]
                 validation = None
                 if self.validation is not None:
                     validation = feed(self.validation, dry_run.schedule.validation_batch_size or 1, Shape())
-                dry_run.fit(full, config.micro_batches(batch_size), taken, others, validation)
+                dry_run.fit(full, config.micro_batches(batch_size), taken, others, last, validation)
             else:
                 size, train_shape, batches = config.train
-                micro_batches = min(PEAK_MICRO_BATCHES, config.accumulation)
                 full = feed(batches, size, train_shape)
-                dry_run.fit(full, micro_batches, taken, validation=tried, validation_is_tried=True)
+                dry_run.fit(full, config.accumulation, taken, validation=tried, validation_is_tried=True)
+
+        def steps_beside_spare(taken: TrialSteps) -> None:
+            spare = [torch.empty(self.spare_bytes, dtype=torch.uint8, device=session.device)]
+            try:
+                steps(taken)
+            finally:
+                spare.clear()
 
         try:
             seen = run_trial(
-                steps,
+                steps_beside_spare if self.spare_bytes else steps,
                 session.memory,
                 session.device,
                 session.open().restore,
@@ -492,6 +542,10 @@ class LightningProbe:
             applied.undo()  # a size in an object that is not among what is put back
         if dry_run.failed_in_validation and config.train is None and not self._validation_runs(batch_size, shape):
             return self(batch_size, shape)
+        if self.spare_bytes:
+            names = ("peak_allocated_bytes", "peak_reserved_bytes", "resting_bytes")
+            told = {name: getattr(seen, name) for name in names}
+            seen = replace(seen, **{name: size - self.spare_bytes for name, size in told.items() if size is not None})
         if config.stage == "fit" and not config.alone and config.train is None and batch_size > self.smallest:
             seen = session.stepping.compared(seen, lambda: self(self.smallest, shape))
         return seen

@@ -43,7 +43,7 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import StepConfig
+from batchfinder.training.spec import PEAK_MICRO_BATCHES, StepConfig
 from batchfinder.training.step import Workload
 
 SECONDS = 60.0
@@ -71,8 +71,6 @@ _PRECISIONS = {
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOGGING = ("log", "log_dict", "print")
 _BLOCK_BYTES = 512
-_BELOW_FOR_LAST = 0.1
-"""How far below the largest size one is looked for that runs after an epoch's smaller last batch."""
 _NO_FUSED_ATTENTION = (3, 7)
 """A CPU has a fused attention as well, but not with dropout; where it runs, the prediction is too low."""
 
@@ -87,7 +85,6 @@ def predict_batch_size(
     device: Device,
     cap: int | None = None,
     seconds: float = SECONDS,
-    last_batch_size: Callable[[int], int] = lambda batch_size: 0,
     schedule: Schedule = NO_SCHEDULE,
 ) -> Prediction | None:
     """Predict the largest batch size. Nothing of the user's is changed, and no process is left behind.
@@ -100,7 +97,6 @@ def predict_batch_size(
         device: from `simulated_device`.
         cap: the largest size of use; None for none.
         seconds: the time limit of all recordings together.
-        last_batch_size: given a batch size, the samples in an epoch's smaller last batch; 0 if all are full.
         schedule: of the fit; where it unfreezes layers, all are recorded as trained.
 
     Returns:
@@ -133,7 +129,7 @@ def predict_batch_size(
         finally:
             untouched.restore()
         mode = "train" if config.stage == "fit" else "inference"
-        step_config = StepConfig(mode, precision, micro_batches=config.micro_batches(1))
+        step_config = StepConfig(mode, precision, micro_batches=min(PEAK_MICRO_BATCHES, config.micro_batches(1)))
         deadline = time.monotonic() + seconds
 
         def record(batch_size: int) -> Trace:
@@ -167,7 +163,7 @@ def predict_batch_size(
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         probe = SimulatedProbe(TraceSource(submit, [None]), memory, AllocatorSettings.from_environment())
         on_host = trainer.strategy.root_device.type == "cpu"
-        predicted = Prediction(largest_on_host(probe)) if on_host else largest_on_gpu(probe, cap, last_batch_size)
+        predicted = Prediction(largest_on_host(probe)) if on_host else largest_on_gpu(probe, cap)
     except Exception as error:
         reason = f"{error}" if isinstance(error, NotRecordable) else f"{type(error).__name__}: {error}"
         log.info("BatchFinder: no prediction from a simulated step: %s", reason)
@@ -205,10 +201,8 @@ def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, 
     return Device(memory.name, max(usable, memory.total_bytes), usable, capability)
 
 
-def largest_on_gpu(
-    probe: SimulatedProbe, cap: int | None = None, last_batch_size: Callable[[int], int] = lambda batch_size: 0
-) -> Prediction:
-    """The largest size at which no cached memory is given back, nor after an epoch's smaller last batch.
+def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> Prediction:
+    """The largest size at which no cached memory is given back.
 
     `cap` is the largest of use; where a line through two peaks ends at twice that, and it runs, the line is answer
     enough. It runs through small sizes, whose peak may be the optimizer's step, which is the same at each.
@@ -217,13 +211,7 @@ def largest_on_gpu(
     if cap is not None and line > 2 * cap and probe(max(2, cap), Shape()).fits:
         return Prediction(line)
     # Batches of a few sizes are there to be recorded, so the answer is not confirmed at its own: real trials do that.
-    found, bytes_per_sample = predict_full_card(probe, Shape())
-    for size in range(found, found - int(_BELOW_FOR_LAST * found) - 1, -max(1, found // 200)):
-        last = last_batch_size(size)
-        # The last batch of a size a little smaller is another one: half of the size and a quarter stand for these.
-        if not last or all(probe.fits_after(each, size, Shape()) for each in (last, size // 2, size // 4) if each > 1):
-            return Prediction(size, bytes_per_sample)
-    return Prediction(found, bytes_per_sample)
+    return predict_full_card(probe, Shape())
 
 
 def largest_on_host(probe: SimulatedProbe) -> int:

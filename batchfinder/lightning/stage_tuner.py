@@ -43,6 +43,13 @@ from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
 from batchfinder.search import Prediction
 
+_SPARE = 0.03
+"""Share of the memory that tries leave free where batches differ in length.
+
+How far the cache falls to pieces depends on the order of the lengths, of which a try has some and an epoch has others.
+On PyTorch's CUDA build, of six random fits without a limit, what was reserved after 150 batches was 0 to 11 % more than
+after eight, 3 % at the median.
+"""
 _SMALL_CAP = 8
 """Up to this cap no search takes as long as a prediction."""
 
@@ -116,14 +123,17 @@ class StageTuner:
         self._device = trainer.strategy.root_device
         self._memory = memory_of(self._device, options.budget)
         before = capture_data(trainer, finder)
+        self._spare_bytes = 0
         try:
             size, length = ranks.barrier_call(
-                lambda: (batches.largest_batch(), None if options.seq_lens else batches.longest_seq_len()),
+                lambda: (batches.largest_batch(), None if options.seq_lens else batches.longest_seq_len),
                 "looked at the data",
             )
             caps = [cap for cap in (options.max_batch_size, config.split_batch_size, size) if cap is not None]
             own = min(caps, default=None), length
             all_caps, lengths = zip(*ranks.all_gather(own), strict=True)
+            if self._device.type == "cuda" and config.stage == "fit" and config.train is None and batches.varies():
+                self._spare_bytes = int(_SPARE * self._memory.free_bytes())
         finally:
             before.restore()
         cap = min((cap for cap in all_caps if cap is not None), default=None)
@@ -280,10 +290,16 @@ class StageTuner:
             self._dry_run = DryRun(self._trainer, self._callbacks, self._memory, self._schedule)
             smallest = self._limits.bounds.after(1)  # one sample may raise where two run
             probe = LightningProbe(
-                self._dry_run, self._config, self._batches, self._session, smallest, self._validation
+                self._dry_run,
+                self._config,
+                self._batches,
+                self._session,
+                smallest,
+                self._validation,
+                self._spare_bytes,
             )
             self._probe = probe if self._ranks.size == 1 else AgreedProbe(probe, self._ranks)
-        return self._probe, self._ranks.all_reduce_min(self._session.max_peak_bytes())[0]
+        return self._probe, self._ranks.all_reduce_min(self._session.max_peak_bytes() - self._spare_bytes)[0]
 
     def _predict(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
         """What is predicted, or the simulated step's answer; None where that would cost more than it saves."""
@@ -313,7 +329,6 @@ class StageTuner:
                     ),
                     cap,
                     seconds=seconds,
-                    last_batch_size=self._batches.last_batch_size,
                     schedule=self._schedule,
                 )
             ),

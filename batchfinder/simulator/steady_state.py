@@ -172,31 +172,6 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
     return longer, tuple(origins)
 
 
-def fits_after_smaller(
-    structure: TraceStructure, sizes: Sequence[int], smaller: Sequence[int], allocator: Callable[[], CachingAllocator]
-) -> bool:
-    """Whether a step still runs, with no cache given back, after one of a smaller batch: the last one of an epoch.
-
-    The smaller one takes parts of the cache's blocks, and what it leaves of them may hold no block of the next step's.
-
-    Args:
-        sizes: of the blocks of the step.
-        smaller: the same of the smaller batch.
-        allocator: returns a new one, made for the card and the settings in question.
-    """
-    longer = repeat_last_step(structure, 2)
-    if longer is None:
-        return True
-    repeated, origins = longer
-    first = len(structure.operators)
-    end = first + (len(origins) - first) // 2
-    of_each = [(smaller if first <= block < end else sizes)[origin] for block, origin in enumerate(origins)]
-    with closing(allocator()) as new:
-        run = Replay(repeated, of_each, new)
-        run.run()
-        return run.oom is None and new.num_alloc_retries == 0
-
-
 _SIZES_TRIED_BELOW = 64
 """Sizes under the first answer that are tried as well, in steps of 2 MiB: 128 MiB."""
 
@@ -342,13 +317,6 @@ class SimulatedProbe:
             if steady.timeline.fits and not steady.timeline.num_alloc_retries:
                 shared[key] = steady.timeline
         return steady
-
-    def fits_after(self, smaller: int, batch_size: int, shape: Shape) -> bool:
-        """Whether one size still runs after a batch of a smaller one; True where the steps are unlike."""
-        trace, other = self.trace(batch_size, shape), self.trace(smaller, shape)
-        if trace.structure != other.structure:
-            return True
-        return fits_after_smaller(trace.structure, trace.sizes, other.sizes, lambda: self._new_allocator(self.memory))
 
     def segment_bytes(self, blocks: Iterable[int], shape: Shape) -> Callable[[int], int]:
         """What segments for these blocks take together, as a function of the batch size, of at least 2."""

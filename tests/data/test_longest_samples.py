@@ -195,7 +195,7 @@ def test_longest_of_all():
     data.lengths[1377] = 90
     made = SampleBatches(DataLoader(data, batch_size=4, collate_fn=pad))
     assert made.batch(3)["ids"].shape == (3, 90)
-    assert int(made.batch(3)["ids"].sum()) == 3 * sum(range(90))
+    assert int(made.batch(3)["ids"].sum()) == 2 * sum(range(90)) + sum(range(5))  # one is padded
     assert data.reads == 2000 + longest_samples.DISTINCT
     long, short = made.extremes()
     assert (long["ids"].shape, short["ids"].shape) == ((2, 90), (2, 5))
@@ -212,15 +212,25 @@ def test_bounded():
 
 
 def test_batches_of_other_lengths():
-    """Padded ones are as wide as the longest and have a short one; between them are some as they come."""
-    data = Sentences([5 + index % 20 for index in range(40)])
-    made = SampleBatches(DataLoader(data, collate_fn=pad))
+    """Each is as wide as a batch of the epoch and has a short one; one has none."""
+    lengths = [5 + index % 20 for index in range(40)]
+    made = SampleBatches(DataLoader(Sentences(lengths), shuffle=True, collate_fn=pad))
     assert made.others(1) == []
-    padded, *drawn, again = (make()["ids"] for make in made.others(4))
-    assert padded.shape == again.shape == (4, 24)
-    assert [int(row.count_nonzero()) for row in padded] == [23, 4, 4, 4]
-    assert len({batch.shape[1] for batch in drawn}) > 1
+    *drawn, longest = (make()["ids"] for make in made.others(4))
+    assert longest.shape == (4, 24)
+    assert longest[:, 22].all()
+    assert len({batch.shape[1] for batch in drawn}) > 2
+    assert all([int(row.count_nonzero()) for row in batch] == [*[batch.shape[1] - 1] * 3, 4] for batch in drawn)
+    in_order = SampleBatches(DataLoader(Sentences(sorted(lengths)), collate_fn=pad))
+    assert min(make()["ids"].shape[1] for make in in_order.others(4)) < 15
     assert SampleBatches(DataLoader(Rows(100))).others(4) == []
+
+
+def test_a_batch_of_the_longest_has_one_that_is_padded():
+    """So that its mask is not full; one of a single sample has no room for it."""
+    made = SampleBatches(DataLoader(Sentences([5 + index % 20 for index in range(40)]), collate_fn=pad))
+    assert [int(row.count_nonzero()) for row in made.batch(4)["ids"]] == [23, 23, 23, 4]
+    assert made.batch(1)["ids"].shape == (1, 24)
 
 
 def test_source_and_target():

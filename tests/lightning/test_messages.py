@@ -132,7 +132,7 @@ def test_thrashing_counts_as_not_fitting() -> None:
     nets.trainer(callbacks=[finder := BatchFinder(max_batch_size=8, tolerance=0, cache=False)]).fit(Thrashing())
     assert finder.batch_size == 5
     failed = {t.measurement.verdict: t.measurement.message for t in finder.results["fit"][None].trials if not t.fits}
-    assert failed == {Verdict.THRASHING: "it ran, but only by giving back all cached memory 2 times"}
+    assert failed == {Verdict.THRASHING: "it ran, but only by giving back all cached memory once"}
 
 
 @pytest.mark.usefixtures("allocator_that_retries")
@@ -142,7 +142,7 @@ def test_thrashing_with_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OutOfMemory) as caught:
         nets.trainer(callbacks=[BatchFinder(max_batch_size=8, cache=False)]).fit(Thrashing())
     assert without_figures(str(caught.value)) == (
-        "batch size 1 does not fit: it ran, but only by giving back all cached memory 2 times. Try a smaller model, a "
+        "batch size 1 does not fit: it ran, but only by giving back all cached memory once. Try a smaller model, a "
         "lower precision, activation checkpointing or an optimizer with less state."
     )
 

@@ -128,7 +128,7 @@ def test_loaders_in_turn():
 def test_lengths():
     """Without a length the longest sentences make up the batch; with one, all that follows it is stretched."""
     batches = probing(DataLoader(Texts(), batch_size=4, collate_fn=pad))
-    assert batches.longest_seq_len() == 12
+    assert batches.longest_seq_len == 12
     for seq_len in (None, 5, 12, 30):
         batch = batches.batch(7, seq_len)
         assert isinstance(batch, BatchEncoding)
@@ -141,7 +141,7 @@ def test_lengths():
 def test_no_length():
     """Data of one shape without tokens has no length, and asking for one says what to do."""
     batches = probing(DataLoader(Rows(22)))
-    assert batches.longest_seq_len() is None
+    assert batches.longest_seq_len is None
     with pytest.raises(MisconfigurationException) as caught:
         batches.batch(2, 128)
     assert str(caught.value) == (
@@ -177,7 +177,7 @@ def test_hook_is_asked_once():
     assert module.asked == 0
     batches.batch(3)
     batches.batch(30)
-    assert (batches.dataset_size(), batches.longest_seq_len(), module.asked) == (22, None, 1)
+    assert (batches.dataset_size(), batches.longest_seq_len, module.asked) == (22, None, 1)
 
 
 def test_make_batch():
@@ -187,7 +187,7 @@ def test_make_batch():
     batches.batch(3, 7)
     batches.batch(4)
     assert asked == [(3, 7), (4, None)]
-    assert batches.longest_seq_len() is None
+    assert batches.longest_seq_len is None
     assert batches.dataset_size() == 22
     assert probing(None, lambda batch_size, seq_len: batch_size).dataset_size() is None
 
@@ -246,7 +246,7 @@ def test_the_smaller_last_batch_is_tried_where_training_gets_to_it() -> None:
         for name, value in settings.items():
             setattr(batches.trainer, name, value)
         batches.trainer.fit_loop.epoch_loop.max_steps = settings.get("steps", -1)
-        return [len(make()) for make in batches.others(size)]
+        return [len(make()) for make in batches.last(size)]
 
     assert (last(16), last(7), last(10), last(60)) == ([2], [], [], [50])
     assert last(16, drop_last=True) == []
@@ -254,8 +254,8 @@ def test_the_smaller_last_batch_is_tried_where_training_gets_to_it() -> None:
     assert last(16, limit_train_batches=4) == [2]
     assert (last(16, steps=4), last(16, steps=5)) == ([], [2])
     several = probing([DataLoader(Rows(50), batch_size=4), DataLoader(Rows(50), batch_size=4)])
-    assert several.others(16) == []
-    assert probing(None, lambda size, length: torch.zeros(size, 3)).others(16) == []
+    assert several.last(16) == []
+    assert probing(None, lambda size, length: torch.zeros(size, 3)).last(16) == []
 
 
 def test_a_made_batch_of_other_lengths_has_both_loaders_parts() -> None:
@@ -263,5 +263,22 @@ def test_a_made_batch_of_other_lengths_has_both_loaders_parts() -> None:
     both = probing([DataLoader(Texts(), batch_size=4, collate_fn=pad), DataLoader(Rows(50), batch_size=4)])
     made = [make() for make in both.others(6)]
     assert {len(rows) for _, rows in made} == {6}
-    assert made[0][0]["input_ids"].shape == (6, 12)
-    assert not made[0][0]["mask"].all()
+    assert {len(texts["input_ids"]) for texts, _ in made} == {6}
+    assert made[-1][0]["input_ids"].shape == (6, 12)
+
+
+def test_batches_of_the_length_that_was_found_are_as_those_without_one() -> None:
+    """The longest in the data is what the callback asks for: its batches are padded, an epoch has others besides."""
+    texts = probing(DataLoader(Texts(), batch_size=4, collate_fn=pad))
+    assert texts.longest_seq_len == 12
+    for length in (None, 12):
+        batch = texts.batch(6, length)
+        assert (batch["input_ids"].shape, batch["mask"].all()) == ((6, 12), False)
+        assert len(texts.others(6, length)) > 2
+    assert texts.others(6, 8) == []
+
+
+@pytest.mark.parametrize(("samples", "drop_last", "batches"), [(50, False, 13), (50, True, 12), (3, True, 1)])
+def test_batches_of_an_epoch(samples: int, drop_last: bool, batches: int) -> None:
+    """With and without the smaller last one; where all samples are fewer than a batch, one of these."""
+    assert probing(DataLoader(Rows(samples), batch_size=2, drop_last=drop_last)).batches_per_epoch(4) == batches

@@ -18,7 +18,6 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import replay
 from batchfinder.simulator.steady_state import (
     MORE_STEPS,
-    fits_after_smaller,
     repeat_last_step,
     simulate_steady_state,
     smallest_usable_bytes,
@@ -263,24 +262,3 @@ def test_is_the_smallest(trace: tuple[list[int], list[int]], expandable: bool) -
     assert fits(order, sizes, answer, conf)
     below = range(max(0, answer - 128 * MIB), answer, 2 * MIB)
     assert not any(fits(order, sizes, usable, conf) for usable in below)
-
-
-def test_a_step_after_a_smaller_one_is_as_it_is_recorded(record: Record) -> None:
-    """Two steps of 64 tokens, 40, 64: on each card as where all four are recorded, with no cache given back."""
-
-    def of(length: int, **how: Any) -> Trace:
-        return record(lambda: few_layers.build("bert-base"), 8, length, **how)
-
-    full, smaller = of(64), of(40)
-    four = of(64, steps=4, lengths=(64, 64, 40, 64))
-    kinds = Counter[tuple[bool, bool]]()
-    first = cards(full)
-    for card in (*first, first[0] + 64 * MIB):
-        new = lambda card=card: CachingAllocator(card)  # type: ignore[misc]  # noqa: E731
-        alone = simulate_steady_state(full.structure, full.sizes, new).fits
-        after = fits_after_smaller(full.structure, full.sizes, smaller.sizes, new)
-        timeline = replay(four.structure, four.sizes, CachingAllocator(card))
-        assert after == (timeline.fits and not timeline.num_alloc_retries), card
-        kinds[alone, after] += 1
-    assert kinds[True, True]
-    assert kinds[False, False]

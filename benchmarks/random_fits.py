@@ -1,0 +1,86 @@
+"""Whether the sizes that the callback finds train, and how much larger ones would: random fits on the CUDA stub.
+
+Each seed draws a network, its data, a trainer and a card (`random_fit/draw.py`). The callback searches, the fit goes on
+for 200 batches and two epochs at least, and then larger sizes are trained until one runs out of memory or has the
+allocator give its cache back. Needs `batchfinder stub install`, peft and bitsandbytes. Run:
+`python benchmarks/random_fits.py`; `--seeds 0:30` takes these alone, `--dry-run` takes one, does not look for a larger
+size, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # import from the repository
+
+from batchfinder.testing import CudaStub  # noqa: E402
+from benchmarks.random_fit.run import results_of  # noqa: E402
+
+AT_ONCE = 3
+"""Seeds that a process takes, which imports everything once."""
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts, shares of the largest sizes, tries and errors of those that came to an end."""
+    ended = [row for row in rows if "failed" not in row]
+    shares = [row.get("share", row.get("share_at_least")) for row in ended]
+    known = [share for share in shares if share is not None]
+    tries = [len(row["tries"]) for row in ended if "tries" in row]
+    return {
+        "fits": len(rows),
+        "did not end": len(rows) - len(ended),
+        "train": sum(row["trains"] for row in ended),
+        "compared with larger sizes": len(known),
+        "at 0.97 of the largest or more": sum(share >= 0.97 for share in known),
+        "below 0.9": sum(share < 0.9 for share in known),
+        "tries, median": statistics.median(tries) if tries else None,
+        "out-of-memory errors, median": statistics.median(row["errors"] for row in ended if "errors" in row),
+        "search seconds, median": statistics.median(row["search_seconds"] for row in ended if "search_seconds" in row),
+    }
+
+
+def main() -> None:
+    """Run the seeds on all cores and print a line for each, and the summary."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:300", help="first:end")
+    parser.add_argument("--dry-run", action="store_true", help="one seed, without larger sizes")
+    parser.add_argument("--output", default=str(ROOT / "benchmarks/results/random_fits-2-cores.json"), help="JSON file")
+    options = parser.parse_args()
+    first, end = map(int, options.seeds.split(":"))
+    seeds = list(range(first, first + 1 if options.dry_run else end))
+    rows: list[dict[str, Any]] = []
+
+    def run(some: list[int]) -> None:
+        for row in CudaStub(timeout=3600.0).run(results_of, some, largest=not options.dry_run).result:
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(run, [seeds[index : index + AT_ONCE] for index in range(0, len(seeds), AT_ONCE)]))
+    rows.sort(key=lambda row: row["seed"])
+    result = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {name: version(name) for name in ("torch", "pytorch-lightning", "transformers")},
+        "command": " ".join(["python benchmarks/random_fits.py", *sys.argv[1:]]),
+        "summary": summary(rows),
+        "fits": rows,
+    }
+    print(json.dumps(result["summary"], indent=1))
+    if not options.dry_run:
+        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

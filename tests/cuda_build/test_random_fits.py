@@ -1,0 +1,30 @@
+"""Some of the random fits of benchmarks/random_fits.py: the size that the callback finds trains two epochs and more."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchfinder.testing import CudaStubFixture
+from benchmarks.random_fit.draw import draw
+from benchmarks.random_fit.run import results_of
+
+pytestmark = pytest.mark.cuda_build
+
+SEEDS = (204, 209, 211)
+
+
+def test_sizes_found_train(cuda_stub: CudaStubFixture) -> None:
+    """No out of memory, and no cache given back; of each, few sizes are tried."""
+    for row in cuda_stub().run(results_of, SEEDS, largest=False).result:
+        assert "failed" not in row, row
+        assert row["trains"], row
+        assert row["size"] < draw(row["seed"]).samples, row
+        assert sum(size < 0 for size in row["tries"]) <= 3, row
+
+
+@pytest.mark.exhaustive
+def test_more_of_them(cuda_stub: CudaStubFixture) -> None:
+    """Thirty seeds: nine of ten train."""
+    rows = cuda_stub(timeout=3000.0).run(results_of, range(200, 230), largest=False).result
+    failing = [row for row in rows if not row.get("trains")]
+    assert len(failing) <= 3, failing
