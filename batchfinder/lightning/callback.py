@@ -554,4 +554,23 @@ class BatchFinder(Accumulating):
         if size is not None:
             attribute = options.batch_size_attribute
             self._applied[stage] = apply_batch_size(trainer, trainer.lightning_module, stage, size, attribute)
+            if stage == "fit":
+                _tell_left_out(batches, size)
         return results
+
+
+def _tell_left_out(batches: ProbeBatches, batch_size: int) -> None:
+    """Warn where `drop_last` leaves out a good part of each epoch, and name a size that leaves out next to nothing."""
+    left_out, samples = batches.left_out(batch_size), batches.dataset_size()
+    if samples is None or left_out <= _MOST_LEFT_OUT * samples:
+        return
+    smaller = samples // (samples // batch_size + 1)
+    rank_zero_warn(
+        f"BatchFinder: with drop_last, batch size {batch_size} leaves {left_out} of {samples} samples out of each "
+        f"epoch. Pass max_batch_size={smaller} to leave out {batches.left_out(smaller)}, or drop_last=False to the "
+        "loader."
+    )
+
+
+_MOST_LEFT_OUT = 0.1
+"""Share of an epoch's samples that `drop_last` may leave out unsaid."""

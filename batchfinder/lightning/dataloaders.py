@@ -306,6 +306,14 @@ class ProbeBatches:
 
         return [partial(combined, number) for number in range(max(map(len, each), default=0))]
 
+    def left_out(self, batch_size: int) -> int:
+        """How many samples of each epoch are in no batch of this size, since the loaders drop a smaller last one."""
+        samples, trainer = self.dataset_size(), cast(Any, self.trainer)
+        whole = trainer.limit_train_batches == 1.0 and not trainer.overfit_batches
+        if samples is None or samples < batch_size or not whole or not any(map(_drops_last, self._combined.flattened)):
+            return 0
+        return samples % batch_size
+
     @_refused()
     def varies(self) -> bool:
         """Whether batches differ in length, as far as that can be told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,6 +43,7 @@ from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optim
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
 from batchfinder.search import Prediction
+from batchfinder.units import format_bytes
 
 _SPARE = 0.03
 """Share of the memory that tries leave free where batches differ in length.
@@ -122,18 +124,20 @@ class StageTuner:
         self.records: list[Record] = []
         self._device = trainer.strategy.root_device
         self._memory = memory_of(self._device, options.budget)
+        spares = self._device.type == "cuda" and config.stage == "fit" and config.train is None
         before = capture_data(trainer, finder)
-        self._spare_bytes = 0
         try:
-            size, length = ranks.barrier_call(
-                lambda: (batches.largest_batch(), None if options.seq_lens else batches.longest_seq_len),
+            size, length, varies = ranks.barrier_call(
+                lambda: (
+                    batches.largest_batch(),
+                    None if options.seq_lens else batches.longest_seq_len,
+                    spares and batches.varies(),
+                ),
                 "looked at the data",
             )
             caps = [cap for cap in (options.max_batch_size, config.split_batch_size, size) if cap is not None]
             own = min(caps, default=None), length
             all_caps, lengths = zip(*ranks.all_gather(own), strict=True)
-            if self._device.type == "cuda" and config.stage == "fit" and config.train is None and batches.varies():
-                self._spare_bytes = int(_SPARE * self._memory.free_bytes())
         finally:
             before.restore()
         cap = min((cap for cap in all_caps if cap is not None), default=None)
@@ -160,6 +164,7 @@ class StageTuner:
         self._session = TrialSession(
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
         )
+        self._spare_bytes = int(_SPARE * self._memory.free_bytes()) if varies else 0
         self._probe: Probe | None = None
         self._dry_run: DryRun | None = None
         self._predicted: Prediction | None = None
@@ -244,6 +249,18 @@ class StageTuner:
                 said = said.replace("from the cache", "from the checkpoint")
                 results[index] = replace(found, result=replace(found.result, source="checkpoint"))
             rank_zero_info(f"BatchFinder: {stage} {said}.")
+        if self._dry_run is not None and self._spare_bytes:
+            settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), os.environ.get("PYTORCH_ALLOC_CONF", "")
+            said = (
+                f"BatchFinder: samples differ in length, so tries left {format_bytes(self._spare_bytes)} free: in "
+                "another order the lengths take more."
+            )
+            if not any("expandable_segments:True" in setting for setting in settings):
+                said += (
+                    " Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and the cache falls into fewer pieces: "
+                    "larger batches fit."
+                )
+            rank_zero_info(said)
         if self._dry_run is not None and self._dry_run.growth:
             rank_zero_info(
                 f"BatchFinder: memory grows by {self._dry_run.growth}; sizes were tried with what it comes to in an "

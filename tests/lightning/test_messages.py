@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from batchfinder.errors import InvalidValue, OutOfMemory
 from batchfinder.lightning.callback import BatchFinder
@@ -172,3 +173,21 @@ def test_a_system_that_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch
     assert str(caught.value) == (
         "budget: missing; expected a number of bytes, since this system does not say what is free."
     )
+
+
+class Dropping(Bounded):
+    """Drops an epoch's smaller last batch."""
+
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(super().train_dataloader().dataset, batch_size=self.batch_size, drop_last=True)
+
+
+@pytest.mark.parametrize(("size", "said"), [(5, False), (7, True)])
+def test_samples_that_drop_last_leaves_out(size: int, said: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """Where they are more than a tenth of an epoch, with a size that leaves out fewer."""
+    nets.trainer(callbacks=[BatchFinder(max_batch_size=size, cache=False)]).fit(Dropping(rows=16))
+    sentence = (
+        "BatchFinder: with drop_last, batch size 7 leaves 2 of 16 samples out of each epoch. Pass max_batch_size=5 to "
+        "leave out 1, or drop_last=False to the loader."
+    )
+    assert warned(recwarn) == ([sentence] if said else [])

@@ -282,3 +282,11 @@ def test_batches_of_the_length_that_was_found_are_as_those_without_one() -> None
 def test_batches_of_an_epoch(samples: int, drop_last: bool, batches: int) -> None:
     """With and without the smaller last one; where all samples are fewer than a batch, one of these."""
     assert probing(DataLoader(Rows(samples), batch_size=2, drop_last=drop_last)).batches_per_epoch(4) == batches
+
+
+@pytest.mark.parametrize(("drop_last", "batch_size", "left_out"), [(True, 30, 20), (True, 25, 0), (False, 30, 0)])
+def test_samples_that_drop_last_leaves_out(drop_last: bool, batch_size: int, left_out: int) -> None:
+    """The rest of the division, where the loader drops it; nothing where the data are fewer than a batch."""
+    batches = probing(DataLoader(Rows(50), batch_size=2, drop_last=drop_last))
+    assert batches.left_out(batch_size) == left_out
+    assert batches.left_out(60) == 0
