@@ -20,11 +20,3 @@ def test_sizes_found_train(cuda_stub: CudaStubFixture) -> None:
         assert row["trains"], row
         assert row["size"] < draw(row["seed"]).samples, row
         assert sum(size < 0 for size in row["tries"]) <= 3, row
-
-
-@pytest.mark.exhaustive
-def test_more_of_them(cuda_stub: CudaStubFixture) -> None:
-    """Thirty seeds: nine of ten train."""
-    rows = cuda_stub(timeout=3000.0).run(results_of, range(200, 230), largest=False).result
-    failing = [row for row in rows if not row.get("trains")]
-    assert len(failing) <= 3, failing
