@@ -4,7 +4,8 @@ Each seed draws a network, its data, a trainer and a card (`random_fit/draw.py`)
 for 200 batches and two epochs at least, and then larger sizes are trained until one runs out of memory or has the
 allocator give its cache back. Needs `batchfinder stub install`, peft and bitsandbytes. Run:
 `python benchmarks/random_fits.py`; `--seeds 0:30` takes these alone, `--dry-run` takes one, does not look for a larger
-size, and writes nothing.
+size, and writes nothing. `--reserved` trains fits of free lengths without a limit instead: what they reserve as batches
+go by, beside what they allocate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # import from the repository
 
 from batchfinder.testing import CudaStub  # noqa: E402
-from benchmarks.random_fit.run import results_of  # noqa: E402
+from benchmarks.random_fit.run import reserved_of, results_of  # noqa: E402
 
 AT_ONCE = 3
 """Seeds that a process takes, which imports everything once."""
@@ -50,19 +51,35 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def reserved_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Least, median and most of the shares, without and with expandable segments."""
+    found: dict[str, Any] = {}
+    for name, expandable in (("plain", False), ("expandable segments", True)):
+        some = [row for row in rows if "reserved" in row and (", expandable" in row["fit"]) == expandable]
+        of_eight = [row["reserved"]["150"] / row["reserved"]["8"] for row in some]
+        of_peak = [row["reserved"]["150"] / row["peak"] for row in some]
+        for what, shares in (("after 150 batches, of after 8", of_eight), ("after 150 batches, of allocated", of_peak)):
+            found[f"{name}, {what}"] = [round(each(shares), 3) for each in (min, statistics.median, max)]
+    return {"fits": len(rows), "did not end": sum("reserved" not in row for row in rows), **found}
+
+
 def main() -> None:
     """Run the seeds on all cores and print a line for each, and the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:300", help="first:end")
     parser.add_argument("--dry-run", action="store_true", help="one seed, without larger sizes")
-    parser.add_argument("--output", default=str(ROOT / "benchmarks/results/random_fits-2-cores.json"), help="JSON file")
+    parser.add_argument("--reserved", action="store_true", help="what fits of free lengths reserve without a limit")
     options = parser.parse_args()
+    name = "random_fits_reserved" if options.reserved else "random_fits"
+    output = ROOT / f"benchmarks/results/{name}-{os.cpu_count()}-cores.json"
     first, end = map(int, options.seeds.split(":"))
     seeds = list(range(first, first + 1 if options.dry_run else end))
     rows: list[dict[str, Any]] = []
 
     def run(some: list[int]) -> None:
-        for row in CudaStub(timeout=3600.0).run(results_of, some, largest=not options.dry_run).result:
+        stub = CudaStub(timeout=3600.0)
+        wanted = {} if options.reserved else {"largest": not options.dry_run}
+        for row in stub.run(reserved_of if options.reserved else results_of, some, **wanted).result:
             rows.append(row)
             print(json.dumps(row), flush=True)
 
@@ -74,12 +91,12 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {name: version(name) for name in ("torch", "pytorch-lightning", "transformers")},
         "command": " ".join(["python benchmarks/random_fits.py", *sys.argv[1:]]),
-        "summary": summary(rows),
+        "summary": reserved_summary(rows) if options.reserved else summary(rows),
         "fits": rows,
     }
     print(json.dumps(result["summary"], indent=1))
     if not options.dry_run:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+        output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -309,7 +309,8 @@ class ProbeBatches:
     def left_out(self, batch_size: int) -> int:
         """How many samples of each epoch are in no batch of this size, since the loaders drop a smaller last one."""
         samples, trainer = self.dataset_size(), cast(Any, self.trainer)
-        whole = trainer.limit_train_batches == 1.0 and not trainer.overfit_batches
+        limit = trainer.limit_train_batches
+        whole = isinstance(limit, float) and limit == 1.0 and not trainer.overfit_batches
         if samples is None or samples < batch_size or not whole or not any(map(_drops_last, self._combined.flattened)):
             return 0
         return samples % batch_size

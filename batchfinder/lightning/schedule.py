@@ -50,9 +50,10 @@ class Schedule:
         phases = ["the optimizers' states of the checkpoint"] if self.restores_optimizers else []
         phases += ["a step that the scaler skips"] if self.skips_a_step else []
         phases += ["full batches" + ("" if self.accumulation == 1 else f", accumulated {self.accumulation} times")]
-        phases += ["batches of other lengths and the epoch's last, where there are any, and a full one"]
+        phases += ["batches of other lengths and the epoch's smaller last one, where there are any"]
         if self.validation_batch_size is not None:
-            phases += [f"a validation with batches of {self.validation_batch_size}, and the next epoch's first steps"]
+            phases += [f"a validation with batches of {self.validation_batch_size}"]
+        phases += ["on a GPU, or after a validation, the next epoch's first steps"]
         phases += [f"epoch {self.unfreezes[-1]}, by which layers are unfrozen"] if self.unfreezes else []
         phases += [f"epoch {self.averages_from}, from which weights are averaged"] if self.averages_from else []
         return "; ".join(phases)

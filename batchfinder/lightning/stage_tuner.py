@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,14 +42,14 @@ from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optim
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
 from batchfinder.search import Prediction
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.units import format_bytes
 
 _SPARE = 0.03
 """Share of the memory that tries leave free where batches differ in length.
 
 How far the cache falls to pieces depends on the order of the lengths, of which a try has some and an epoch has others.
-On PyTorch's CUDA build, of six random fits without a limit, what was reserved after 150 batches was 0 to 11 % more than
-after eight, 3 % at the median.
+By how much: `benchmarks/random_fits.py --reserved`.
 """
 _SMALL_CAP = 8
 """Up to this cap no search takes as long as a prediction."""
@@ -250,12 +249,11 @@ class StageTuner:
                 results[index] = replace(found, result=replace(found.result, source="checkpoint"))
             rank_zero_info(f"BatchFinder: {stage} {said}.")
         if self._dry_run is not None and self._spare_bytes:
-            settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), os.environ.get("PYTORCH_ALLOC_CONF", "")
             said = (
                 f"BatchFinder: samples differ in length, so tries left {format_bytes(self._spare_bytes)} free: in "
                 "another order the lengths take more."
             )
-            if not any("expandable_segments:True" in setting for setting in settings):
+            if not AllocatorSettings.from_environment().expandable_segments:
                 said += (
                     " Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and the cache falls into fewer pieces: "
                     "larger batches fit."

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from batchfinder.cuda_stub.card import stub_setting
@@ -24,6 +24,7 @@ from benchmarks.random_fit.draw import Fit, draw
 BATCHES, EPOCHS = 200, 2
 """A size trains if it takes so many batches, and some of the epoch after these."""
 MOST_BATCHES = 500
+"""Where epochs are long, a fit ends after so many."""
 SHARE = 0.97
 """A size is near enough to the largest if one that is larger by this share does not train."""
 SECONDS = 240
@@ -73,6 +74,42 @@ def larger_sizes(found: int, trained: Callable[[int], dict[str, Any]]) -> dict[s
     return {"share": round(found / below, 3), "largest": below}
 
 
+def reserved_of(seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """What fits of free lengths reserve on a card that does not limit them, with and without expandable segments.
+
+    In bytes: `peak` allocated, and `reserved` at most, by how many batches have been trained.
+    """
+    from benchmarks.random_fit import parts
+
+    def reserved(fit: Fit) -> dict[str, Any]:
+        import torch
+
+        most: list[int] = []
+
+        def note(*_: object) -> None:
+            most.append(torch.cuda.max_memory_reserved())
+
+        parts.Module.on_train_batch_end = note
+        train(fit, RESERVED_SIZE, None)
+        return {"peak": torch.cuda.max_memory_allocated(), "reserved": {at: most[at - 1] for at in RESERVED_AT}}
+
+    drawn = [replace(draw(seed), **UNLIMITED) for seed in seeds if draw(seed).lengths == "free"]
+    both = [replace(fit, expandable=expandable) for fit in drawn for expandable in (False, True)]
+    return [{"seed": fit.seed, "fit": str(fit), **forked(fit, lambda fit=fit: reserved(fit))} for fit in both]
+
+
+RESERVED_SIZE, RESERVED_AT = 64, (1, 8, 150)
+UNLIMITED: dict[str, Any] = {
+    "card": "A100",
+    "memory_bytes": 80 << 30,
+    "elsewhere_bytes": 0,
+    "held_bytes": 0,
+    "resumed": False,
+    "validation": "none",
+    "samples": RESERVED_SIZE * 250,
+}
+
+
 def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
     """Train with a size, or with the one that a finder finds."""
     import pytorch_lightning as pl
@@ -101,7 +138,6 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
             self.started = time.perf_counter()
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            self.give_back()
             seen["search_seconds"] = round(time.perf_counter() - self.started, 1)
             before.update({name: torch.cuda.memory_stats().get(name, 0) for name in before})
 
@@ -109,7 +145,7 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
             if size is not None:
                 torch.cuda.empty_cache()
 
-        on_validation_start = on_validation_end = give_back
+        on_train_epoch_start = on_validation_start = on_validation_end = give_back
 
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
             seen["batches"] += 1
@@ -119,7 +155,6 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
             trainer.should_stop |= counted("num_alloc_retries") > 0  # it is known then
 
     finder = None if size is not None else BatchFinder(cache=False)
-    cudnn_benchmark = torch.backends.cudnn.benchmark
     whole = trainer(fit, [*([finder] if finder else []), Watch()])
     error = ""
     try:
@@ -128,7 +163,6 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
         if classify(raised, device="cuda") is None:
             raise
         error = str(raised)[:150]
-    assert torch.backends.cudnn.benchmark == cudnn_benchmark
     seen |= {"size": size, "out_of_memory": error, "retries": counted("num_alloc_retries"), "ooms": counted("num_ooms")}
     if finder is not None:
         seen["size"] = finder.batch_size
@@ -183,6 +217,3 @@ def forked(fit: Fit, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return json.loads(text) if text else {"error": f"no result in {SECONDS} s, or the process died"}
-
-
-ROOT = Path(__file__).resolve().parents[2]

@@ -18,5 +18,6 @@ def test_sizes_found_train(cuda_stub: CudaStubFixture) -> None:
     for row in cuda_stub().run(results_of, SEEDS, largest=False).result:
         assert "failed" not in row, row
         assert row["trains"], row
+        assert row["epochs"] >= 2, row
         assert row["size"] < draw(row["seed"]).samples, row
         assert sum(size < 0 for size in row["tries"]) <= 3, row

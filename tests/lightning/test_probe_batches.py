@@ -290,3 +290,5 @@ def test_samples_that_drop_last_leaves_out(drop_last: bool, batch_size: int, lef
     batches = probing(DataLoader(Rows(50), batch_size=2, drop_last=drop_last))
     assert batches.left_out(batch_size) == left_out
     assert batches.left_out(60) == 0
+    batches.trainer.limit_train_batches = 1  # a batch, not all of them
+    assert batches.left_out(batch_size) == 0
