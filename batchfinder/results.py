@@ -190,8 +190,6 @@ class SearchResult:
         free_bytes: what was free on a real device when the search began; None on a simulated one.
         throughput: the smallest size at full speed; None where sizes were not timed.
         trained: batch size, peak allocated and peak reserved bytes of the last training that ended; None before.
-        interval: the smallest and the largest that a simulated `max_batch_size` is, with segments where cudaMalloc puts
-            them and at rising addresses; None where that was not looked at.
     """
 
     shape: Shape
@@ -204,9 +202,3 @@ class SearchResult:
     free_bytes: int | None = None
     throughput: Throughput | None = None
     trained: tuple[int, int | None, int | None] | None = None
-    interval: tuple[int, int] | None = None
-
-    def interval_words(self, separator: str = "") -> str:
-        """`131 to 133`; empty where the interval is one size, or was not looked at. `separator` is of thousands."""
-        least, most = self.interval or (0, 0)
-        return f"{least:{separator}} to {most:{separator}}" if least < most else ""

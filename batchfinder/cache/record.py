@@ -16,7 +16,7 @@ from batchfinder.cache.key import CacheKey, Json, canonical_json
 from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 
-SCHEMA = 6
+SCHEMA = 7
 """Raised, too, when what counts as fitting or the meaning of a key changes: 6 has the addresses of cudaMalloc."""
 
 
@@ -75,7 +75,7 @@ def encode(record: Record) -> bytes:
 
 def result_as_json(result: SearchResult) -> dict[str, Json]:
     """A search's result as a record has it; what few records have is left out of the others."""
-    trained, interval = result.trained, result.interval
+    trained = result.trained
     return {
         "seq_len": _index(result.shape.seq_len),
         "max_batch_size": operator.index(result.max_batch_size),
@@ -90,7 +90,6 @@ def result_as_json(result: SearchResult) -> dict[str, Json]:
         "free_bytes": _index(result.free_bytes),
         **({} if result.throughput is None else {"throughput": throughput_as_json(result.throughput)}),
         **({} if trained is None else {"trained": [_index(value) for value in trained]}),
-        **({} if interval is None else {"interval": [operator.index(size) for size in interval]}),
     }
 
 
@@ -209,8 +208,6 @@ def _check_sense(record: Record) -> None:
     size, seen = result.max_batch_size, result.measurement
     if seen is not None and seen.fits != (size > 0):
         raise DamagedRecord(f"its measurement {'fits' if seen.fits else 'does not fit'}, and its result is {size}")
-    if result.interval is not None and not 0 <= result.interval[0] <= size <= result.interval[1] <= most_samples:
-        raise DamagedRecord(f"its interval {list(result.interval)} does not hold its result of {size}")
     last = {trial.batch_size: trial.fits for trial in result.trials}
     ran, failed = ([tried for tried, fits in last.items() if fits is wanted] for wanted in (True, False))
     if result.throughput is not None and result.throughput.batch_size > size:
@@ -235,12 +232,7 @@ def result_from_json(value: object) -> SearchResult:
     names = {"seq_len", "max_batch_size", "stop", "measurement", "trials", "source", "unmodelled", "free_bytes"}
     body = _of(value, "outcome", dict)
     trained = _of(body.get("trained"), "trained", list, NoneType)
-    interval = _of(body.get("interval"), "interval", list, NoneType)
-    if (
-        body.keys() - {"throughput", "trained", "interval"} != names
-        or (trained is not None and len(trained) != 3)
-        or (interval is not None and len(interval) != 2)
-    ):
+    if body.keys() - {"throughput", "trained"} != names or (trained is not None and len(trained) != 3):
         raise DamagedRecord(f"its outcome is {shown(value)}")
     trials = []
     for trial in _of(body["trials"], "trials", list):
@@ -266,7 +258,6 @@ def result_from_json(value: object) -> SearchResult:
             _of(trained[1], "trained", int, NoneType),
             _of(trained[2], "trained", int, NoneType),
         ),
-        interval=None if interval is None else (_of(interval[0], "interval", int), _of(interval[1], "interval", int)),
     )
 
 

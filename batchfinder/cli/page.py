@@ -57,8 +57,6 @@ def cell_of_record(record: Record) -> PageCell:
     at_max = result.measurement if result.max_batch_size else None
     peak = None if at_max is None else at_max.peak_reserved_bytes
     facts = [("largest batch", f"{result.max_batch_size:,}")]
-    interval = result.interval_words(",")
-    facts += [("at other addresses", interval)] if interval else []
     facts += [] if peak is None else [("peak reserved", format_bytes(peak))]
     facts += [
         ("usable", format_bytes(key.usable_bytes)),

@@ -178,7 +178,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             if known is None and elsewhere is not None and (card, seq_len) in elsewhere:
                 future, place = elsewhere[card, seq_len]
                 result = future.result()[place]
-        result = result or search_simulated(probe, Shape(seq_len), *limits, interval=True)
+        result = result or search_simulated(probe, Shape(seq_len), *limits)
         if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
             needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
             result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))

@@ -270,7 +270,9 @@ class SweepRequest:
         if self.place.device == CPU:
             return tuple(words)
         usual = asdict(AllocatorSettings())
-        given = {name: value for name, value in asdict(self.allocator).items() if name != "unmodelled"}
+        given = {
+            name: value for name, value in asdict(self.allocator).items() if name not in ("by_address", "unmodelled")
+        }
         words += [f"{name}={value}" for name, value in given.items() if value != usual[name]]
         return tuple(words)
 

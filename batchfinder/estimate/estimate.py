@@ -155,8 +155,6 @@ class Estimate:
         alive: the blocks alive at the peak, by number.
         kinds: bytes by kind at the peak; they sum to `peak_bytes`.
         peak_bytes: everything the process takes from the card: reserved and context.
-        reserved_interval_bytes: the least and the most that is reserved, with segments where cudaMalloc puts them and
-            with each above all earlier ones.
         allocated_bytes: in live blocks at the peak, as `torch.cuda.memory_allocated` counts.
         capacity_bytes: what the card has for this process, the context included.
         required_bytes: the least a card must have for this size to run, the context included.
@@ -172,7 +170,6 @@ class Estimate:
     peak_bytes: int
     allocated_bytes: int
     reserved_bytes: int
-    reserved_interval_bytes: tuple[int, int]
     capacity_bytes: int
     required_bytes: int
     fits: bool
@@ -192,7 +189,6 @@ class Estimate:
             "peak_bytes": self.peak_bytes,
             "allocated_bytes": self.allocated_bytes,
             "reserved_bytes": self.reserved_bytes,
-            "reserved_interval_bytes": list(self.reserved_interval_bytes),
             "capacity_bytes": self.capacity_bytes,
             "required_bytes": self.required_bytes,
             "fits": self.fits,
@@ -212,10 +208,6 @@ def estimate(
     timeline = steady.timeline
     if not steady.fits:
         timeline = replay(structure, sizes, CachingAllocator(UNLIMITED, settings))
-    other = replay(structure, sizes, CachingAllocator(memory if steady.fits else UNLIMITED, settings, rising=True))
-    if not other.fits:
-        other = replay(structure, sizes, CachingAllocator(UNLIMITED, settings, rising=True))
-    rising = other.max_reserved_bytes
     at_peak, last = timeline.allocated_peak, timeline.reserved_peak
     alive = () if at_peak is None else tuple(alive_at(structure, at_peak.position))
     held = bytes_by_kind(trace, alive)
@@ -228,7 +220,6 @@ def estimate(
         peak_bytes=reserved + context_bytes,
         allocated_bytes=timeline.max_allocated_bytes,
         reserved_bytes=reserved,
-        reserved_interval_bytes=(min(reserved, rising), max(reserved, rising)),
         capacity_bytes=memory.capacity_bytes + context_bytes,
         required_bytes=smallest_usable_bytes(structure, sizes, settings, context_bytes) + context_bytes,
         fits=steady.fits,

@@ -20,7 +20,6 @@ from batchfinder.results import Measurement, SearchResult, Shape
 from batchfinder.search import (
     DEFAULT_MAX_BATCH_SIZE,
     Bisection,
-    Bounds,
     Capped,
     Floored,
     Multiples,
@@ -43,8 +42,6 @@ _CONFIRMATIONS = 8
 from what it was scaled to."""
 _NEAR_A_FULL_CARD = 8
 """What a sample adds is read between the size that fills a card and one that is an eighth smaller."""
-_NEARBY = 16
-"""The answer at other addresses is looked for first within a sixteenth of the one that was found."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 # And it is recorded in forks, which do not have the threads that OpenMP has started.
@@ -309,7 +306,6 @@ def search_simulated(
     min_batch_size: int = 1,
     multiple_of: int = 1,
     confirm: bool = True,
-    interval: bool = False,
 ) -> SearchResult:
     """Find the largest batch size that fits, with tolerance 0.
 
@@ -318,7 +314,6 @@ def search_simulated(
         min_batch_size: the smallest of interest.
         multiple_of: only multiples of it are of interest.
         confirm: whether the sizes that decide it are recorded themselves, where they were scaled.
-        interval: whether the largest size at rising addresses is looked for as well, for the result's `interval`.
 
     Raises:
         InvalidValue: there is no such size.
@@ -327,18 +322,6 @@ def search_simulated(
     def limited(search: Search[Any]) -> Search[Any]:
         search = Floored(Multiples(search, multiple_of), min_batch_size)
         return search if max_batch_size is None else Capped(search, max_batch_size)
-
-    def at_rising_addresses(found: int) -> int:
-        """The largest size there, which is looked for near the one that was found; most often it is the same."""
-        other, bounds = probe.at_rising_addresses(), Bounds(min_batch_size, max_batch_size, multiple_of)
-        after = bounds.after(found)
-        if found and not other.steady_state(found, shape).fits:
-            near = Bisection(found - found // _NEARBY, found + 1)
-        elif after <= bounds.last and other.steady_state(after, shape).fits:
-            near = Bisection(after, after + after // _NEARBY + 1)
-        else:
-            return found
-        return find_max_batch_size(other, shape, search=limited(near)).max_batch_size
 
     for _ in range(_CONFIRMATIONS):
         search: Search[Any]
@@ -358,11 +341,7 @@ def search_simulated(
         decisive = {size for size in decisive if max_batch_size is None or size <= max_batch_size}
         if not confirm or not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
-    if not interval:
-        return result
-    found = result.max_batch_size
-    other = found if probe.allocator.expandable_segments else at_rising_addresses(found)
-    return replace(result, interval=(min(found, other), max(found, other)))
+    return result
 
 
 def predict_full_card(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None = None) -> Prediction:
@@ -397,14 +376,14 @@ def search_cards(
 ) -> list[SearchResult | None]:
     """`search_simulated` for several cards, in a process that cannot record; None where that is needed, or it fails.
 
-    The results have their intervals. `pickled` is a list of `SimulatedProbe`: a pool would pickle them itself in a
+    `pickled` is a list of `SimulatedProbe`: a pool would pickle them itself in a
     thread, while their traces change.
     """
     found: list[SearchResult | None] = []
     for probe in pickle.loads(pickled):
         try:
             limits = max_batch_size, min_batch_size, multiple_of
-            found.append(search_simulated(probe, shape, *limits, interval=True))
+            found.append(search_simulated(probe, shape, *limits))
         except BatchFinderError:
             found.append(None)
     return found

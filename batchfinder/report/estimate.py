@@ -193,10 +193,6 @@ def _by_kind(found: EstimateFindings, explain: bool) -> Table:
         notes.append(f"peak: {peak}; {format_bytes(one.allocated_bytes)} allocated")
         since = _stage(one.last_segment)
         notes.append(f"reserved memory is highest from {since} on; fragmentation: reserved, in no tensor at the peak")
-    least, most = one.reserved_interval_bytes
-    if least < most:
-        between = f"{format_bytes(least)} to {format_bytes(most)}"
-        notes.append(f"reserved: {between}, by which of equal free blocks are taken: the driver's addresses decide")
     saved = ", where PyTorch has to free cached memory for it" if one.required_bytes < one.peak_bytes else ""
     notes.append(f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}")
     if one.num_alloc_retries:

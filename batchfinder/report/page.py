@@ -189,8 +189,6 @@ def cell_of_row(row: SweepRow) -> PageCell:
     """What a page has of a row of a sweep."""
     cell, result, seen, plan = row.cell, row.result, row.at_max, row.plan
     facts = [("largest batch", f"{result.max_batch_size:,}")]
-    if interval := result.interval_words(","):
-        facts.append(("at other addresses", interval))
     if cell.options.packed:
         facts.append(("tokens per step", f"{row.tokens_per_step:,}"))
     if cell.published is not None:

@@ -132,9 +132,9 @@ class SweepRow:
         `measured` or `cache`; `found_by` is never `cache`. `stop` says why the search ended: `exact` (the next size
         failed), `tolerance` (one a little larger did) or `cap` (no larger one was tried). `stopped_by` is how the
         smallest size above the largest batch failed. `trials` and `failed_trials` are those of this run.
-        `max_batch_size_interval` is null where it was not looked for, as on a real device. `message` is the device's
-        own, where the largest batch is 0. `throughput` has the speed of all sizes that were timed; the
-        `full_speed_batch_size` is null where it cannot be told, and `samples_per_second` is that of the largest then.
+        `message` is the device's own, where the largest batch is 0. `throughput` has the speed of all sizes that were
+        timed; the `full_speed_batch_size` is null where it cannot be told, and `samples_per_second` is that of the
+        largest then.
         """
         cell, result, seen, stopped_by = self.cell, self.result, self.result.measurement, self.stopped_by
         row = {
@@ -144,7 +144,6 @@ class SweepRow:
             "budget_bytes": cell.card.device.usable_bytes,
             **cell.options.to_json(),
             "max_batch_size": result.max_batch_size,
-            "max_batch_size_interval": result.interval and list(result.interval),
             "peak_allocated_bytes": self.at_max and self.at_max.peak_allocated_bytes,
             "peak_reserved_bytes": self.at_max and self.at_max.peak_reserved_bytes,
             "source": "cache" if self.cached else result.source,
@@ -215,12 +214,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         columns["GPU"] = [cell.card.name for cell in cells]
     if any(cell.seq_len is not None for cell in cells):
         columns["seq len"] = ["-" if cell.seq_len is None else str(cell.seq_len) for cell in cells]
-    intervals = [f" ({words})" if (words := row.result.interval_words()) else "" for row in rows]
-    sizes = [str(row.result.max_batch_size) for row in rows]
-    width, more = max(map(len, sizes)), max(map(len, intervals))
-    columns["max batch"] = [
-        f"{size:>{width}}{interval:{more}}" if more else size for size, interval in zip(sizes, intervals, strict=True)
-    ]
+    columns["max batch"] = [str(row.result.max_batch_size) for row in rows]
     if first.options.packed:
         columns["tokens per step"] = [f"{row.tokens_per_step:,}" for row in rows]
     if any(cell.published is not None for cell in cells):
@@ -261,8 +255,6 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
             f"the effective batch of {missed[0].target_batch_size} is missed by up to {off}, where no large "
             f"micro-batch divides it: {len(missed)} of {len(rows)} rows"
         )
-    if any(intervals):
-        notes.append("in brackets: the range of the largest batch if the allocator's segments lie at other addresses")
     if timed := [row for row in rows if row.throughput is not None]:
         notes.append("full speed: the smallest batch within 3 % of the best samples/s, ± how far timings scatter")
         notes += [

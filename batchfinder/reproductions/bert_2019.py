@@ -21,6 +21,7 @@ from batchfinder.reproductions.published import (
     row,
 )
 from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import BEFORE_2_12
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.scaling import TraceSource
@@ -55,7 +56,7 @@ def allocated_mib(traces: TraceSource, memory: DeviceMemory, figures: Sequence[F
     Returns:
         MiB allocated once the model is there, and after each forward or where the card was full; rounded down.
     """
-    allocator = CachingAllocator(memory)
+    allocator = CachingAllocator(memory, BEFORE_2_12)
 
     def traced(batch_size: int, seq_len: int) -> tuple[Trace, int]:
         """A trace, and where its batch begins: all before is the model's."""
@@ -138,7 +139,7 @@ def reproduce(context: Context) -> Reproduction:
     for ladder in notebook.ladders:
         mode = "inference" if ladder.no_grad else "forward"
         cell = f"ladder {ladder.head} {ladder.size} {ladder.seq_len}" + (" no_grad" if ladder.no_grad else "")
-        probe = SimulatedProbe(traces[ladder.head, ladder.size, mode], card, edit=without_workspaces)
+        probe = SimulatedProbe(traces[ladder.head, ladder.size, mode], card, BEFORE_2_12, edit=without_workspaces)
         more = {"unit": "samples", "exact_maximum": search_simulated(probe, Shape(ladder.seq_len)).max_batch_size}
         if context.device is not None:
             context.status(f"running {cell}")

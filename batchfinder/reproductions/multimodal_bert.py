@@ -12,6 +12,7 @@ from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_multimodal_bert, row
 from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import BEFORE_2_12
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import add_blocks
@@ -51,6 +52,7 @@ def one_gpu(context: Context) -> SimulatedProbe:
     return SimulatedProbe(
         source,
         DeviceMemory(device.total_bytes, device.usable_bytes),
+        BEFORE_2_12,
         # The reducer's buckets are the same for any number of GPUs.
         edit=lambda trace: add_blocks(trace, buckets_of(trace, rebuilds=False)),
     )

@@ -13,6 +13,7 @@ from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_titan_x, row
 from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import BEFORE_2_12
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe
@@ -210,7 +211,7 @@ def reproduce(context: Context) -> Reproduction:
             sources[model, name] = context.source(setup.spec(model), setup.how(), capability, changed)
 
     def largest(source: TraceSource, seq_len: int) -> int:
-        outcome = search_simulated(SimulatedProbe(source, memory), Shape(seq_len))
+        outcome = search_simulated(SimulatedProbe(source, memory, BEFORE_2_12), Shape(seq_len))
         unmodelled.update(dict.fromkeys(outcome.unmodelled))
         return outcome.max_batch_size
 

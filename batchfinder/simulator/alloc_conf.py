@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
 from batchfinder.errors import InvalidValue
 from batchfinder.units import MIB
@@ -45,6 +47,9 @@ _HARMLESS = frozenset(
 _KNOWN_UNMODELLED = frozenset(
     {"garbage_collection_threshold", "per_process_memory_fraction", "throw_on_cudamalloc_oom"}
 )
+_OLDEST_SEGMENT_FIRST = 2, 12
+"""The first PyTorch that takes the oldest of equal free blocks: on the CUDA stub 2.12.0 and 2.13.0 were seen to, and
+2.6.0, 2.9.0 and 2.11.0 not."""
 _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)")
 
 
@@ -62,6 +67,8 @@ class AllocatorSettings:
         max_split_size_bytes: blocks of at least this size are never split; None for no limit.
         max_non_split_rounding_bytes: how much larger than the request such a block may be.
         large_segment_bytes: the segment that a large request under 10 MiB takes, and the page of expandable segments.
+        by_address: no setting but a rule of PyTorch before 2.12: of free blocks of one size it took that at the lowest
+            address, wherever cudaMalloc had put it. Since then it takes the one in the oldest segment.
         unmodelled: the settings that were given and that the simulation leaves out, as they were written.
     """
 
@@ -70,19 +77,22 @@ class AllocatorSettings:
     max_split_size_bytes: int | None = None
     max_non_split_rounding_bytes: int = 20 * MIB
     large_segment_bytes: int = 20 * MIB
+    by_address: bool = False
     unmodelled: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls) -> AllocatorSettings:
-        """Read the settings that PyTorch would use in this process.
+        """Read the settings that PyTorch would use in this process, of the version that is installed.
 
         Raises:
             InvalidValue: PyTorch would refuse them as well.
         """
-        for name in VARIABLES:
-            if conf := os.environ.get(name):
-                return cls.parse(conf, option=name)
-        return cls()
+        given = next(((conf, name) for name in VARIABLES if (conf := os.environ.get(name))), None)
+        settings = cls() if given is None else cls.parse(given[0], option=given[1])
+        with contextlib.suppress(PackageNotFoundError):
+            major, minor = map(int, version("torch").split(".")[:2])
+            settings = replace(settings, by_address=(major, minor) < _OLDEST_SEGMENT_FIRST)
+        return settings
 
     @classmethod
     def parse(cls, conf: str, *, option: str = "PYTORCH_CUDA_ALLOC_CONF") -> AllocatorSettings:
@@ -158,6 +168,8 @@ class AllocatorSettings:
 
 
 DEFAULT_SETTINGS = AllocatorSettings()
+BEFORE_2_12 = AllocatorSettings(by_address=True)
+"""PyTorch's defaults before that version."""
 
 
 def _mebibytes(option: str, values: dict[str, str], key: str, least: int) -> int | None:

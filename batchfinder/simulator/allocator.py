@@ -10,8 +10,9 @@ where another stream has used it (`Tensor.record_stream`) when that one's work o
 `process_events`). When that is only a clock knows, so whoever calls says it. What is wholly free goes back to the card
 whichever stream it is of.
 
-Addresses decide between free blocks of the same size. They are those that cudaMalloc was seen to give
-(`CudaAddresses`), or rising ones, to see how much depends on them.
+Of free blocks of one size the one in the oldest segment is taken, and in a segment that at the lowest address; before
+PyTorch 2.12 it was the one at the lowest address of all, and addresses are those that cudaMalloc was seen to give
+(`CudaAddresses`). A test compares both with what PyTorch's own allocators do.
 
 What is not modelled: private pools (CUDA graphs, `torch.cuda.MemPool`); memory callbacks and the garbage collector.
 """
@@ -54,8 +55,6 @@ class CachingAllocator:
     Args:
         memory: the card; a number stands for a card of which the allocator may take all of that many bytes, None for
             one that is never full.
-        rising: whether each new segment lies above all earlier ones, and not where cudaMalloc puts it. That decides
-            between free blocks of the same size, and with both it is seen how much depends on it.
 
     Attributes:
         taken: what has been taken from the card; `reserved` and `max_reserved` read it.
@@ -75,7 +74,6 @@ class CachingAllocator:
         self,
         memory: DeviceMemory | int | None = None,
         settings: AllocatorSettings = DEFAULT_SETTINGS,
-        rising: bool = False,
     ) -> None:
         if memory is None:
             memory = UNLIMITED
@@ -94,7 +92,7 @@ class CachingAllocator:
             else CudaMallocSegments(
                 self.taken,
                 partial(segment_size, settings=settings),
-                RisingAddresses() if rising else CudaAddresses(),
+                CudaAddresses() if settings.by_address else RisingAddresses(),
             )
         )
         self._pending: set[Block] = set()
@@ -150,7 +148,7 @@ class CachingAllocator:
         pools = self._pools_of(stream) if stream else self._default_pools
         pool = pools[size > SMALL_BLOCK_BYTES]  # get_pool
         keys = pool.keys
-        index = bisect_left(keys, size << ADDRESS_BITS)  # get_free_block: best fit, then lowest address
+        index = bisect_left(keys, size << ADDRESS_BITS)  # get_free_block: best fit, then the oldest segment
         if index < len(keys) and (self._plain or (index := self._choose(pool, index, size)) >= 0):
             block = pool.blocks.pop(keys.pop(index))
         else:

@@ -123,7 +123,7 @@ class CudaAddresses:
 
 
 class RisingAddresses:
-    """Each segment above all earlier ones: not what cudaMalloc does, but what shows how much depends on it."""
+    """Each segment above all earlier ones, so that the order of addresses is that of age."""
 
     def __init__(self) -> None:
         self._next = 0

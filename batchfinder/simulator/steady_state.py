@@ -232,7 +232,6 @@ class SimulatedProbe:
     Args:
         unmodelled: what any answer leaves out, in words.
         edit: makes of each recorded trace the one that is replayed, such as another version's; None for as it is.
-        rising: as `CachingAllocator` has it.
     """
 
     source = "simulated"
@@ -244,21 +243,15 @@ class SimulatedProbe:
         allocator: AllocatorSettings | None = None,
         unmodelled: Iterable[str] = (),
         edit: Callable[[Trace], Trace] | None = None,
-        rising: bool = False,
     ) -> None:
         self.traces = traces
         self.memory = memory
         self.allocator = allocator or AllocatorSettings()
         self._unmodelled = dict.fromkeys(unmodelled)
         self._edit = edit
-        self._rising = rising
-
-    def at_rising_addresses(self) -> SimulatedProbe:
-        """The same card with each new segment above all earlier ones, which decides between free blocks of one size."""
-        return SimulatedProbe(self.traces, self.memory, self.allocator, edit=self._edit, rising=True)
 
     def _new_allocator(self, memory: DeviceMemory) -> CachingAllocator:
-        return CachingAllocator(memory, self.allocator, self._rising)
+        return CachingAllocator(memory, self.allocator)
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
@@ -338,7 +331,7 @@ class SimulatedProbe:
 
     def _key(self, batch_size: int, shape: Shape) -> tuple[Any, ...]:
         """Of a replay among those that all cards share."""
-        return batch_size, shape.seq_len, self.allocator, self._rising
+        return batch_size, shape.seq_len, self.allocator
 
     def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Any]:
         return {} if self._edit is not None else self.traces.replays(batch_size, shape.seq_len)

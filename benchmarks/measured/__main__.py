@@ -115,11 +115,11 @@ def _row(case: Case, draws: Sequence[tuple[int, Case, Trace | Exception]]) -> tu
         row["bracket"] = case.bracket
     try:
         found: list[tuple[float, int, Trace]] = []  # bytes, infinite where it runs out of memory
-        ends: tuple[list[float], list[float]] = [], []  # the least and the most, by the order of the addresses
+        ends: tuple[list[float], list[float]] = [], []  # the least and the most, by address and by age
         for times, each, trace in draws:
             if isinstance(trace, Exception):
                 raise trace
-            answers = [each.predicted_bytes(trace, rising) for rising in (False, True)]
+            answers = [each.predicted_bytes(trace, by_address) for by_address in (True, False)]
             value, other = (math.inf if answer is None else answer for answer in answers)
             found.append((value, times, trace))
             ends[0].append(min(value, other))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.recording.simulation import RecordingClient
-from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.replay import Timeline, replay
@@ -96,20 +96,20 @@ class Case:
         steps = {lengths: replace(self.step, lengths=lengths) for lengths in self.draws}
         return [(self.draws.count(lengths), replace(self, step=step, draws=())) for lengths, step in steps.items()]
 
-    def predicted_bytes(self, trace: Trace, rising: bool = False) -> int | None:
+    def predicted_bytes(self, trace: Trace, by_address: bool = True) -> int | None:
         """The same figure of a recorded step; None where it runs out of memory on that card.
 
         Args:
-            rising: whether each new segment lies above all earlier ones, as `CachingAllocator` has it.
+            by_address: as `AllocatorSettings` has it; by default what PyTorch did before 2.12, with which all were run.
         """
         memory, sizes = self.card(), self.sizes(trace)
         if self.empties_cache:
-            allocator = self.allocator(memory, rising)
+            allocator = self.allocator(memory, by_address)
             reserved = reserved_with_emptied_cache(
                 trace.structure, sizes, allocator, self.empties_cache, comes_later=self.comes_later
             )
             return None if reserved is None else reserved + self.outside_bytes
-        timeline = replay(trace.structure, sizes, self.allocator(memory, rising))
+        timeline = replay(trace.structure, sizes, self.allocator(memory, by_address))
         if timeline.oom is not None:
             return None
         peak = timeline.max_allocated_bytes if self.statistic == ALLOCATED else timeline.max_reserved_bytes
@@ -125,10 +125,10 @@ class Case:
         """What the allocator has reserved where the figure is this: more by what was taken off."""
         return figure + self.taken_off(replay(trace.structure, self.sizes(trace), self.allocator()))
 
-    def allocator(self, memory: DeviceMemory | None = None, rising: bool = False) -> CachingAllocator:
+    def allocator(self, memory: DeviceMemory | None = None, by_address: bool = True) -> CachingAllocator:
         """With the run's settings, for `memory` or a card that is never full."""
-        settings = replace(DEFAULT_SETTINGS, expandable_segments=self.expandable_segments)
-        return CachingAllocator(memory, settings, rising)
+        settings = AllocatorSettings(expandable_segments=self.expandable_segments, by_address=by_address)
+        return CachingAllocator(memory, settings)
 
     def card(self) -> DeviceMemory:
         """What its card has, and what the CUDA context and other GPUs' communicators leave."""

@@ -38,11 +38,8 @@ def _sensible(outcome: SearchResult) -> SearchResult:
     size = max((size for size, seen in last.items() if seen.fits), default=0)
     smallest = last[min(last)] if last else None
     timed = outcome.throughput if size else None
-    interval = outcome.interval and (min(size, outcome.interval[0]), max(size, outcome.interval[1]))
     seen = last.get(size, smallest)
-    return dataclasses.replace(
-        outcome, trials=trials, max_batch_size=size, measurement=seen, throughput=timed, interval=interval
-    )
+    return dataclasses.replace(outcome, trials=trials, max_batch_size=size, measurement=seen, throughput=timed)
 
 
 shapes = st.builds(Shape, st.none() | st.integers(1, 1 << 20))
@@ -85,7 +82,6 @@ outcomes = st.builds(
     free_bytes=sizes,
     throughput=st.none() | throughputs,
     trained=st.none() | st.tuples(st.integers(1, 1 << 40), sizes, sizes),
-    interval=st.none() | st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40)),
 ).map(_sensible)
 
 
@@ -114,7 +110,6 @@ def test_no_field_of_an_outcome_is_forgotten():
             "free_bytes",
             "throughput",
             "trained",
-            "interval",
         ),
         Measurement: (
             *("verdict", "peak_allocated_bytes", "peak_reserved_bytes", "seconds", "message", "needed_bytes"),
@@ -130,7 +125,7 @@ def test_a_record_explains_itself(make_key):
     text = encode(Record(make_key(), OUTCOME, CREATED)).decode()
     body = json.loads(text)
     assert list(body) == ["schema", "created", "label", "key", "outcome", "checksum"]
-    assert body["schema"] == 6
+    assert body["schema"] == 7
     assert body["created"] == "2026-11-20T21:16:05+00:00"
     assert body["key"]["gpu"] == "Titan X"
     assert body["outcome"]["stop"] == "EXACT"
@@ -203,9 +198,9 @@ def test_the_forger_forges_well(make_key):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schema": 1}, "its schema is 1; this version reads 6"),
-        ({"schema": True}, "its schema is True; this version reads 6"),
-        ({"schema": "2"}, "its schema is '2'; this version reads 6"),
+        ({"schema": 1}, "its schema is 1; this version reads 7"),
+        ({"schema": True}, "its schema is True; this version reads 7"),
+        ({"schema": "2"}, "its schema is '2'; this version reads 7"),
         ({"author": "me"}, "it is JSON, but not a cache record"),
         ({"created": 5}, "its created is 5"),
         ({"created": "yesterday"}, "it cannot be read back: Invalid isoformat string: 'yesterday'"),
@@ -356,12 +351,6 @@ FULL = ["OUT_OF_MEMORY", None, None, 0.25, "", None, None, None]
         ({"outcome__measurement": FULL}, "its measurement does not fit, and its result is 32"),
         ({"outcome__measurement": None}, None),  # lowered from 33
         ({"outcome__measurement": None, "outcome__max_batch_size": 34}, "its own trials contradict its result of 34"),
-        ({"outcome__interval": [31, 33]}, None),
-        ({"outcome__interval": [33, 34]}, "its interval [33, 34] does not hold its result of 32"),
-        ({"outcome__interval": [30, 31]}, "its interval [30, 31] does not hold its result of 32"),
-        ({"outcome__interval": [-1, 32]}, "its interval [-1, 32] does not hold its result of 32"),
-        ({"outcome__interval": [32, 1 << 41]}, f"its interval [32, {1 << 41}] does not hold its result of 32"),
-        ({"outcome__interval": [32, "33"]}, "its interval is '33'"),
         ({"outcome__trials": [[40, 128, *FULL]]}, None),
         ({"outcome__trials": [[20, 128, *FULL]]}, "its own trials contradict its result of 32"),
         ({"outcome__trials": [[20, 128, *FITS]]}, "its own trials contradict its result of 32"),

@@ -75,7 +75,7 @@ def _path(store: Store) -> str:
         (lambda data: data[: len(data) // 2], "it is cut short or not JSON"),
         (lambda data: b"", "it is cut short or not JSON"),
         (lambda data: data.replace(b"Titan X", b"Titan Y"), "its checksum does not match"),
-        (lambda data: data.replace(b'"schema": 6', b'"schema": 1'), "its schema is 1; this version reads 6"),
+        (lambda data: data.replace(b'"schema": 7', b'"schema": 1'), "its schema is 1; this version reads 7"),
     ],
 )
 def test_a_damaged_record_is_ignored_named_and_replaced(damage, reason, tmp_path, make_key):

@@ -41,7 +41,6 @@ ASKED_FOR = {
     "unmodelled": list,
 }
 MORE = {
-    "max_batch_size_interval": list,
     "unscaled": int,
     "stop": str,
     "needed_bytes": type(None),

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from batchfinder.cuda_stub import CudaBuild, StubUnavailable, find_build
+from batchfinder.simulator.alloc_conf import BEFORE_2_12
 from batchfinder.stub_cards import open_session, stub_card
 from batchfinder.testing import CudaStubFixture
+from tests.cuda_build.test_allocator_model import MEMORY, compare, requests_of
 from tests.cuda_build.test_memory_paths import embedding_backward, fragmented, graphs, out_of_memory, pooled
 from tests.cuda_build.test_processes import DDP
 
@@ -92,3 +94,8 @@ def test_two_of_its_ranks(cuda_stub: CudaStubFixture, older: CudaBuild, tmp_path
         )  # fmt: skip
     ranks: list[Any] = sorted(json.loads(rank) for rank in re.findall(r"RANK(\[.*?\])", done.stdout))
     assert ranks == [[0, True, 1, 11], [1, True, 1, 11]], done.stderr[-3000:]
+
+
+def test_each_block_is_the_one_that_pytorch_takes(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
+    """Of equal free blocks that at the lowest address, which the stub and the simulation give by one rule."""
+    compare(cuda_stub(memory=MEMORY, build=older), requests_of(2), BEFORE_2_12)

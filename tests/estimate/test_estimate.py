@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from batchfinder.estimate.estimate import NAMES, Kinds, bytes_by_kind, estimate, kind_of
-from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import alive_at, replay
@@ -56,27 +56,17 @@ def test_the_kinds_of_a_perceptron(mlp: Trace) -> None:
     assert (found.peak.moment.step, found.peak.moment.stage) == (1, "backward")
 
 
-def test_the_interval_of_reserved() -> None:
-    """Which of two free blocks of one size is taken is for addresses to say, and with it whether neighbours merge.
+def test_which_of_equal_free_blocks_is_taken_decides() -> None:
+    """A segment of 80 MiB holds two blocks, of which the upper one is free, as is a younger segment of 40.
 
-    A segment of 80 MiB holds two blocks, of which the upper one is free, as is another segment of 40. Where the next 40
-    MiB go into that one, the lower block comes free beside the upper one, and both hold 80; else they are taken anew.
+    Where the next 40 MiB go into the younger one, the lower block comes free beside the upper one, and both hold 80;
+    else they are taken anew. By address they go into the younger one, which cudaMalloc puts below the other.
     """
     order, sizes = (0, 1, ~1, 2, 3, ~0, ~3, 4, ~2, 5), [size * MIB for size in (40, 80, 40, 40, 40, 80)]
     structure = TraceStructure(order, (), ("",) * 6, ("",) * 6, ("temporary",) * 6)
-    found = estimate(Trace(1, None, structure, tuple(sizes)), CARD)
-    assert found.reserved_bytes == 200 * MIB  # with rising addresses 120
-    assert found.reserved_interval_bytes == (120 * MIB, 200 * MIB)
-    assert found.to_json()["reserved_interval_bytes"] == [120 * MIB, 200 * MIB]
-
-
-def test_the_interval_where_the_other_order_does_not_run() -> None:
-    """With rising addresses it takes 200 MiB, more than this card has; what it had when it failed is no end."""
-    order, sizes = (0, ~0, 1, 2, 3, ~2, ~3, 4, ~1, 5), [size * MIB for size in (80, 40, 40, 40, 40, 80)]
-    structure = TraceStructure(order, (), ("",) * 6, ("",) * 6, ("temporary",) * 6)
-    found = estimate(Trace(1, None, structure, tuple(sizes)), DeviceMemory(150 * MIB, 150 * MIB))
-    assert (found.fits, found.reserved_bytes) == (True, 120 * MIB)
-    assert found.reserved_interval_bytes == (120 * MIB, 200 * MIB)
+    trace = Trace(1, None, structure, tuple(sizes))
+    assert estimate(trace, CARD).reserved_bytes == 120 * MIB
+    assert estimate(trace, CARD, settings=BEFORE_2_12).reserved_bytes == 200 * MIB
 
 
 def test_the_fullest_moment(bert: Trace) -> None:

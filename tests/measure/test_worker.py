@@ -98,7 +98,10 @@ def test_weights_are_cast_where_the_precision_asks(run: Run) -> None:
 
 
 def test_the_model_counts(run: Run) -> None:
-    """The budget is for the model too: with plain SGD the peak is weights and gradients and little more."""
+    """The budget is for the model too: with plain SGD the peak is weights and gradients and little more.
+
+    It is less by what Python has given back meanwhile, about 1 MB of resident memory on some machines.
+    """
     held, peak = run("""
         from batchfinder.measure.worker import open_workload
         arguments = {"width": 512}
@@ -106,7 +109,7 @@ def test_the_model_counts(run: Run) -> None:
         result = [served.held_bytes, served.probe(1, 1)["measurement"]["peak_reserved_bytes"]]
     """)
     assert held > 25_000_000
-    assert 2 * held <= peak <= 2.6 * held
+    assert 2 * held - 1_500_000 <= peak <= 2.6 * held
 
 
 def test_flash_attention_is_flash_or_an_error(run: Run) -> None:

@@ -97,13 +97,6 @@ the smallest GPU that runs it has 1.92 GiB, where PyTorch has to free cached mem
     )
 
 
-def test_how_much_addresses_decide(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where more or less is reserved by the order of the driver's addresses, both ends are said."""
-    found = replace(on(20 * GIB), reserved_interval_bytes=(2 * GIB, 3 * GIB))
-    said = "reserved: 2.00 GiB to 3.00 GiB, by which of equal free blocks are taken: the driver's addresses decide\n"
-    assert said in printed(findings(found), capsys, 0)
-
-
 def test_largest(capsys: pytest.CaptureFixture[str]) -> None:
     """The largest tensors, with types as precisions call them and operators without their namespace."""
     assert (

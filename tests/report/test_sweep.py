@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from batchfinder.devices import Card, Device
-from batchfinder.report.page import cell_of_row
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -31,7 +30,7 @@ def row(size: int = 100, *trials: Trial, source: str = "simulated", **changes: A
     trials = trials or (tried(size), tried(size + 1, Verdict.OUT_OF_MEMORY))
     measurement = next(trial.measurement for trial in trials if trial.batch_size == max(1, size))
     result = SearchResult(Shape(64), size, StopReason.EXACT, measurement, trials, source, ("workspaces",))
-    names = ("stop", "measurement", "unmodelled", "interval")
+    names = ("stop", "measurement", "unmodelled")
     of_result = {name: changes.pop(name) for name in names if name in changes}
     return SweepRow(replace(CELL, **changes), replace(result, **of_result), trials, 0.25)
 
@@ -217,26 +216,6 @@ def test_csv() -> None:
     assert first.startswith("bert-base,64,T4,")
     assert first.endswith("one; two,0,exact,,0,0,,simulated,,,,,,,")
     assert second.endswith("workspaces,0,exact,,0,0,,simulated,,,8,4,2,1,8")
-
-
-def test_the_interval_stands_beside_the_largest_where_it_matters() -> None:
-    """Where it is one size, or was not looked for, the size stands alone, in line with the others."""
-    rows = [row(4, tried(4), interval=(4, 4)), row(133, interval=(131, 133), seq_len=32), row(4, tried(4), seq_len=16)]
-    table = sweep_table(rows)
-    assert table.columns["max batch"] == ["  4             ", "133 (131 to 133)", "  4             "]
-    assert sum(note.startswith("in brackets: ") for note in table.notes) == 1
-    assert [each.to_json()["max_batch_size_interval"] for each in rows] == [[4, 4], [131, 133], None]
-    assert comma_separated(rows).splitlines()[2].startswith("bert-base,32,T4,")
-    assert ",133,131; 133," in comma_separated(rows).splitlines()[2]
-    assert not any("in brackets" in note for note in sweep_table(rows[:1]).notes)
-    assert sweep_table([row(1330, interval=(1310, 1330))]).columns["max batch"] == ["1330 (1310 to 1330)"]
-
-
-def test_a_page_has_the_interval_of_a_cell() -> None:
-    """Among the facts of a cell, where it is more than one size."""
-    wide, narrow = (dict(cell_of_row(row(1330, interval=interval)).facts) for interval in ((999, 1330), (1330, 1330)))
-    assert (wide["largest batch"], wide["at other addresses"]) == ("1,330", "999 to 1,330")
-    assert "at other addresses" not in narrow
 
 
 RATES = (Rate(50, 300.0, 0.004), Rate(71, 408.0, 0.005), Rate(100, 412.0, 0.012))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from batchfinder.errors import InvalidValue
@@ -137,3 +139,17 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")
     with pytest.raises(InvalidValue, match=r"^PYTORCH_ALLOC_CONF max_split_size_mb: "):
         AllocatorSettings.from_environment()
+
+
+@pytest.mark.parametrize(("installed", "by_address"), [("2.11.0+cu130", True), ("2.12.0", False), ("3.0.0a1", False)])
+def test_equal_free_blocks_are_chosen_as_the_installed_pytorch_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, by_address: bool
+) -> None:
+    """Since 2.12 by age; with settings of the environment's, and without."""
+    folder = tmp_path / f"torch-{installed}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {installed}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for conf in ("", "max_split_size_mb:64"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+        assert AllocatorSettings.from_environment().by_address is by_address

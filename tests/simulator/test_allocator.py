@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.simulator.segments import CudaAddresses
@@ -81,24 +81,35 @@ def test_large_blocks_are_split_when_more_than_1_mib_remains() -> None:
 
 
 def test_the_smallest_free_block_is_taken() -> None:
-    """The best fit wins over a larger block at a lower address."""
+    """The best fit wins over a larger one in an older segment."""
     allocator = CachingAllocator()
-    small, large = take(allocator, 12 * MIB), take(allocator, 26 * MIB)
+    large, small = take(allocator, 26 * MIB), take(allocator, 12 * MIB)
     allocator.free(small)
     allocator.free(large)
-    assert large.address < small.address
     assert take(allocator, 12 * MIB).address == small.address
 
 
-def test_of_equal_free_blocks_the_lower_address_is_taken() -> None:
-    """The order in which equal blocks were freed does not matter."""
+@pytest.mark.parametrize(("settings", "taken"), [(AllocatorSettings(), 0), (BEFORE_2_12, 1)])
+def test_of_equal_free_blocks_the_one_in_the_oldest_segment_is_taken(settings: AllocatorSettings, taken: int) -> None:
+    """Before 2.12 that at the lowest address, where the younger one lies. In which order they were freed is nothing."""
     for order in ((0, 1), (1, 0)):
-        allocator = CachingAllocator()
-        blocks = [take(allocator, 12 * MIB), take(allocator, 12 * MIB)]
-        lower = min(block.address for block in blocks)
+        allocator = CachingAllocator(settings=settings)
+        blocks = [take(allocator, 20 * MIB), take(allocator, 20 * MIB)]
         for i in order:
             allocator.free(blocks[i])
-        assert take(allocator, 12 * MIB).address == lower
+        assert take(allocator, 20 * MIB).address == blocks[taken].address
+
+
+def test_a_segment_that_is_taken_again_is_young() -> None:
+    """Age is counted from the last cudaMalloc."""
+    allocator = CachingAllocator()
+    first, second = take(allocator, 12 * MIB), take(allocator, 12 * MIB)
+    allocator.free(first)
+    allocator.empty_cache()
+    third = take(allocator, 12 * MIB)
+    allocator.free(second)
+    allocator.free(third)
+    assert take(allocator, 12 * MIB).address == second.address
 
 
 def test_free_neighbours_merge_on_both_sides() -> None:
@@ -342,7 +353,7 @@ PLACES = (
 @pytest.mark.parametrize("places", PLACES)
 def test_segments_lie_as_in_real_snapshots(places: list[tuple[int, int]]) -> None:
     """A segment lies in the lowest gap that 32 MiB of addresses leave, or below all others."""
-    allocator = CachingAllocator()
+    allocator = CachingAllocator(settings=BEFORE_2_12)
     addresses = [take(allocator, size * MIB if size > 2 else 200_000).address for size, _ in places]
     assert [(address - addresses[0]) // MIB for address in addresses] == [place for _, place in places]
 

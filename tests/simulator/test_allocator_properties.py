@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory
 from batchfinder.units import KIB, MIB
@@ -64,7 +64,7 @@ class Reference:
     def __init__(self, memory: DeviceMemory, conf: AllocatorSettings) -> None:
         self.memory, self.conf = memory, conf
         self.segments: list[Cells] = []
-        self.top = 0  # of expandable ranges
+        self.top = 0  # of expandable ranges, and of segments by age
         self.reservations: list[tuple[int, int]] = []
         self.max_allocated = self.max_reserved = self.retries = 0
 
@@ -146,7 +146,13 @@ class Reference:
         return self.segments[-1], 0
 
     def place(self, nbytes: int) -> int:
-        """Where cudaMalloc puts a segment: in a reservation in use, from below; else in a new one, from above."""
+        """Where cudaMalloc puts a segment: in a reservation in use, from below; else in a new one, from above.
+
+        By age it is where all that are younger lie above it.
+        """
+        if not self.conf.by_address:
+            self.top += nbytes
+            return self.top - nbytes
         used = [(s.address, s.where(len(s.cells))) for s in self.segments]
         self.reservations = [r for r in self.reservations if any(r[0] <= start < r[1] for start, _ in used)]
         for low, high in sorted(self.reservations):
@@ -275,13 +281,13 @@ EVENTS = st.integers(1, 50).flatmap(lambda length: st.lists(EVENT, min_size=leng
 SETTINGS = st.sampled_from(
     [
         AllocatorSettings(),
-        AllocatorSettings(),
+        BEFORE_2_12,
         AllocatorSettings(expandable_segments=True),
         AllocatorSettings(expandable_segments=True),
         AllocatorSettings(roundup_power2_divisions=(4,) * 16),
-        AllocatorSettings(roundup_power2_divisions=(0, 2, 8, 1, 4, *[2] * 11)),
+        AllocatorSettings(by_address=True, roundup_power2_divisions=(0, 2, 8, 1, 4, *[2] * 11)),
         AllocatorSettings(max_split_size_bytes=20 * MIB),
-        AllocatorSettings(max_split_size_bytes=24 * MIB, max_non_split_rounding_bytes=4 * MIB),
+        AllocatorSettings(by_address=True, max_split_size_bytes=24 * MIB, max_non_split_rounding_bytes=4 * MIB),
         AllocatorSettings(large_segment_bytes=12 * MIB),
         AllocatorSettings(expandable_segments=True, large_segment_bytes=12 * MIB, max_split_size_bytes=14 * MIB),
         AllocatorSettings(expandable_segments=True, roundup_power2_divisions=(2,) * 16),

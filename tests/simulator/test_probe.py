@@ -12,7 +12,7 @@ from batchfinder.find import find_max_batch_size
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.results import Shape, Verdict
 from batchfinder.search import Secant
-from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
 from batchfinder.simulator.blocks import Block, DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
@@ -217,58 +217,22 @@ def neighbours(order: tuple[int, ...], parts: tuple[int, ...]) -> TraceSource:
     return TraceSource(submit, [None])
 
 
-MERGES_IF_RISING = (0, 1, ~1, 2, 3, ~0, ~3, 4, ~2, 5), (40, 80, 40, 40, 40, 80)
-"""120 MiB a sample at rising addresses (`test_the_interval_of_reserved`), 160 where cudaMalloc puts them: 200 but for
-the segment of 40 that is given back."""
-MERGES_IF_NOT = (0, ~0, 1, 2, 3, ~2, ~3, 4, ~1, 5), (80, 40, 40, 40, 40, 80)
-"""120 where cudaMalloc puts them, 160 at rising ones."""
-
-
-@pytest.mark.parametrize(("trace", "found"), [(MERGES_IF_RISING, (63, 84)), (MERGES_IF_NOT, (84, 63))])
-def test_the_interval_holds_the_largest_at_rising_addresses(
-    trace: tuple[tuple[int, ...], tuple[int, ...]], found: tuple[int, int]
+@pytest.mark.parametrize(
+    ("trace", "before_2_12", "since"),
+    [
+        (((0, 1, ~1, 2, 3, ~0, ~3, 4, ~2, 5), (40, 80, 40, 40, 40, 80)), 63, 84),
+        (((0, ~0, 1, 2, 3, ~2, ~3, 4, ~1, 5), (80, 40, 40, 40, 40, 80)), 84, 63),
+    ],
+)
+def test_which_of_equal_free_blocks_is_taken_decides(
+    trace: tuple[tuple[int, ...], tuple[int, ...]], before_2_12: int, since: int
 ) -> None:
-    """Both ends are sizes of which the next one fails, with the addresses that they are for."""
+    """Where neighbours merge, 120 MiB a sample are reserved; else 160, or 200 but for a segment that is given back."""
     card = DeviceMemory(10_080 * MIB, 10_080 * MIB)
-    probe, alone = (SimulatedProbe(neighbours(*trace), card) for _ in range(2))
-    result = search_simulated(probe, Shape(), interval=True)
-    assert (result.max_batch_size, result.interval) == (found[0], (min(found), max(found)))
-    for asked, size in ((alone, found[0]), (alone.at_rising_addresses(), found[1])):
+    for settings, size in ((BEFORE_2_12, before_2_12), (AllocatorSettings(), since)):
+        asked = SimulatedProbe(neighbours(*trace), card, settings)
+        assert search_simulated(asked, Shape()).max_batch_size == size
         assert [asked(each, Shape()).fits for each in (size, size + 1)] == [True, False]
-    assert search_simulated(alone, Shape()).interval is None
-
-
-def test_the_interval_keeps_to_what_was_asked() -> None:
-    """To multiples, to a cap and to a floor, under which the answer is 0."""
-    probe = SimulatedProbe(neighbours(*MERGES_IF_RISING), DeviceMemory(10_080 * MIB, 10_080 * MIB))
-
-    def found(*limits: int | None) -> tuple[int, int] | None:
-        return search_simulated(probe, Shape(), *limits, interval=True).interval  # type: ignore[arg-type]
-
-    assert found(None, 1, 8) == (56, 80)
-    assert found(70) == (63, 70)
-    assert found(63) == found(63, 63) == (63, 63)
-    assert found(None, 70) == (0, 84)
-    assert found(None, 85) == (0, 0)
-
-
-def test_an_edited_trace_is_edited_at_rising_addresses_too() -> None:
-    """The interval is of what the answer is of."""
-    halved = SimulatedProbe(
-        neighbours(*MERGES_IF_RISING),
-        DeviceMemory(5_040 * MIB, 5_040 * MIB),
-        edit=lambda trace: replace(trace, sizes=tuple(size // 2 for size in trace.sizes)),
-    )
-    assert search_simulated(halved, Shape(), interval=True).interval == (63, 84)
-
-
-def test_with_expandable_segments_there_is_one_order_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They grow within one range, so nothing is looked for."""
-    monkeypatch.delattr(SimulatedProbe, "at_rising_addresses")
-    settings = AllocatorSettings(expandable_segments=True)
-    probe = SimulatedProbe(neighbours(*MERGES_IF_NOT), DeviceMemory(10_080 * MIB, 10_080 * MIB), settings)
-    result = search_simulated(probe, Shape(), interval=True)
-    assert result.interval == (result.max_batch_size, result.max_batch_size)
 
 
 @pytest.mark.parametrize("usable", [GIB, GIB + 70 * MIB, 2 * GIB, 5 * GIB, 11 * GIB])
