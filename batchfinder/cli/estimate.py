@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.spec import CUDA_BUILD
 
 # What holds less in its state than the optimizer that is the key.
 _LIGHTER_OPTIMIZERS = {
@@ -111,7 +113,8 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
     """
     card, step = request.card, request.options.step(request.accumulation)
     spec = request.options.workload(request.model)
-    with StatusLine() as line, Simulation(spec, step) as opened:
+    with StatusLine() as line, ExitStack() as stack:
+        opened = stack.enter_context(Simulation(spec, step, request.options.recorder))
         line.update(f"building {request.model}")
         facts, simulation = opened.facts(), opened
         if facts.parallelizes and card.count > 1:
@@ -129,7 +132,11 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             return estimate(one, memory, device.context_bytes, request.allocator)
 
         alone = estimated(trace, card.device)
-        alternatives = None
+        alternatives, unmodelled = None, probe.unmodelled
+        if request.options.recorder == CUDA_BUILD and (advice or not alone.fits or card.count > 1):
+            simulation = stack.enter_context(Simulation(spec, step))
+            probe = simulation.probe(card.device, [seq_len], request.allocator)
+            unmodelled = (*unmodelled, "what other options would change is recorded on the fake device")
         if advice or not alone.fits:
             alternatives = suggest(request, simulation, probe, alone, line)
         strategies = {}
@@ -146,7 +153,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             strategies = {name: estimated(recording.result(), among) for name, recording in asked_of.items()}
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer="its own"))
-    return EstimateFindings(request, alone, strategies, alternatives, probe.unmodelled)
+    return EstimateFindings(request, alone, strategies, alternatives, unmodelled)
 
 
 def suggest(

@@ -18,11 +18,13 @@ from batchfinder.training.spec import (
     ATTENTION_NAMES,
     CHECKPOINTING_NAMES,
     COMPILED_PARTS,
+    FAKE_DEVICE,
     LOSS_NAMES,
     MODES,
     OPTIMIZER_NAMES,
     PRECISION_NAMES,
     QUANTIZATION_NAMES,
+    RECORDERS,
     STRATEGIES,
     StepOptions,
     WorkloadFacts,
@@ -132,6 +134,7 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
         strategy=arguments.strategy,
         tensor_parallel=whole_number("--tensor-parallel", arguments.tensor_parallel),
         context_parallel=whole_number("--context-parallel", arguments.context_parallel),
+        recorder=one_of("--recorder", getattr(arguments, "recorder", FAKE_DEVICE), RECORDERS),
     )
     one_of("--mode", options.mode, MODES)
     one_of("--precision", options.precision, PRECISION_NAMES)

@@ -16,6 +16,8 @@ from batchfinder.reproductions import REPRODUCTIONS
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
     COMPILED_PARTS,
+    CUDA_BUILD,
+    FAKE_DEVICE,
     GPUS_PER_NODE,
     LOSS_NAMES,
     MODES,
@@ -226,6 +228,14 @@ SWEEP = Command(
         },
     },
 )
+_RECORDER: Options = {
+    "--recorder": {
+        "metavar": "NAME",
+        "default": FAKE_DEVICE,
+        "help": f"what records the step: {FAKE_DEVICE} (default), or {CUDA_BUILD}, PyTorch's own CUDA code without a "
+        "GPU (`batchfinder stub install` brings it; eager steps on one GPU)",
+    }
+}
 ESTIMATE = Command(
     "print what one size takes memory for, and what would make it fit",
     {
@@ -236,7 +246,7 @@ ESTIMATE = Command(
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
             **_CONTEXT,
         },
-        "the step": _STEP,
+        "the step": {**_STEP, **_RECORDER},
         "the output": {
             "--by": {"metavar": "WHAT", "help": "module: add the memory of each module of the model"},
             "--advice": {"action": "store_true", "help": "add what other options would change, also where it fits"},
@@ -261,7 +271,7 @@ PROFILE = Command(
             "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},
             **_CONTEXT,
         },
-        "the step": _STEP,
+        "the step": {**_STEP, **_RECORDER},
         "the output": {
             **_JSON,
             **_HTML,

@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     spec, step = options.workload(model), options.step(micro_batches)
     if len(asked) > 1:
         step = replace(step, lengths=asked, steps=len(asked))
-    with StatusLine() as line, Simulation(spec, step) as simulation:
+    with StatusLine() as line, Simulation(spec, step, options.recorder) as simulation:
         line.update(f"building {model}")
         seq_len = seq_lens_of(model, asked, simulation.facts())[-1]
         line.update(f"recording {model}")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_CARDS = 64
+VARIABLE = "BATCHFINDER_CUDA_STUB"
+"""The environment variable from which the stub reads what its cards are, as CUDA is initialized."""
 
 
 @dataclass(frozen=True, slots=True)

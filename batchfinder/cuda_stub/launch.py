@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from batchfinder.cuda_stub.builds import CudaBuild, find_build, stub_folder
-from batchfinder.cuda_stub.card import StubCard, stub_setting
+from batchfinder.cuda_stub.card import VARIABLE, StubCard, stub_setting
 from batchfinder.cuda_stub.compile import compiled_stub, preloaded
 
 ADDRESSES = ("cuda", "low", "rising", "falling")
@@ -45,11 +45,15 @@ class StubReport:
         missing = (
             f"the CUDA stub has no {name}: what called it was told that it is not supported" for name in self.unwritten
         )
-        read = (
-            f"read and not known: {where}{f', {times} times' if times > 1 else ''}"
-            for where, times in self.values.items()
-        )
-        return (*self.assumed, *missing, *read)
+        return (*self.assumed, *missing, *words_of_reads(self.values))
+
+
+def words_of_reads(times_by_line: Mapping[str, int]) -> list[str]:
+    """What was read and not known, by what and where, as sentences."""
+    return [
+        f"read and not known: {where}{f', {times} times' if times > 1 else ''}"
+        for where, times in times_by_line.items()
+    ]
 
 
 class StubSession(contextlib.AbstractContextManager["StubSession"]):
@@ -115,7 +119,7 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
         caches = stub_folder() / "caches" / self.build.version
         first = [str(_CHILD), *([str(self.build.beside)] if self.build.beside else [])]
         own = {
-            "BATCHFINDER_CUDA_STUB": stub_setting(self._cards, **self._settings),
+            VARIABLE: stub_setting(self._cards, **self._settings),
             "BATCHFINDER_STUB_AFTER_TORCH": VALUES_MODULE if self._values else EVENTS_MODULE,
             "LD_PRELOAD": _joined(preloaded(self.build, self._compiled), given.get("LD_PRELOAD")),
             "LD_LIBRARY_PATH": _joined([str(self._compiled)], given.get("LD_LIBRARY_PATH")),

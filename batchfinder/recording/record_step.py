@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +26,11 @@ from batchfinder.recording import (
     sparse,
     user_kernels,
 )
+from batchfinder.recording.labels import StepLabels
+from batchfinder.recording.modules import ModuleTracker, compiled_modules, graphs_compiled
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace, add_blocks
-from batchfinder.training.optimizers import OPTIMIZERS, states_of
+from batchfinder.training.optimizers import OPTIMIZERS
 from batchfinder.training.spec import FSDP1_STRATEGIES, StepConfig
 from batchfinder.training.step import Step, Workload
 from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank, fullest_shard
@@ -96,29 +95,16 @@ def record_step(
         return copy
 
     step = Step(workload, config, device, move)
-    first = 0
+    labels = StepLabels(step, recording)
     buckets: distributed.BucketViews | None = None
 
     def on_stage(number: int, stage: str, micro_batch: int) -> None:
-        nonlocal first
-        if stage == "forward":
-            recording.label_alive(first, "input")
-            if buckets is not None:
-                buckets.sums = micro_batch == config.micro_batches - 1
-        elif stage == "backward" or (stage == "end" and config.mode != "train"):
-            recording.label_alive(first, "activation")
-        elif stage == "optimizer":
-            for name, parameter in workload.model.named_parameters():
-                recording.label([parameter.grad], "gradient", name.rpartition(".")[0])
-            for unit, whole in distributed.flat_parameters(workload.model):
-                recording.label([whole.grad], "gradient", unit)
-            recording.label([getattr(step.optimizer, "summed", None)], "gradient", "")
-        if stage in ("batch", "forward"):
-            first = len(recording.sizes)
-        recording.mark(number, stage, micro_batch)
-        if buckets is not None and (number, stage, micro_batch) == (1, "forward", 0):
-            buckets.rebuild()
-            first = len(recording.sizes)
+        labels.begin(number, stage, micro_batch)
+        if buckets is not None and stage == "forward":
+            buckets.sums = micro_batch == config.micro_batches - 1
+            if (number, micro_batch) == (1, 0):
+                buckets.rebuild()
+                labels.first = recording.blocks
 
     def on_moved(module: nn.Module) -> None:
         rnn.flatten_weights(module)
@@ -157,22 +143,12 @@ def record_step(
                     f"{type(raised).__name__}: {raised}\nMeasure on a real GPU, or ask for the model not compiled."
                 ) from error
             raise
-        for name, buffer in workload.model.named_buffers():
-            recording.label([buffer], "buffer", distributed.name_in_model(name).rpartition(".")[0])
-        holders: dict[torch.Tensor, str] = {}
-        for name, parameter in workload.model.named_parameters():
-            holders[parameter] = distributed.name_in_model(name).rpartition(".")[0]
-            if parameter.numel():  # of a parameter that is in another GPU's shard there is an empty one in each step
-                recording.label([parameter], "parameter", holders[parameter])
-        for unit, whole in distributed.flat_parameters(workload.model):
-            recording.label([whole], "parameter", unit)
+        labels.end()
         if isinstance(step.optimizer, PartitionedOptimizer):
             bucket = BUCKET_ELEMENTS * step.optimizer.flat.element_size()
             for block, size in enumerate(recording.sizes):
                 if size == bucket and recording.kinds[block] in ("temporary", "activation"):
                     recording.kinds[block] = "communication"
-        for stepped, state in states_of(step.optimizer) if step.optimizer is not None else ():
-            recording.label(state, "optimizer", holders.get(stepped, ""))
         structure, sizes, shapes = recording.structure(), tuple(recording.sizes), recording.shapes()
     if config.strategy == "fsdp2-cp" and not any("_scaled_dot_product_" in name for name in structure.operators):
         raise RecordingFailed(sdpa.NOT_FUSED)
@@ -217,23 +193,6 @@ def record_step(
     return add_blocks(trace, buckets_of(trace)) if config.strategy in ("ddp", "zero1") else trace
 
 
-def compiled_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that `torch.compile` has marked, or a method of theirs, by their dotted paths."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if getattr(module, "_compiled_call_impl", None) is not None
-        or type(module).__name__ == "OptimizedModule"
-        or any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
-    }
-
-
-def graphs_compiled() -> int:
-    """How many graphs Dynamo has given to a compiler in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
 def compile_for_card(capability: tuple[int, int], device: torch.device, at_once: bool) -> dict[str, None]:
     """Have torch.compile compile for a card of this compute capability; returns what is assumed, as it comes up.
 
@@ -254,91 +213,3 @@ def compile_for_card(capability: tuple[int, int], device: torch.device, at_once:
 
         inductor.register(capability, device, assumptions)
     return assumptions
-
-
-class ModuleTracker:
-    """Knows, while it is entered, the dotted path of the module at work.
-
-    In the forward it keeps a stack by hooks. In the backward it asks the autograd node that is running for its sequence
-    number: nodes are numbered as the forward makes them, so the number says inside which module's forward the node was
-    made. Unlike `torch.utils.module_tracker` this adds no node to the graph, which would change the memory.
-
-    All that compiled code does is its outermost compiled module's: Dynamo would compile hooks inside it along with it.
-    Where a function is compiled that is no module, all hooks go, and what follows is nobody's.
-
-    Args:
-        model: the root; its own path is empty.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._stack: list[str] = []
-        self._starts: list[int] = []
-        self._owners: list[str] = []
-        self._in_compiled = 0
-
-    @contextmanager
-    def tracking(self) -> Iterator[None]:
-        """Install the hooks, and remove them at the end."""
-        names = {module: name for name, module in self._model.named_modules()}
-        compiled = list(compiled_modules(self._model).values())
-        inside = {part for module in compiled for part in module.modules() if part is not module}
-
-        def start_range() -> None:
-            # From the next autograd node on, nodes belong to the module on top of the stack.
-            self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-            self._owners.append(self._stack[-1] if self._stack else "")
-
-        def push(module: nn.Module, args: Any) -> None:
-            self._stack.append(names[module])
-            start_range()
-
-        def pop(module: nn.Module, args: Any, output: Any) -> None:
-            if self._stack:
-                self._stack.pop()
-                start_range()
-
-        def around(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*args: Any, **kwargs: Any) -> Any:
-                push(module, args)
-                self._in_compiled += 1
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    self._in_compiled -= 1
-                    pop(module, args, None)
-
-            return called
-
-        with ExitStack() as installed:
-
-            def forget(_: Any) -> None:
-                if not self._in_compiled:
-                    installed.close()
-                    self._stack.clear()
-                    start_range()
-
-            if callbacks := sys.modules.get("torch._dynamo.callback"):
-                callbacks.callback_handler.register_start_callback(forget)
-                installed.callback(callbacks.callback_handler.remove_start_callback, forget)
-            for module in names:
-                call = getattr(module, "_compiled_call_impl", None)
-                if module in inside:
-                    continue
-                if call is not None:  # nn.Module.compile
-                    installed.callback(setattr, module, "_compiled_call_impl", call)
-                    module._compiled_call_impl = around(module, call)
-                else:
-                    installed.callback(module.register_forward_pre_hook(push).remove)
-                    installed.callback(module.register_forward_hook(pop, always_call=True).remove)
-            yield
-
-    def current(self) -> str:
-        """The dotted path of the module at work; empty outside the model."""
-        if self._stack:
-            return self._stack[-1]
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return ""
-        place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._owners[place] if place >= 0 else ""

@@ -148,6 +148,11 @@ class AllocationRecorder(TorchDispatchMode):
         self.flops = 0
         self.values = fake_values.KnownValues()
 
+    @property
+    def blocks(self) -> int:
+        """How many have been allocated so far."""
+        return len(self.sizes)
+
     def mark(self, step: int, stage: str, micro_batch: int = 0) -> None:
         """A stage starts here."""
         self.marks.append(StageMark(len(self.order), step, stage, micro_batch))

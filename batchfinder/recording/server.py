@@ -39,6 +39,7 @@ from batchfinder.training.child_process import (
     ended,
     pipe,
 )
+from batchfinder.training.spec import FAKE_DEVICE
 from batchfinder.units import format_bytes
 
 _LOOK_SECONDS = 0.5  # how often recordings are looked at
@@ -77,6 +78,7 @@ class RecordingServer:
     folder: Path
     workers: int
     silent_seconds: float
+    recorder: str = FAKE_DEVICE
     workload: Any = None
     not_built: BaseException | None = None
     mode: Any = None
@@ -145,15 +147,17 @@ class RecordingServer:
 
             from batchfinder.models.fingerprint import fingerprint_workload
             from batchfinder.recording.fake_device import FakeDeviceMode
-            from batchfinder.recording.record_step import compiled_modules
+            from batchfinder.recording.modules import compiled_modules
             from batchfinder.recording.user_kernels import skip_triton_launches
 
             # A fork does not have the threads that OpenMP starts for real tensors, and would wait for them.
             torch.set_num_threads(1)
-            skip_triton_launches()
+            on_fake_device = self.recorder == FAKE_DEVICE
+            if on_fake_device:
+                skip_triton_launches()
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
             self.workload = self._build(builder, arguments)
-            if compiled_modules(self.workload.model) and find_spec("triton") is not None:
+            if on_fake_device and compiled_modules(self.workload.model) and find_spec("triton") is not None:
                 from batchfinder.recording import inductor
 
                 inductor.prepare()  # here once, and not in every fork
@@ -169,6 +173,7 @@ class RecordingServer:
                 "versions": versions,
                 "warnings": self.warnings,
                 "parallelizes": self.workload.parallelize is not None,
+                "recorder": self.recorder,
             }
         except KeyboardInterrupt:
             raise
@@ -227,7 +232,6 @@ class RecordingServer:
         try:
             import torch
 
-            from batchfinder.recording.record_step import record_step
             from batchfinder.training.spec import StepConfig
 
             torch.set_num_threads(1)  # whatever the user's code has set
@@ -247,8 +251,15 @@ class RecordingServer:
                 if not name.startswith(_NO_KERNEL):
                     memory[:] = name.encode()[:_OPERATOR_BYTES].ljust(_OPERATOR_BYTES)
 
-            config, capability = StepConfig(**job["config"]), tuple(job["capability"])
-            trace = record_step(workload, config, capability, job["batch_size"], job["seq_len"], self.mode, on_operator)
+            config, sizes = StepConfig(**job["config"]), (job["batch_size"], job["seq_len"])
+            if self.recorder == FAKE_DEVICE:
+                from batchfinder.recording.record_step import record_step
+
+                trace = record_step(workload, config, tuple(job["capability"]), *sizes, self.mode, on_operator)
+            else:
+                from batchfinder.recording.cuda_build import record_step as cuda_build
+
+                trace = cuda_build.record_step(workload, config, job["card"], *sizes, self.mode, on_operator)
             result = {"trace": trace.to_json(), "warnings": self.warnings}
         except BaseException as error:
             result = {"error": describe(error)}
@@ -281,12 +292,12 @@ def _free_bytes() -> int | None:
 
 
 def main(argv: list[str]) -> int:
-    """Run a server: request pipe, answer pipe, folder, number of workers, seconds of silence."""
+    """Run a server: request pipe, answer pipe, folder, number of workers, seconds of silence, recorder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may have been started by a process that ignores its children
     requests, folder = int(argv[0]), Path(argv[2])
     end = end_with_parent(requests, folder)
-    RecordingServer(requests, int(argv[1]), folder, int(argv[3]), float(argv[4])).serve()
+    RecordingServer(requests, int(argv[1]), folder, int(argv[3]), float(argv[4]), argv[5]).serve()
     end.join()
     return 0
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+from batchfinder.cuda_stub import StubCard
 from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
@@ -32,30 +33,38 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource, between_gpus
 from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
+from batchfinder.stub_cards import card_of_device, open_session
 from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, line_of_crash, revive
-from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
 
 _T = TypeVar("_T")
 _CONFIRMATIONS = 8
 """Searches for an answer, each with more sizes recorded than the one before: of a compiled step, or of one that differs
 from what it was scaled to."""
+_STUB_BYTES = 1 << 40
+"""Of a card on which steps are recorded, whatever the simulated one has: more than any step takes."""
 _NEAR_A_FULL_CARD = 8
 """What a sample adds is read between the size that fills a card and one that is an eighth smaller."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
-# And it is recorded in forks, which do not have the threads that OpenMP has started.
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_NO_CARDS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# It is recorded in forks, which do not have the threads that OpenMP has started.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
 _NEEDS_VALUES = ("NotImplementedError:", "is not supported for tensor subclasses")
 
 
 class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
-    """A process that records one workload's steps on the fake device.
+    """A process that records one workload's steps.
 
     Args:
         spec: how to build the workload there.
         workers: recordings at once; the number of cores by default.
+        recorder: `fake-device`, or `cuda-build` for PyTorch's CUDA build on the stub.
+
+    Raises:
+        CudaStubUnavailable: the CUDA build cannot be had here.
 
     Example:
         >>> spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": "bert-base"})
@@ -63,8 +72,10 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         ...     trace = recorder.submit(job).result()
     """
 
-    def __init__(self, spec: WorkloadSpec, workers: int | None = None) -> None:
+    def __init__(self, spec: WorkloadSpec, workers: int | None = None, recorder: str = FAKE_DEVICE) -> None:
         self.spec = spec
+        self.recorder = recorder
+        self._stub = open_session([StubCard()]) if recorder == CUDA_BUILD else None  # each recording has its own card
         self._lock = threading.Lock()
         self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
@@ -73,10 +84,15 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._next = 0
         folder = child_process.temporary_folder()
         silent = str(child_process.SILENT_SECONDS)
+        if self._stub is None:
+            compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            environment = {**_ONE_THREAD, **_NO_CARDS, "TORCHINDUCTOR_CACHE_DIR": compiled}
+        else:
+            environment = {**_ONE_THREAD, **self._stub.variables()}
         self._child = Child(
             "batchfinder.recording.server",
-            (str(folder), str(workers or os.cpu_count() or 1), silent),
-            {"TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)), **_ENVIRONMENT},
+            (str(folder), str(workers or os.cpu_count() or 1), silent, recorder),
+            environment,
             folder,
         )
         self._child.send({"open": asdict(spec)})
@@ -124,6 +140,8 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._child.kill()
         self._reader.join()
         self._child.close()
+        if self._stub is not None:
+            self._stub.close()
 
     def _read_answers(self) -> None:
         """Until the process ends: then everything that was asked of it and has no answer fails."""
@@ -201,16 +219,19 @@ def _revive(description: Mapping[str, Any], what: str) -> BatchFinderError:
 class Simulation(contextlib.AbstractContextManager["Simulation"]):
     """One workload, recorded as needed by one process for all GPUs and sequence lengths.
 
-    A recording process that is given is shared: this simulation does not close it.
+    Args:
+        spec: the workload.
+        how: its steps are taken.
+        recorder: what records them, by name; or a recording process to share, which this simulation does not close.
     """
 
-    def __init__(self, spec: WorkloadSpec, how: StepConfig, recorder: RecordingClient | None = None) -> None:
+    def __init__(self, spec: WorkloadSpec, how: StepConfig, recorder: RecordingClient | str = FAKE_DEVICE) -> None:
         self.spec = spec
         self.how = how
-        self._owns_recorder = recorder is None
-        self._recorder = recorder or RecordingClient(spec)
+        self._owns_recorder = isinstance(recorder, str)
+        self._recorder = RecordingClient(spec, recorder=recorder) if isinstance(recorder, str) else recorder
         self.facts = self._recorder.facts  # of the workload that the process was opened with
-        self._sources: dict[tuple[int, int], TraceSource] = {}
+        self._sources: dict[tuple[tuple[int, int], str], TraceSource] = {}
         self._recorded: dict[tuple[int, int | None], list[Future[Trace]]] = {}
         self._on_others: dict[tuple[int, int | None, tuple[tuple[int, int], ...]], Future[Trace]] = {}
         self._ends: tuple[Simulation, ...] = ()
@@ -242,12 +263,23 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
             simulation._ends = ends[0], ends[-1]
         return found
 
-    def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None]) -> TraceSource:
-        """The step's traces on GPUs of one compute capability, at these lengths and any others.
+    def kind_of(self, device: Device) -> tuple[tuple[int, int], str]:
+        """What of a device decides on the step: its compute capability, and what the CUDA stub is told of it.
+
+        The fake device knows the compute capability alone.
+        """
+        if self._recorder.recorder != CUDA_BUILD:
+            return device.compute_capability, ""
+        card = replace(card_of_device(device), name="", total_bytes=_STUB_BYTES, context_bytes=0, held_bytes=0)
+        return device.compute_capability, card.setting
+
+    def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None], card: str = "") -> TraceSource:
+        """The step's traces on GPUs of one kind (`kind_of`), at these lengths and any others.
 
         What was recorded for one capability serves the others on which the kernels are the same, but for their sizes.
         """
-        if capability not in self._sources:
+        kind = capability, card
+        if kind not in self._sources:
             ends = [(end.how.gpus, end.source(capability, seq_lens)) for end in self._ends]
 
             def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
@@ -266,13 +298,13 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
                     if done and capability in earlier.result().alike:
                         return self._on_other(earlier.result(), capability)
                 workload = None if self.spec == self._recorder.spec else self.spec
-                job = RecordingJob(self.how, capability, batch_size, seq_len, workload)
+                job = RecordingJob(self.how, capability, batch_size, seq_len, workload, card)
                 recorded.append(self._recorder.submit(job))
                 return recorded[-1]
 
             compiled = self.spec.arguments.get("compile") is not None
-            self._sources[capability] = TraceSource(submit, seq_lens, compiled)
-        return self._sources[capability]
+            self._sources[kind] = TraceSource(submit, seq_lens, compiled)
+        return self._sources[kind]
 
     def _on_other(self, trace: Trace, capability: tuple[int, int]) -> Future[Trace]:
         """A trace that was recorded for another compute capability; the same object for all on which it is the same."""
@@ -296,7 +328,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         unmodelled = [assumed] if device.assumed_capability else []
         if allocator is not None:
             unmodelled += [f"the allocator's setting {setting}" for setting in allocator.unmodelled]
-        return SimulatedProbe(self.source(device.compute_capability, seq_lens), memory, allocator, unmodelled)
+        capability, card = self.kind_of(device)
+        return SimulatedProbe(self.source(capability, seq_lens, card), memory, allocator, unmodelled)
 
 
 def search_simulated(

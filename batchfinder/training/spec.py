@@ -76,6 +76,9 @@ COMPILED_PARTS = ("model", "layers")
 
 COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
 
+FAKE_DEVICE, CUDA_BUILD = RECORDERS = ("fake-device", "cuda-build")
+"""What records a step: the fake device, with any PyTorch; or PyTorch's CUDA build on the stub."""
+
 _FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version
 _OF_THE_MODEL = ("compile", "loss", "packed", "lora", "lora_targets", "quantization")  # newer, and part of the model
 
@@ -133,6 +136,7 @@ class RecordingJob:
     batch_size: int  # samples in a micro-batch
     seq_len: int | None  # tokens per sample; None for data of one fixed shape
     workload: WorkloadSpec | None = None
+    card: str = ""  # what the CUDA stub is told of the GPU, where PyTorch's CUDA build records
 
     def __str__(self) -> str:
         size = f"batch size {self.batch_size}"
@@ -151,6 +155,7 @@ class WorkloadFacts:
         parallelizes: whether it has calls of its own that spread the model over several GPUs.
         versions: of the libraries that took part.
         warnings: what the user is told of how it was built.
+        recorder: what records its steps: one of `RECORDERS`.
     """
 
     fingerprint: str
@@ -160,6 +165,7 @@ class WorkloadFacts:
     versions: dict[str, str]
     warnings: tuple[str, ...] = ()
     parallelizes: bool = False
+    recorder: str = FAKE_DEVICE
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,7 @@ class StepOptions:
         strategy: one of `STRATEGIES`: how they do; None for one GPU, and for workloads with a `parallelize` of theirs.
         tensor_parallel: over how many of them `fsdp2-tp` splits layers; None for those of a node.
         context_parallel: over how many of them `fsdp2-cp` splits sequences; None likewise.
+        recorder: one of `RECORDERS`: what records a step that is simulated.
     """
 
     mode: str = "train"
@@ -202,6 +209,7 @@ class StepOptions:
     strategy: str | None = None
     tensor_parallel: int | None = None
     context_parallel: int | None = None
+    recorder: str = FAKE_DEVICE
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""
@@ -328,4 +336,5 @@ class StepOptions:
                 split = self.tensor_parallel if self.strategy == "fsdp2-tp" else self.context_parallel
                 how += f" of {split or GPUS_PER_NODE}"
             words.append(f"{how} on {self.gpus} GPUs")
+        words += ["recorded on PyTorch's CUDA build"] if self.recorder == CUDA_BUILD else []
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

@@ -157,7 +157,7 @@ class Step:
             model.eval()
             with torch.set_grad_enabled(config.mode == "forward"):
                 on_stage(0, "batch", 0)
-                batch = self.batch(batch_size, seq_len)
+                batch = self.batch(batch_size, seq_len, loading)
                 with self.precision.context(self.device):
                     on_stage(0, "forward", 0)
                     output = call(model, batch)

@@ -8,9 +8,11 @@ import os
 
 import torch
 
+from batchfinder.cuda_stub.card import VARIABLE
+
 
 def _path() -> str | None:
-    setting = os.environ.get("BATCHFINDER_CUDA_STUB", "").partition("|")[0]
+    setting = os.environ.get(VARIABLE, "").partition("|")[0]
     pairs = dict(pair.partition("=")[::2] for pair in setting.split(";"))
     return os.path.join(pairs["folder"], "events") if pairs.get("folder") else None
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import sys
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch.library import Library
 
+from batchfinder.cuda_stub.launch import words_of_reads
 from batchfinder.recording.cuda_build.events import write_event
 from batchfinder.recording.cuda_build.host_operators import ON_HOST, RUNTIME, Attention
 from batchfinder.recording.value_reads import (
@@ -101,6 +103,11 @@ class Reads:
             self.counts[what] = 0
             write_event("assumed", what)
 
+    def words(self) -> tuple[str, ...]:
+        """All of it so far as sentences."""
+        assumed = [what for what, times in self.counts.items() if not times]
+        return (*assumed, *words_of_reads({line: times for line, times in self.counts.items() if times}))
+
     def tell_counts(self) -> None:
         """Write how often each line read, where it was more than once."""
         if os.getpid() == self._process:
@@ -114,13 +121,16 @@ _LIBRARIES = tuple(
 )
 
 
+_FOLDER = os.path.dirname(__file__) + os.sep
+
+
 def user_line() -> str:
     """The innermost line that is no library's, such as `train.py:31`; a library's where there is none."""
     frame: FrameType | None = sys._getframe(1)
     fallback = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if file != __file__ and not file.startswith("<frozen"):
+        if not file.startswith((_FOLDER, "<frozen")):
             place = f"{os.path.basename(file)}:{frame.f_lineno}"
             if not file.startswith(_LIBRARIES):
                 return place
@@ -131,6 +141,8 @@ def user_line() -> str:
 
 
 reads = Reads()
+around: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+"""Runs each operator on a card, if it is set: given the operator, what runs it, and its arguments."""
 not_computed: dict[str, str] = {}
 """Operators that the CPU could not compute in place of the card, and why, for tests."""
 
@@ -201,6 +213,11 @@ class _Followed:
         )
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if around is not None and keyset.has(_key.CUDA):
+            return around(self._op, functools.partial(self._run, keyset), args, kwargs)
+        return self._run(keyset, *args, **kwargs)
+
+    def _run(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         args = self._with_tensors(args)
         quiet = getattr(_thread, "quiet", False)
         if not keyset.has(_key.CUDA):
@@ -269,7 +286,7 @@ class _Followed:
             _thread.quiet = before
             within = _thread.touched
             _thread.touched = None if outside is None else outside | within
-        made = [each for each in _leaves((out,)) if each.device.type == "cuda" or written]
+        made = [each for each in leaves((out,)) if each.device.type == "cuda" or written]
         if computes and self._fits(made) and self._compute(args, kwargs, made, random, out):
             if torch._C._cuda_isCurrentStreamCapturing():
                 state = ASSUMED  # a graph that is launched again computes nothing
@@ -296,11 +313,11 @@ class _Followed:
         written: list[torch.Tensor] = []
         given: Iterator[tuple[int | str, Any]] = itertools.chain(enumerate(args), kwargs.items())
         for place, value in given:
-            leaves = _leaves((value,))
+            tensors = leaves((value,))
             if place in self._written:
-                written += leaves
+                written += tensors
             if self._written.get(place, True):
-                read += leaves
+                read += tensors
         return read, written
 
     def _state(self, read: Sequence[torch.Tensor]) -> int | None:
@@ -346,10 +363,10 @@ class _Followed:
                 run = ON_HOST.get(self._name, self._op)
                 values = run(*host_args, **host_kwargs)
                 if isinstance(run, Attention) and isinstance(values[-1], int):
-                    for each in _leaves((out,)):  # a seed, by which the backward finds the same dropout
+                    for each in leaves((out,)):  # a seed, by which the backward finds the same dropout
                         if each.numel() <= 2 and not each.is_floating_point():
                             on_host(each).fill_(values[-1])
-                for tensor, value in zip(made, _leaves((values,)), strict=False):
+                for tensor, value in zip(made, leaves((values,)), strict=False):
                     same = tensor.shape == value.shape and tensor.dtype == value.dtype
                     if same and tensor.device.type == "cuda" and tensor.data_ptr() != value.data_ptr():
                         on_host(tensor).copy_(value)
@@ -388,7 +405,7 @@ class _Followed:
     def _fill(self, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> None:
         """Give small tensors that come of what nobody knows plausible numbers."""
         if self._name == "_amp_foreach_non_finite_check_and_unscale_":
-            tensors = list(_leaves((args[0],)))  # gradients are taken to be finite: the flag stays as it is
+            tensors = list(leaves((args[0],)))  # gradients are taken to be finite: the flag stays as it is
         for place, each in enumerate(tensors):
             if not _is_plain(each):
                 continue
@@ -476,7 +493,7 @@ class _Followed:
     def _generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
         """Random numbers of the CPU's, by the card's seed and how many it has drawn."""
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
-        device = next((each.device for each in _leaves(args) if each.device.type == "cuda"), None)
+        device = next((each.device for each in leaves(args) if each.device.type == "cuda"), None)
         if given and given[0].device.type == "cuda":
             source = given[0]
         else:
@@ -499,13 +516,14 @@ def _seeded(generator: torch.Generator) -> Iterator[None]:
         torch.random.set_rng_state(before)
 
 
-def _leaves(values: Sequence[Any]) -> list[torch.Tensor]:
+def leaves(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among some values, in lists and tuples as well."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found += _leaves(value)
+            found += leaves(value)
     return found
 
 
@@ -629,11 +647,11 @@ def _follow_collectives() -> Library:
         def kernel(
             keyset: Any, *args: Any, _op: Any = op, _receives: tuple[bool, ...] = receives, **kwargs: Any
         ) -> Any:
-            tensors = [each for each in _leaves(args) if each.device.type == "cuda"]
+            tensors = [each for each in leaves(args) if each.device.type == "cuda"]
             if not tensors:
                 return _op.redispatch(keyset & _BELOW, *args, **kwargs)
             given = [args[place] for place in range(len(args)) if not (place < len(_receives) and _receives[place])]
-            states = {state_of(each) for each in _leaves(given) if each.device.type == "cuda"}
+            states = {state_of(each) for each in leaves(given) if each.device.type == "cuda"}
             before, _thread.quiet = getattr(_thread, "quiet", False), True  # what it copies is copied
             try:
                 return _op.redispatch(keyset & _BELOW, *args, **kwargs)

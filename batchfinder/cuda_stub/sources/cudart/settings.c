@@ -76,6 +76,14 @@ static void see_devices(void) {
     free(text);
 }
 
+// A fork may have another card than the process that counted its devices: it reads again.
+static void forget_settings(void) {
+    read_once = see_once = (pthread_once_t)PTHREAD_ONCE_INIT;
+    memset(&settings, 0, sizeof settings);
+}
+
+__attribute__((constructor)) static void read_again_in_forks(void) { pthread_atfork(0, 0, forget_settings); }
+
 const struct settings *stub_settings(void) {
     pthread_once(&read_once, read_settings);
     pthread_once(&see_once, see_devices);

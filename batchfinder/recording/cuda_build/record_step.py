@@ -1,0 +1,97 @@
+"""Records one training step of a workload on PyTorch's CUDA build, as a trace of the allocator's own events."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from batchfinder.cuda_stub.card import VARIABLE
+from batchfinder.errors import RecordingFailed
+from batchfinder.models.quantization import Linear4bit, Linear8bit
+from batchfinder.recording.cuda_build import values
+from batchfinder.recording.cuda_build.allocations import AllocationHistory
+from batchfinder.recording.fake_device import move_module
+from batchfinder.recording.labels import StepLabels
+from batchfinder.recording.modules import ModuleTracker, compiled_modules
+from batchfinder.simulator.trace import Trace
+from batchfinder.training.optimizers import OPTIMIZERS
+from batchfinder.training.spec import StepConfig
+from batchfinder.training.step import Step, Workload
+
+
+def record_step(
+    workload: Workload,
+    config: StepConfig,
+    card: str,
+    batch_size: int,
+    seq_len: int | None,
+    mode: FakeTensorMode,
+    on_operator: Callable[[str], None] = lambda name: None,
+) -> Trace:
+    """Run the step on the stub's card and record what the caching allocator is asked for.
+
+    The process must be on the stub, and not have used the card yet: call this in a fork.
+
+    Args:
+        workload: what is trained; its model is left on the card.
+        config: how the step is taken, on one GPU.
+        card: what the stub is told of it, as `StubCard.setting` has it.
+        batch_size: of a micro-batch, in samples.
+        seq_len: tokens per sample; None for data of one fixed shape.
+        mode: the fake mode that the workload's model was made in, and its batches are.
+        on_operator: called with each operator's name before it runs.
+
+    Returns:
+        The trace, sizes in bytes as they were asked for.
+
+    Raises:
+        RecordingFailed: the step is one that only the fake device records.
+    """
+    if what := _not_recorded(workload, config):
+        raise RecordingFailed(
+            f"{what}: PyTorch's CUDA build does not record that yet, it takes eager steps on one GPU. "
+            "Ask for --recorder fake-device."
+        )
+    stub, _, _ = os.environ[VARIABLE].partition("|")
+    os.environ[VARIABLE] = f"{stub}|{card}"  # it is read as CUDA is initialized
+    device = torch.device("cuda", 0)
+    tracker = ModuleTracker(workload.model)
+    history = AllocationHistory(tracker.current, on_operator)
+
+    def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+        return tensor.detach().to(device, dtype)
+
+    def on_moved(module: nn.Module) -> None:
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
+
+    step = Step(workload, config, device, move)
+    labels = StepLabels(step, history)
+    with history.watching(), tracker.tracking():
+        history.mark(-1, "model")
+        move_module(workload.model, move, step.weights_dtype, on_moved)
+        step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
+        labels.end()
+        structure, sizes, shapes = history.collect()
+    named = config.mode == "train" and workload.optimizer is None
+    assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
+    unmodelled = (*workload.assumptions, *assumed, *values.reads.words())
+    flops = history.flops // (config.steps * config.micro_batches)
+    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, flops=flops)
+
+
+def _not_recorded(workload: Workload, config: StepConfig) -> str:
+    """What of a step is not recorded here; empty where all of it is."""
+    if config.gpus > 1 or config.strategy is not None:
+        return f"{config.gpus} GPUs"
+    if compiled_modules(workload.model):
+        return "torch.compile"
+    if any(isinstance(module, (Linear4bit, Linear8bit)) for module in workload.model.modules()):
+        return "quantized weights"
+    return "" if workload.sums_in_place else "PyTorch before 2.0"

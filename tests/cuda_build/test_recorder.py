@@ -1,0 +1,101 @@
+"""Steps recorded on PyTorch's CUDA build: what is recorded is what the allocator does in the same step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchfinder.cuda_stub import StubUnavailable, find_build
+from batchfinder.devices import device_for, find_gpu
+from batchfinder.errors import RecordingFailed
+from batchfinder.recording.simulation import RecordingClient, Simulation
+from batchfinder.results import Shape
+from batchfinder.stub_cards import card_of_device
+from batchfinder.testing import CudaStub
+from batchfinder.training.spec import CUDA_BUILD, RecordingJob, StepConfig, WorkloadSpec
+
+pytestmark = pytest.mark.cuda_build
+# As wide as real ones: the values of smaller tensors would be computed.
+BERT = {"model_type": "bert", "num_hidden_layers": 1, "vocab_size": 8000}
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "vocab_size": 8000}
+
+
+@pytest.fixture(autouse=True)
+def build() -> None:
+    """Without a CUDA build there is nothing to compare."""
+    try:
+        find_build()
+    except StubUnavailable as error:
+        if os.environ.get("BATCHFINDER_NO_SKIPS"):
+            raise
+        pytest.skip(str(error))
+
+
+def peaks(path: str, config: StepConfig, batch_size: int, seq_len: int) -> tuple[int, int]:
+    """Most allocated and most reserved of the step, as the allocator on the card counts them."""
+    import torch
+
+    from batchfinder.models import build_workload
+    from batchfinder.training.step import Step
+
+    workload = build_workload(path)
+    device = torch.device("cuda", 0)
+    step = Step(workload, config, device)
+    workload.model.to(device, step.weights_dtype)
+    step.run(batch_size, seq_len)
+    assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "config", "batch_size"),
+    [
+        (BERT, "H100", StepConfig(precision="16-mixed"), 8),
+        (GPT2, "T4", StepConfig(optimizer="adafactor", micro_batches=2), 5),
+    ],
+)
+def test_a_recorded_step_is_the_step(
+    model: dict[str, Any], gpu: str, config: StepConfig, batch_size: int, tmp_path: Path
+) -> None:
+    """Replayed on the card, it has the peaks that PyTorch counts, to the byte."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model))
+    real = CudaStub(gpu=gpu).run(peaks, str(path), config, batch_size, 64).result
+    spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": str(path)})
+    with Simulation(spec, config, CUDA_BUILD) as simulation:
+        assert simulation.facts().recorder == CUDA_BUILD
+        probe = simulation.probe(device_for(find_gpu(gpu)), [64])
+        trace = probe.trace(batch_size, Shape(64), exact=True)
+        timeline = probe.steady_state(batch_size, Shape(64), exact=True).timeline
+    assert (timeline.max_allocated_bytes, timeline.max_reserved_bytes) == tuple(real)
+    assert {"parameter", "optimizer", "gradient", "activation", "input", "workspace"} <= set(trace.structure.kinds)
+    assert any("attn" in name or "attention" in name for name in trace.structure.modules)
+    assert "float32[8000, 768]" in trace.shapes
+
+
+def test_what_it_does_not_record_is_said() -> None:
+    """Several GPUs; and the card decides: a recording for another has other kernels."""
+    spec = WorkloadSpec("tests.builders.small:mlp")
+    with RecordingClient(spec, recorder=CUDA_BUILD) as recorder:
+        card = card_of_device(device_for(find_gpu("T4"))).setting
+        jobs = [RecordingJob(StepConfig(gpus=gpus), (7, 5), 4, None, card=card) for gpus in (1, 2)]
+        alone, several = map(recorder.submit, jobs)
+        assert alone.result().structure.order
+        with pytest.raises(RecordingFailed, match="2 GPUs: PyTorch's CUDA build does not record that yet"):
+            several.result()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """`estimate --recorder cuda-build` says what recorded the step, also in JSON."""
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    command = [sys.executable, "-m", "batchfinder", "estimate", "--model", "config.json", "--gpu", "t4", "--json"]
+    done = subprocess.run(
+        [*command, "--recorder", "cuda-build"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert json.loads(done.stdout)["recorder"] == "cuda-build"
