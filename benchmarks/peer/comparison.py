@@ -86,7 +86,7 @@ def measured(fit: Fit, names: Sequence[str]) -> dict[str, Any]:
         size = found["returned"]
         if size and size not in trained[peer.driver]:
             trained[peer.driver][size] = trains(fit, peer.driver, size)
-        rows.append({"peer": peer.name, **found, **trained[peer.driver].get(size, {"trains": False})})
+        rows.append({"peer": peer.name, **found, **trained[peer.driver].get(size, {"trains": False, "retries": 0})})
     true = {driver: largest(sizes, partial(trains, fit, driver)) for driver, sizes in trained.items()}
     for peer, row in zip(chosen, rows, strict=True):
         if "failed" not in row:
@@ -153,7 +153,6 @@ def train(fit: Fit, driver: str, batch_size: int) -> dict[str, Any]:
     import torch
 
     from batchfinder.measure.oom import classify
-    from benchmarks.peer import huggingface, trainer
 
     torch.cuda.init()
     seed(TRAINING_SEED)
@@ -162,7 +161,8 @@ def train(fit: Fit, driver: str, batch_size: int) -> dict[str, Any]:
         if driver == "loop":
             Loop(fit).train(batch_size)
         else:
-            {"lightning": trainer, "transformers": huggingface}[driver].train(fit, batch_size)
+            module = {"lightning": "trainer", "transformers": "huggingface"}[driver]
+            import_module(f"benchmarks.peer.{module}").train(fit, batch_size)
     except Exception as error:
         if classify(error, device="cuda") is None:
             raise

@@ -23,8 +23,8 @@ def markdown(result: dict[str, Any]) -> str:
         f" {hardware['cores']} cores, Python {result['python']}; {versions}."
     ]
     for lengths, title in LENGTHS.items():
-        among = [case for case in cases if case["lengths"] == lengths]
-        parts += [f"**{title}, {len(among)} cases**", _summary(result, among)]
+        if among := [case for case in cases if case["lengths"] == lengths]:
+            parts += [f"**{title}, {len(among)} cases**", _summary(result, among)]
     parts += ["batchfinder:", "\n".join(f"- {line}" for line in claims(result))]
     parts += ["**Every answer, as a share of the largest size that trains**", _answers(result)]
     parts.append("\n".join(f"- {name}: {note}." for name, note in result["notes"].items()))
@@ -114,7 +114,7 @@ def _answers(result: dict[str, Any]) -> str:
     lines = [
         "| | " + " | ".join(case["name"] for case in cases) + " |",
         "| --- |" + " ---: |" * len(cases),
-        "| the largest, in a loop | " + " | ".join(str(case["true"]["loop"]) for case in cases) + " |",
+        "| the largest, in a loop | " + " | ".join(str(case["true"].get("loop", "")) for case in cases) + " |",
     ]
     for peer in result["notes"]:
         found = [_answer(row) for case in cases for row in case["rows"] if row["peer"] == peer]

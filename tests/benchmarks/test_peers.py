@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.peer.comparison import largest
+from batchfinder.units import MIB
+from benchmarks.peer.comparison import largest, search, train
 from benchmarks.peer.report import claims, markdown, short
-from benchmarks.peer.work import CASES, steps_of
+from benchmarks.peer.work import CASES, STATE, Loop, seed, steps_of
 
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks" / "results" / "peers-2-cores.json").read_text())
@@ -44,6 +47,32 @@ def test_the_documentation_shows_the_committed_result() -> None:
     """The tables in docs/peers.md and in the README are what the script makes of the file."""
     assert markdown(RESULT) in (ROOT / "docs" / "peers.md").read_text()
     assert short(RESULT) in (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """48 MiB beside what the process has."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 48 * MIB) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+def test_training_and_a_search_on_a_card(little_memory: None) -> None:
+    """A size that is too large does not train; training changes the state that is compared, and a search does not."""
+    assert [train(STATE, "loop", size)["trains"] for size in (4, 1024)] == [True, False]
+    seed(0)
+    loop = Loop(STATE)
+    before = loop.state()
+    loop.train(4)
+    after = loop.state()
+    assert {name for name in before if before[name] != after[name]} == {"parameters", "optimizer", "random numbers"}
+    del loop
+    found = search("batchfinder loop", STATE, states=True)
+    assert found["before"] == found["after"] == before
+    assert 4 <= found["returned"] < 1024
 
 
 def test_what_does_not_hold_is_said() -> None:
