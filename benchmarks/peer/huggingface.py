@@ -46,7 +46,7 @@ def trainer(fit: Fit, batch_size: int, starts: Starts | None = None, **options: 
     module = module_of(fit)
     samples = module.train_dataloader().dataset
     arguments = TrainingArguments(
-        tempfile.mkdtemp(),
+        tempfile.gettempdir(),  # nothing is written
         per_device_train_batch_size=batch_size,
         max_steps=steps_of(fit, batch_size),
         optim="adamw_torch",
