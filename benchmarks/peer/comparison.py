@@ -1,126 +1,41 @@
-"""The cases, simulated and real, and the run of every peer on each of them."""
+"""Every peer on every case, on the CUDA stub: each search and each training is a fork of a process on it."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import json
+import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 from typing import Any
-
-import torch
-from torch import nn
+from unittest.mock import patch
 
 from batchfinder.devices import host_name
-from batchfinder.recording.simulation import Simulation
-from batchfinder.results import Shape
-from batchfinder.simulator.allocator import UNLIMITED
-from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.scaling import TraceSource
-from batchfinder.simulator.steady_state import SimulatedProbe
-from batchfinder.training.spec import StepConfig, WorkloadSpec
-from batchfinder.units import GIB, MIB, format_bytes
-from benchmarks.peer.card import Meter, SimulatedCard
-from benchmarks.peer.finders import PEERS, Peer
-from benchmarks.peer.judge import largest, row
+from batchfinder.testing import CudaStub
+from benchmarks.peer.finders import PEERS
 from benchmarks.peer.report import draw, markdown
-from benchmarks.peer.trainer import state_at_start
-from benchmarks.peer.work import Work
+from benchmarks.peer.work import CASES, STATE, Loop, module_of, name_of, seed
+from benchmarks.random_fit.draw import Fit
+from benchmarks.random_fit.run import forked
 
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
-_CAPABILITY = (8, 0)
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A model's recorded step on a card that has exactly the memory of some batch size.
-
-    Attributes:
-        model: a name in the catalog of models.
-        seq_len: the samples' length in tokens, or their side in pixels.
-        size: the batch size whose reserved bytes the card has; the largest that trains may be another.
-        cap: the largest size to try.
-    """
-
-    model: str
-    seq_len: int
-    size: int
-    cap: int | None = None
-
-    @property
-    def name(self) -> str:
-        """In tables, followed by the card's memory."""
-        capped = "" if self.cap is None else f", cap {self.cap}"
-        return f"{self.model} at {self.seq_len}{capped}"
-
-
-@dataclass(frozen=True)
-class Real:
-    """Real training.
-
-    Attributes:
-        net: a name in `work.NETS`.
-        budget_bytes: what it may take, the model included.
-    """
-
-    net: str
-    budget_bytes: int
-
-    @property
-    def name(self) -> str:
-        """In tables."""
-        return f"{self.net} in {format_bytes(self.budget_bytes)}"
-
-
-SIMULATED = (
-    *(Simulated("gpt2", 1024, size) for size in (1, 3)),
-    *(Simulated("bert-large", 512, size) for size in (7, 13, 23)),
-    *(Simulated("resnet50", 224, size) for size in (47, 97, 201, 389)),
-    *(Simulated("distilbert", 32, size) for size in (777, 1531, 2999)),
-    Simulated("resnet50", 224, 97, cap=60),
-    Simulated("resnet50", 224, 97, cap=150),
-)
-REAL = {
-    "cpu": (Real("transformer", 512 * MIB), Real("transformer", 1024 * MIB), Real("conv net", 768 * MIB)),
-    "cuda": tuple(Real(net, size * GIB) for net in ("transformer", "conv net") for size in (4, 16)),
-}
-QUICK = (SIMULATED[2], SIMULATED[6])
-
-
-def simulated_works(cases: tuple[Simulated, ...]) -> Iterator[tuple[Simulated, Work]]:
-    """Each case with its card. All recordings are made, and their processes ended, before the first."""
-    sources: dict[tuple[str, int], TraceSource] = {}
-    with ExitStack() as running:
-        for key in dict.fromkeys((case.model, case.seq_len) for case in cases):
-            spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": key[0]})
-            simulation = running.enter_context(Simulation(spec, StepConfig()))
-            sources[key] = simulation.source(_CAPABILITY, [key[1]])
-            sources[key].prefetch()
-        for (_, seq_len), source in sources.items():
-            for size in (1, 2):
-                source.at(size, seq_len)
-    for case in cases:
-        source, shape = sources[case.model, case.seq_len], Shape(case.seq_len)
-        needed = SimulatedProbe(source, UNLIMITED).needed_bytes(case.size, shape)
-        card = SimulatedCard(SimulatedProbe(source, DeviceMemory(needed, needed)), shape)
-        yield case, Work("small", case.cap, card=card)
+SEARCH_SEED, TRAINING_SEED = 0, 1
+"""Training shuffles the data otherwise than the search."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what the options of `peers.py` ask for, print the tables, write the result; returns 0."""
-    device: str = arguments.device
     peers = [peer for peer in PEERS if arguments.only in peer.name]
-    _warm_up()
     result: dict[str, Any] = {
         "benchmark": "peers",
         "command": " ".join(["python benchmarks/peers.py", *sys.argv[1:]]),
@@ -129,81 +44,169 @@ def run(arguments: argparse.Namespace) -> int:
             "cpu": host_name(),
             "cores": os.cpu_count(),
             "load_average": [round(load, 1) for load in os.getloadavg()],
-            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         },
         "versions": {
-            name: version(name)
-            for name in ("torch", "transformers", *sorted({peer.package for peer in PEERS if peer.version}))
+            name: version(name) for name in ("torch", *sorted({peer.package for peer in PEERS if peer.version}))
         },
         "python": platform.python_version(),
         "notes": {peer.name: peer.note for peer in peers},
         "cases": [],
+        "changed": {},
     }
     out: Path | None = arguments.out
-    if out is None and not (arguments.quick or arguments.only or arguments.case or arguments.part):
-        machine = f"{os.cpu_count()}-cores"
-        if device == "cuda":
-            machine = torch.cuda.get_device_name().lower().replace(" ", "-")
-        out = _RESULTS / f"peers-{machine}.json"
-    for case in _cases(arguments, peers):
+    if out is None and not (arguments.only or arguments.case):
+        out = _RESULTS / f"peers-{os.cpu_count()}-cores.json"
+    names = [peer.name for peer in peers if peer.version]
+    for fit in (case for case in CASES if arguments.case in name_of(case)):
+        case = CudaStub(fit.card, fit.memory_bytes, values=False, timeout=3600.0).run(measured, fit, names).result
         result["cases"].append(case)
+        print(json.dumps(case, indent=1), file=sys.stderr, flush=True)
         if out is not None:
             out.write_text(json.dumps(result, indent=1) + "\n")
-    print(markdown(result, cases=True))
-    if out is not None and find_spec("matplotlib"):
-        draw(result, arguments.figure or str(out.with_suffix(".png")))
+    result["changed"] = CudaStub(STATE.card, STATE.memory_bytes, timeout=3600.0).run(states, names).result
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        if find_spec("matplotlib"):
+            draw(result, arguments.figure or str(out.with_suffix(".png")))
+    print(markdown(result))
     return 0
 
 
-def _cases(arguments: argparse.Namespace, peers: list[Peer]) -> Iterator[dict[str, Any]]:
-    device: str = arguments.device
-    simulated = QUICK if arguments.quick else SIMULATED
-    if arguments.part == "real" or (device == "cuda" and not arguments.quick):
-        simulated = ()
-    for case, work in simulated_works(tuple(case for case in simulated if arguments.case in case.name)):
-        assert work.card is not None
-        true = work.card.largest(case.size)
-        facts: dict[str, Any] = {
-            "name": f"{case.name}, {format_bytes(work.card.total_bytes)}",
-            "kind": "simulated",
-            "budget_bytes": work.card.total_bytes,
-            "cap": case.cap,
-        }
-        yield _case(facts, work, peers, {"loop": true, "trainer": true})
-    if arguments.quick or arguments.part == "simulated":
-        return
-    for real in (case for case in REAL[device] if arguments.case in case.name):
-        work = Work(real.net, device=device, budget_bytes=real.budget_bytes)
-        trues = {driver: largest(work, driver) for driver in ("loop", "trainer")}
-        facts = {"name": real.name, "kind": device, "budget_bytes": real.budget_bytes, "cap": None}
-        yield _case(facts, work, peers, trues)
-
-
-def _case(facts: dict[str, Any], work: Work, peers: list[Peer], trues: dict[str, int]) -> dict[str, Any]:
-    cap = work.cap or max(trues.values())
+def measured(fit: Fit, names: Sequence[str]) -> dict[str, Any]:
+    """The peers' answers, how each of them trains, and the largest size that trains with each driver."""
+    _load(fit)
+    chosen = [peer for peer in PEERS if peer.name in names]
     rows = []
-    for peer in peers:
-        rows.append(row(peer, replace(work, meter=Meter()), min(cap, trues[peer.driver])))
-        print(json.dumps({"case": facts["name"], **rows[-1]}), file=sys.stderr, flush=True)
-    return {**facts, "true": trues, "rows": rows}
+    trained: dict[str, dict[int, dict[str, Any]]] = {peer.driver: {} for peer in chosen}
+    for peer in chosen:
+        found = forked(fit, partial(search, peer.name, fit))
+        if "error" in found:
+            rows.append({"peer": peer.name, "failed": _last_line(found["error"])})
+            continue
+        size = found["returned"]
+        if size and size not in trained[peer.driver]:
+            trained[peer.driver][size] = trains(fit, peer.driver, size)
+        rows.append({"peer": peer.name, **found, **trained[peer.driver].get(size, {"trains": False, "retries": 0})})
+    true = {driver: largest(sizes, partial(trains, fit, driver)) for driver, sizes in trained.items()}
+    for peer, row in zip(chosen, rows, strict=True):
+        if "failed" not in row:
+            row |= {"true": true[peer.driver], "share": round(row["returned"] / true[peer.driver], 4)}
+    return {"name": name_of(fit), "lengths": fit.lengths, "true": true, "rows": rows, "trained": trained}
 
 
-def _warm_up() -> None:
-    """Load what each forked process would load by itself, at the expense of its memory limit.
+def states(names: Sequence[str]) -> dict[str, list[str] | str | None]:
+    """What of the training state each peer changes on the small case; None where there is none to compare."""
+    _load(STATE)
+    chosen = [peer for peer in PEERS if peer.name in names]
+    changed: dict[str, list[str] | str | None] = {}
+    for peer in chosen:
+        found = forked(STATE, partial(search, peer.name, STATE, states=True))
+        if "error" in found:
+            changed[peer.name] = _last_line(found["error"])
+            continue
+        before, after = found["before"], found["after"]
+        if after and not before:
+            before = forked(STATE, partial(state_at_start, peer.driver, found["returned"]))
+        changed[peer.name] = [name for name in after if before[name] != after[name]] if after else None
+    return changed
 
-    A thread is started and ended, since the C library keeps its stack for the next one.
+
+def search(name: str, fit: Fit, states: bool = False) -> dict[str, Any]:
+    """A peer's search in this process: its answer, its tries, and the out-of-memory errors of the allocator."""
+    import torch
+
+    (peer,) = (peer for peer in PEERS if peer.name == name)
+    torch.cuda.init()
+    seed(SEARCH_SEED)
+    found = peer.find(fit)
+    errors = torch.cuda.memory_stats()["num_ooms"]
+    row = {"returned": found.batch_size, "tries": found.tries, "out_of_memory": errors}
+    return {**row, "before": found.before, "after": found.after} if states else row
+
+
+def state_at_start(driver: str, batch_size: int) -> dict[str, str]:
+    """Digests of the state with which a trainer starts that has no finder."""
+    from benchmarks.peer import huggingface, trainer
+
+    seed(SEARCH_SEED)
+    if driver == "lightning":
+        return trainer.start(STATE, module_of(STATE, batch_size))
+    starts = huggingface.Starts(STATE, stop=True)
+    huggingface.trainer(STATE, batch_size, starts).train()
+    return starts.state
+
+
+def trains(fit: Fit, driver: str, batch_size: int) -> dict[str, Any]:
+    """Whether a size trains in a new process without a finder, and how often the allocator gave its cache back.
+
+    Raises:
+        RuntimeError: it failed for another reason than memory.
     """
-    torch.set_num_threads(1)
-    thread = Thread(target=gc.collect)
-    thread.start()
-    thread.join()
-    for name in ("accelerate.utils", "toma", "torch_max_mem", "batch_finder"):
-        if find_spec(name.partition(".")[0]):
-            __import__(name)
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.AdamW([parameter]).step()  # loads torch._dynamo
-    # A trainer's first start draws random numbers that later ones do not.
-    state_at_start(Work("small"), [], 2)
+    seen = forked(fit, partial(train, fit, driver, batch_size))
+    if "error" in seen:
+        raise RuntimeError(f"{name_of(fit)} with {batch_size} in {driver}: {seen['error']}")
+    return seen
+
+
+def train(fit: Fit, driver: str, batch_size: int) -> dict[str, Any]:
+    """Train in this process."""
+    import torch
+
+    from batchfinder.measure.oom import classify
+
+    torch.cuda.init()
+    seed(TRAINING_SEED)
+    ran = True
+    try:
+        if driver == "loop":
+            Loop(fit).train(batch_size)
+        else:
+            module = {"lightning": "trainer", "transformers": "huggingface"}[driver]
+            import_module(f"benchmarks.peer.{module}").train(fit, batch_size)
+    except Exception as error:
+        if classify(error, device="cuda") is None:
+            raise
+        ran = False
+    return {"trains": ran, "retries": torch.cuda.memory_stats()["num_alloc_retries"]}
+
+
+def largest(trained: dict[int, dict[str, Any]], train: Callable[[int], dict[str, Any]]) -> int:
+    """The largest size that trains, within a per cent.
+
+    Args:
+        trained: what is known of sizes already; what is learnt is added.
+        train: trains with a size, as `trains` does.
+    """
+    low = max((size for size, seen in trained.items() if seen["trains"]), default=0)
+    high = min((size for size in trained if size > low), default=None)
+    step = max(1, low // 20)
+    while high is None or high - low > max(1, low // 100):
+        size = low + step if high is None else (low + high) // 2
+        trained[size] = train(size)
+        if trained[size]["trains"]:
+            low, step = size, 2 * step
+        else:
+            high = size
+    return low
+
+
+def _load(fit: Fit) -> None:
+    """What each fork would do again: the imports, and the weights."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with patch("torch.cuda.is_available", return_value=False):
+        _import("bitsandbytes")  # transformers imports it, and it would initialize CUDA, which forks cannot use then
+    for name in ("accelerate", "toma", "torch_max_mem", "batch_finder", "benchmarks.peer.huggingface"):
+        _import(name)
+    module_of(fit)
     gc.collect()
     gc.freeze()  # a garbage collection in a fork then only sees objects of its own
+
+
+def _import(name: str) -> None:
+    if find_spec(name.partition(".")[0]):
+        import_module(name)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2][:200]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
@@ -13,14 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peer.work import NETS, VOCABULARY, TrainingLoop, Work, changed
+from benchmarks.peer.work import STATE, Loop, longest_batch, module_of, on_card
+from benchmarks.random_fit.draw import Fit
 
-LARGE = 8192
+LARGE = 2048
 """Where a user starts who wants the largest size from a finder that only goes downwards."""
-
-_MEMORY_OF_TRAINER = "batchfinder.lightning.stage_tuner.memory_of"
-_MEMORY_OF_LOOP = "batchfinder.loop.tune.memory_of"
-_PREDICT = "batchfinder.lightning.stage_tuner.predict_batch_size"
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,15 @@ class Found:
 
     Attributes:
         batch_size: what it returned; 0 for none.
-        changed: the parts of the training state that are not as they would be without the search.
+        tries: how many sizes it tried, the same one twice if it did.
+        before: digests of the training state; empty where they are those of a trainer that starts without a finder.
+        after: the same after the search; empty where the search makes a new model for each size.
     """
 
     batch_size: int
-    changed: tuple[str, ...]
+    tries: int
+    before: dict[str, str] = field(default_factory=dict)
+    after: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Peer:
     Attributes:
         name: in tables.
         package: the distribution it comes from.
-        driver: what it trains with: `loop` or `trainer`.
-        find: searches, once the work has begun.
+        driver: what it trains with: `loop`, `lightning` or `transformers`.
+        find: searches.
         note: what it does not do, or does by design.
     """
 
     name: str
     package: str
     driver: str
-    find: Callable[[Work], Found]
+    find: Callable[[Fit], Found]
     note: str = ""
 
     @property
@@ -63,163 +63,164 @@ class Peer:
             return None
 
 
-def _in_loop(work: Work, search: Callable[[TrainingLoop], int]) -> Found:
-    """Search with a plain loop, whose state before and after is compared."""
-    training = TrainingLoop(work)
-    before = training.state()
-    batch_size = search(training)
-    work.end()
-    return Found(batch_size, changed(before, training.state()))
-
-
-def _in_trainer(work: Work, callback: Any, card: AbstractContextManager[None] | None = None) -> Found:
-    """Search with a callback; the state at the start of training is compared with that of a run without it."""
-    from benchmarks.peer.trainer import state_at_start
-
-    with card or nullcontext():
-        module, state = state_at_start(work, [callback], 2)
-    work.end()
-    work.seed()
-    _, without = state_at_start(work, [], module.batch_size)
-    return Found(module.batch_size, changed(without, state))
-
-
-def _lightning(work: Work, mode: str) -> Found:
+def _lightning(fit: Fit, mode: str) -> Found:
     from pytorch_lightning.callbacks import BatchSizeFinder
 
-    limits = {} if work.cap is None else {"max_val": work.cap}
-    return _in_trainer(work, BatchSizeFinder(mode=mode, **limits))
+    from benchmarks.peer.trainer import start
+
+    module = module_of(fit)
+    tried: list[int] = []
+    module.on_train_start = lambda: tried.append(module.batch_size)
+    after = start(fit, module, [BatchSizeFinder(mode=mode)])
+    return Found(module.batch_size, len(tried), after=after)
 
 
-def _start_of(work: Work, start: int) -> int:
-    return start if work.cap is None else min(start, work.cap)
-
-
-def _accelerate(work: Work, start: int) -> Found:
-    from accelerate.utils import find_executable_batch_size
-
-    def search(training: TrainingLoop) -> int:
-        return find_executable_batch_size(training.train, starting_batch_size=_start_of(work, start))()
-
-    return _in_loop(work, search)
-
-
-def _toma(work: Work, start: int) -> Found:
-    from toma import toma
-
-    def search(training: TrainingLoop) -> int:
-        @toma.batch(initial_batchsize=_start_of(work, start))
-        def train(batchsize: int) -> int:
-            return training.train(batchsize)
-
-        return train()
-
-    return _in_loop(work, search)
-
-
-def _torch_max_mem(work: Work) -> Found:
-    from torch_max_mem import maximize_memory_utilization
-
-    def search(training: TrainingLoop) -> int:
-        @maximize_memory_utilization()
-        def train(batch_size: int) -> int:
-            return training.train(batch_size)
-
-        return train(batch_size=_start_of(work, LARGE))
-
-    return _in_loop(work, search)
-
-
-class _CountedNet(nn.Module):
-    """A net whose forwards are counted, for batch-finder, which makes its own model, batches and steps."""
-
-    def __init__(self, work: Work) -> None:
-        super().__init__()
-        self.net = work.model()
-        self.work = work
-        self.config = SimpleNamespace(vocab_size=VOCABULARY)  # where batch-finder reads the range of token ids
-
-
-class _TokenNet(_CountedNet):
-    """batch-finder makes integers for an argument of this name."""
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.work.loss(self.net, input_ids)
-
-
-class _FloatNet(_CountedNet):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.work.loss(self.net, x)
-
-
-def _batch_finder(work: Work) -> Found:
-    from batch_finder import find_max_minibatch
-
-    net = NETS[work.net]
-
-    def search(training: TrainingLoop) -> int:
-        found = find_max_minibatch(
-            lambda: (_TokenNet if net.integer else _FloatNet)(work),
-            input_shapes=(-1, *net.sample),
-            device=torch.device(work.device),
-            use_subprocess=False,
-            delay=0.0 if work.card else None,
-        )
-        size = 0 if found is None else int(found[0])
-        # It catches every error itself, so the meter sees none: the tries above the answer are those that failed.
-        counts = work.meter.counts
-        counts.failed = [tried for tried in counts.tries if tried > size]
-        return size
-
-    return _in_loop(work, search)
-
-
-def _callback(work: Work, tolerance: float, predict: bool | None = None) -> Found:
+def _callback(fit: Fit, **options: Any) -> Found:
     """With the defaults but for the cache, which is empty."""
     from batchfinder import BatchFinder
+    from benchmarks.peer.trainer import start
 
-    if work.card is None:
-        card = None
-    else:
-        predict = predict is None or predict  # on a GPU it is the default
-        card = work.card.replacing(_MEMORY_OF_TRAINER, _PREDICT if predict else None)
-    return _in_trainer(
-        work, BatchFinder(max_batch_size=work.cap, tolerance=tolerance, cache=False, predict=predict), card
+    finder = BatchFinder(cache=False, **options)
+    module = module_of(fit)
+    after = start(fit, module, [finder])
+    (found,) = finder.results["fit"].values()
+    return Found(module.batch_size, len(found.trials), after=after)
+
+
+def _accelerate(fit: Fit, start: int) -> Found:
+    """The whole training is in the function, with the making of the model."""
+    from accelerate import Accelerator
+    from accelerate.utils import find_executable_batch_size
+
+    accelerator = Accelerator()
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=start)
+    def train(batch_size: int) -> int:
+        accelerator.free_memory()
+        tried.append(batch_size)
+        return Loop(fit).train(batch_size)
+
+    return Found(train(), len(tried))
+
+
+def _auto_find(fit: Fit) -> Found:
+    from benchmarks.peer.huggingface import Starts, trainer
+
+    starts = Starts(fit, stop=False)
+    training = trainer(fit, LARGE, starts, auto_find_batch_size=True)
+    training.train()
+    return Found(training._train_batch_size, starts.count, after=starts.state)
+
+
+def _tune_trainer(fit: Fit) -> Found:
+    """The largest micro-batch; the effective batch is far above it."""
+    from batchfinder import tune_trainer
+    from benchmarks.peer.huggingface import Starts, trainer
+
+    starts = Starts(fit, stop=True)
+    training = trainer(fit, LARGE, starts)
+    found = tune_trainer(training, cache=False)
+    if fit == STATE:
+        training.train()
+    return Found(found.result.max_batch_size, len(found.result.trials), after=starts.state)
+
+
+def _toma(fit: Fit) -> Found:
+    from toma import toma
+
+    loop, tried = Loop(fit), []
+    before = loop.state()
+
+    @toma.batch(initial_batchsize=512)
+    def train(batchsize: int) -> int:
+        tried.append(batchsize)
+        return loop.train(batchsize)
+
+    return Found(train(), len(tried), before, loop.state())
+
+
+def _torch_max_mem(fit: Fit) -> Found:
+    from torch_max_mem import maximize_memory_utilization
+
+    loop, tried = Loop(fit), []
+    before = loop.state()
+
+    @maximize_memory_utilization()
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        return loop.train(batch_size)
+
+    return Found(train(batch_size=LARGE), len(tried), before, loop.state())
+
+
+class _TokenNet(nn.Module):
+    """batch-finder makes integers for an argument of this name, as many as the vocabulary has."""
+
+    def __init__(self, fit: Fit, tried: list[int]) -> None:
+        super().__init__()
+        self.module = module_of(fit).cuda()
+        self.config = SimpleNamespace(vocab_size=fit.vocabulary)
+        self.tried = tried
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.tried.append(len(input_ids))
+        return self.module.loss({"input_ids": input_ids})
+
+
+class _FloatNet(_TokenNet):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tried.append(len(x))
+        return self.module.loss(x)
+
+
+def _batch_finder(fit: Fit) -> Found:
+    from batch_finder import find_max_minibatch
+
+    loop: Loop = Loop(fit)
+    before, tried = loop.state(), []
+    sample = longest_batch(loop.module, 1)
+    tokens = isinstance(sample, dict)
+    found = find_max_minibatch(
+        lambda: (_TokenNet if tokens else _FloatNet)(fit, tried),
+        input_shapes=(-1, *(sample["input_ids"] if tokens else sample).shape[1:]),
+        device=torch.device("cuda"),
+        use_subprocess=False,
+        delay=0.0,
     )
+    return Found(0 if found is None else int(found[0]), len(tried), before, loop.state())
 
 
-def _loop(work: Work, tolerance: float) -> Found:
-    """With the defaults but for the cache, which is empty."""
+def _loop(fit: Fit, **options: Any) -> Found:
+    """With the defaults but for the cache, which is empty; on batches of the longest sample."""
     from batchfinder import tune_batch_size
 
-    def search(training: TrainingLoop) -> int:
-        with nullcontext() if work.card is None else work.card.replacing(_MEMORY_OF_LOOP):
-            return tune_batch_size(
-                training.step,
-                lambda batch_size, seq_len: work.batch(batch_size),
-                [training.model, training.optimizer],
-                max_batch_size=work.cap,
-                tolerance=tolerance,
-                cache=False,
-            ).batch_size
-
-    return _in_loop(work, search)
+    loop = Loop(fit)
+    before = loop.state()
+    found = tune_batch_size(
+        loop.step,
+        lambda batch_size, seq_len: on_card(longest_batch(loop.module, batch_size)),
+        [loop.module, loop.optimizer],
+        cache=False,
+        **options,
+    )
+    return Found(found.batch_size, len(found.result.trials), before, loop.state())
 
 
-_RUNS_TRAINING = "the call is the training itself, so nothing is put back by design"
+_RUNS_TRAINING = "the call is the training itself"
 
 PEERS = (
     Peer(
         "Lightning power",
         "pytorch-lightning",
-        "trainer",
+        "lightning",
         partial(_lightning, mode="power"),
         "powers of two by design; three steps per size",
     ),
     Peer(
         "Lightning binsearch",
         "pytorch-lightning",
-        "trainer",
+        "lightning",
         partial(_lightning, mode="binsearch"),
         "takes 5 % off what it found by design; three steps per size",
     ),
@@ -229,53 +230,55 @@ PEERS = (
             "accelerate",
             "loop",
             partial(_accelerate, start=start),
-            f"only downwards; {_RUNS_TRAINING}",
+            f"only downwards, by a tenth; {_RUNS_TRAINING}, begun anew at each size",
         )
         for start in (128, LARGE)
     ),
-    *(
-        Peer(
-            f"toma, from {start}",
-            "toma",
-            "loop",
-            partial(_toma, start=start),
-            f"only downwards, by halves; {_RUNS_TRAINING}",
-        )
-        for start in (512, LARGE)
+    Peer(
+        f"auto_find_batch_size, from {LARGE}",
+        "transformers",
+        "transformers",
+        _auto_find,
+        f"only downwards, by a tenth; {_RUNS_TRAINING}, begun anew at each size with the weights of the last",
     ),
+    Peer("toma, from 512", "toma", "loop", _toma, f"only downwards, by halves; {_RUNS_TRAINING}"),
     Peer(
         f"torch-max-mem, from {LARGE}",
         "torch_max_mem",
         "loop",
         _torch_max_mem,
-        "only downwards, by halves; made for batched computation on a GPU, and its version 0.1.6 does not recognize "
-        "errors of PyTorch's CPU allocator on Linux; the call is the work itself, so nothing is put back by design",
+        f"only downwards, by halves; made for batched computation; {_RUNS_TRAINING}",
     ),
     Peer(
         "batch-finder",
         "batch-finder",
         "loop",
         _batch_finder,
-        "no cap; one forward and backward of its own model, without an optimizer, so it sees neither what a second "
-        "step takes nor, on a real device, the optimizer's state; any error counts as out of memory; run in this "
-        "process, which its README offers for hosts short of memory",
+        "one forward and backward of its own model on the longest samples, without an optimizer, so it sees neither "
+        "what a second step takes nor the optimizer's state; run in this process, which its README offers, and without "
+        "its pauses",
     ),
-    Peer(
-        "batchfinder callback",
-        "batchfinder",
-        "trainer",
-        partial(_callback, tolerance=0.01),
-        "starts from the simulated step, as on a GPU by default; for a simulated card that prediction is exact, which "
-        "for a real one it is not",
-    ),
-    Peer("batchfinder callback, exact", "batchfinder", "trainer", partial(_callback, tolerance=0.0), "tolerance=0"),
+    Peer("batchfinder callback", "batchfinder", "lightning", _callback, "within 1 % by design"),
     Peer(
         "batchfinder callback, predict=False",
         "batchfinder",
-        "trainer",
-        partial(_callback, tolerance=0.01, predict=False),
-        "without the simulated step; on a CPU that is the default",
+        "lightning",
+        partial(_callback, predict=False),
+        "without the simulated step that the callback starts from on a GPU",
     ),
-    Peer("batchfinder loop", "batchfinder", "loop", partial(_loop, tolerance=0.01), "within 1 % by design"),
-    Peer("batchfinder loop, exact", "batchfinder", "loop", partial(_loop, tolerance=0.0), "tolerance=0"),
+    Peer("batchfinder loop", "batchfinder", "loop", _loop, "within 1 % by design; on batches of the longest samples"),
+    Peer(
+        "batchfinder loop, 5 % headroom",
+        "batchfinder",
+        "loop",
+        partial(_loop, headroom="5%"),
+        "as in the example of its documentation",
+    ),
+    Peer(
+        "batchfinder tune_trainer",
+        "batchfinder",
+        "transformers",
+        _tune_trainer,
+        "the largest micro-batch that it found",
+    ),
 )
