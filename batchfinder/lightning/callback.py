@@ -45,7 +45,7 @@ from batchfinder.lightning.compat import (
     loader_source,
     running_stage,
 )
-from batchfinder.lightning.dataloaders import ProbeBatches
+from batchfinder.lightning.dataloaders import ProbeBatches, check_mode
 from batchfinder.lightning.ddp import data_parallel_size, ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, give_back_cache
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
@@ -490,8 +490,11 @@ class BatchFinder(Accumulating):
             by_hook = partial(sizes_by_hook, source, module, options.batch_size_attribute)
             uses_hook = stage == "fit" and resized and source.is_module()
             batches = ProbeBatches(trainer, module, source, options.make_batch, by_hook if uses_hook else None)
-            if self._ranks.barrier_call(lambda: batches.loaders, "made its loaders") is not None and resized:
-                check_loaders(source, batches.loaders, stage, module, options.batch_size_attribute)
+            loaders = self._ranks.barrier_call(lambda: batches.loaders, "made its loaders")
+            if stage == "fit":
+                check_mode(loaders)
+            if loaders is not None and resized:
+                check_loaders(source, loaders, stage, module, options.batch_size_attribute)
         finally:
             before.restore()
         return batches
