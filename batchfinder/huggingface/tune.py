@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from batchfinder.accumulation import AccumulationPlan
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, MissingExtra
 from batchfinder.huggingface.step import MakeBatch, TrainerBatches, TrainerStep, make_key, own_loader, set_size
@@ -192,7 +194,25 @@ def tune_trainer(
     clear(device)  # of what was prepared, such as DDP's buckets
     set_size(trainer, found.batch_size)
     args.gradient_accumulation_steps = found.accumulation
+    if found.plan is not None and has_length(trainer.train_dataset) and trainer.is_world_process_zero():
+        _warn_of_short_epoch(trainer, found.plan)
     return found
+
+
+def _warn_of_short_epoch(trainer: Trainer, plan: AccumulationPlan) -> None:
+    """Warn where an epoch has fewer micro-batches than the plan has in a step."""
+    args, size = trainer.args, plan.micro_batch_size
+    samples = -(-len(trainer.train_dataset) // args.world_size)  # type: ignore[arg-type]
+    if args.dataloader_drop_last:
+        samples = len(trainer.train_dataset) // args.world_size // size * size  # type: ignore[arg-type]
+    short = plan.in_short_epoch(samples)
+    if short:
+        most = samples * args.world_size
+        warnings.warn(
+            f"{short}. The Trainer steps at the end of each epoch, so that every optimizer step sees at most {most} "
+            f"samples. For steps of one size pass tune_trainer a target_batch_size of at most {most}.",
+            stacklevel=3,
+        )
 
 
 T = TypeVar("T")
