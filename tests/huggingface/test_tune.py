@@ -233,6 +233,30 @@ def test_an_out_of_memory_in_training_lowers_the_record(tmp_path: Path) -> None:
     assert sizes(again) == (3, 8, 3)
 
 
+def test_an_out_of_memory_in_an_evaluation_leaves_the_record(tmp_path: Path) -> None:
+    """Its size is another one, and what it keeps has an argument of its own."""
+
+    class Evaluated(trainers.LimitedTrainer):
+        def prediction_step(self, *args: Any, **options: Any) -> Any:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+    trainer = make_trainer(tmp_path, kind=Evaluated, eval_dataset=texts(), eval_strategy="steps")
+    found = tune_trainer(trainer, tolerance=0)
+    said = (
+        "an evaluation ran out of memory, so the size of training stays as it is. The Trainer keeps its outputs on the "
+        "GPU until it ends: pass TrainingArguments(eval_accumulation_steps=) to move them to the host, or a smaller "
+        "per_device_eval_batch_size."
+    )
+    with (
+        pytest.warns(UserWarning, match=f"^{re.escape(said)}$"),
+        pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)),
+        found.watch(),
+    ):
+        trainer.train()
+    assert found.tuning.entry is not None
+    assert found.tuning.entry.get().max_batch_size == found.result.max_batch_size == 5
+
+
 def test_without_a_cache_the_advice_names_the_function(tmp_path: Path) -> None:
     """The way to leave more free is tune_trainer's own."""
     trainer = make_trainer(tmp_path)
