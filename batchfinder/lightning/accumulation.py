@@ -100,8 +100,9 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         plan, batches = self.plan, trainer.num_training_batches
         if plan is None or plan.accumulation <= batches:
             return
-        last = samples_in_batch(_only_loader(trainer), int(batches) - 1) or plan.micro_batch_size
-        samples = plan.micro_batch_size * (int(batches) - 1) + last
+        size = plan.micro_batch_size
+        last = min(size, samples_in_batch(_only_loader(trainer), int(batches) - 1) or size)
+        samples = size * (int(batches) - 1) + last
         most = samples * plan.num_devices
         rank_zero_warn(
             f"{plan.in_short_epoch(samples)}. Lightning steps at the end of each epoch, so that every optimizer step "

@@ -247,7 +247,9 @@ def _codes(kind: type, name: str) -> Iterator[CodeType]:
         member = None if is_lightnings_own(base) or base.__module__.startswith("torch.") else vars(base).get(name)
         if type(member) in _WRAPPED:
             member = getattr(member, _WRAPPED[type(member)])
-        codes: list[Any] = [inspect.unwrap(member).__code__] if isinstance(member, FunctionType) else []
+        codes: list[Any] = []
+        if isinstance(member, FunctionType):
+            codes = [getattr(inspect.unwrap(member), "__code__", None)]
         while codes:
             code = codes.pop(0)
             if isinstance(code, CodeType):
