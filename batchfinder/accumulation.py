@@ -44,6 +44,24 @@ class AccumulationPlan:
         """Whether the target is met."""
         return self.deviation == 0
 
+    def in_short_epoch(self, samples: int) -> str:
+        """What an epoch makes of a step that needs more micro-batches than it has; empty where it has as many.
+
+        Args:
+            samples: of an epoch on one device.
+        """
+        size, batches = self.micro_batch_size, -(-samples // self.micro_batch_size)
+        if batches >= self.accumulation:
+            return ""
+        has = f"1 micro-batch of {samples} samples on each device"
+        if batches > 1:
+            has = f"{batches} micro-batches of {size} samples on each device"
+            has += f", the last of {samples % size}" if samples % size else ""
+        return (
+            f"An epoch has {has}, and {self.accumulation} are needed for the target batch size of "
+            f"{self.target_batch_size}"
+        )
+
     def __str__(self) -> str:
         devices = "" if self.num_devices == 1 else f" x {self.num_devices} devices"
         made = f"{self.micro_batch_size} x {self.accumulation}{devices} = {self.effective_batch_size}"

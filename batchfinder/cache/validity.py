@@ -14,8 +14,9 @@ _LESS = 0.01
 """Share of the memory that was free by which less may be free now for an answer to be used without a trial."""
 
 _MORE = 0.05
-"""Share of the memory that was free by which more must be free now for a new search: less would hardly gain more than
-the tolerance, and what a process holds as it starts differs by some MiB from one start to the next."""
+"""Share of the memory that was free by which more must be free now, or a step take less, for a new search: less would
+hardly gain more than the tolerance, and what a process holds as it starts differs by some MiB from one start to the
+next."""
 
 _LOWERED = 0.05
 """Share by which an answer is lowered the first time that training runs out of memory with it."""
@@ -38,15 +39,21 @@ def holds(known: SearchResult, free_bytes: int) -> bool:
     return known.free_bytes is not None and free_bytes >= (1 - _LESS) * known.free_bytes
 
 
-def outgrown(known: SearchResult, free_bytes: int) -> bool:
-    """Whether memory bounded a result and more of it is free now, so that a larger size may run.
+def outgrown(known: SearchResult, free_bytes: int, again: Measurement | None = None) -> bool:
+    """Whether memory bounded a result and more of it is free now, or a step takes less, so that a larger size may run.
 
     Args:
         known: as it was cached.
         free_bytes: what is free now, less the headroom.
+        again: of the size, which has been tried again; None before.
     """
     then, seen = known.free_bytes, known.measurement
-    if known.stop is StopReason.CAP or then is None or free_bytes <= (1 + _MORE) * then:
+    room = float(free_bytes)
+    if again is not None:
+        if seen is None or not seen.peak_reserved_bytes or not again.peak_reserved_bytes:
+            return False
+        room *= seen.peak_reserved_bytes / again.peak_reserved_bytes
+    if known.stop is StopReason.CAP or then is None or room <= (1 + _MORE) * then:
         return False
     failed = min((t.batch_size for t in known.trials if not t.fits and t.batch_size > known.max_batch_size), default=0)
     if seen is None or seen.peak_reserved_bytes is None or not failed or not known.max_batch_size:

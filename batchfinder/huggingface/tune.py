@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -14,9 +15,18 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from batchfinder.accumulation import AccumulationPlan
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, MissingExtra
-from batchfinder.huggingface.step import MakeBatch, TrainerBatches, TrainerStep, make_key, own_loader, set_size
+from batchfinder.huggingface.step import (
+    EvaluationOutputs,
+    MakeBatch,
+    TrainerBatches,
+    TrainerStep,
+    make_key,
+    own_loader,
+    set_size,
+)
 from batchfinder.loop.options import LoopConfig, device_of, store_of
 from batchfinder.loop.result import TunedBatchSize
 from batchfinder.loop.tune import tune_loop
@@ -173,16 +183,17 @@ def tune_trainer(
     )
     budget_bytes = None if budget is None else parse_budget(budget)
     device = device_of(args.device, ())
-    store = store_of(cache)
+    store, outputs = store_of(cache), EvaluationOutputs()
 
     def search(loader: Any) -> TunedBatchSize:
         batches = TrainerBatches(loader, make_batch)
-        step = TrainerStep(trainer, batches, -(-(limits.target_batch_size or 1) // args.world_size))
+        part = -(-(limits.target_batch_size or 1) // args.world_size)
+        step = TrainerStep(trainer, batches, part, outputs if device.type == "cuda" else None)
         # Accelerate wraps the optimizer; hooks see the one inside.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         named = (trainer.model_wrapped, optimizer, trainer, *state)
-        # Batches keep the samples they have read from one trial to the next.
-        alone = (batches, *bulk_data(trainer))
+        # Batches keep the samples they have read from one trial to the next, and an evaluation is measured once.
+        alone = (batches, outputs, *bulk_data(trainer))
         config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone)
         batches(limits.bounds.first, seq_len)
         key = functools.partial(make_key, trainer)
@@ -192,7 +203,31 @@ def tune_trainer(
     clear(device)  # of what was prepared, such as DDP's buckets
     set_size(trainer, found.batch_size)
     args.gradient_accumulation_steps = found.accumulation
+    if trainer.is_world_process_zero():
+        if found.plan is not None and has_length(trainer.train_dataset):
+            _warn_of_short_epoch(trainer, found.plan)
+        seen = found.result.measurement
+        if seen is not None and seen.resting_bytes is not None:
+            kept = outputs.warning(trainer, found.tuning.limit_bytes - seen.resting_bytes)
+            if kept:
+                warnings.warn(kept, stacklevel=2)
     return found
+
+
+def _warn_of_short_epoch(trainer: Trainer, plan: AccumulationPlan) -> None:
+    """Warn where an epoch has fewer micro-batches than the plan has in a step."""
+    args, size = trainer.args, plan.micro_batch_size
+    samples = -(-len(trainer.train_dataset) // args.world_size)  # type: ignore[arg-type]
+    if args.dataloader_drop_last:
+        samples = len(trainer.train_dataset) // args.world_size // size * size  # type: ignore[arg-type]
+    short = plan.in_short_epoch(samples)
+    if short:
+        most = samples * args.world_size
+        warnings.warn(
+            f"{short}. The Trainer steps at the end of each epoch, so that every optimizer step sees at most {most} "
+            f"samples. For steps of one size pass tune_trainer a target_batch_size of at most {most}.",
+            stacklevel=3,
+        )
 
 
 T = TypeVar("T")

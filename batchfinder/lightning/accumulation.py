@@ -100,21 +100,21 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         plan, batches = self.plan, trainer.num_training_batches
         if plan is None or plan.accumulation <= batches:
             return
-        most = plan.micro_batch_size * int(batches) * plan.num_devices
+        size = plan.micro_batch_size
+        last = min(size, samples_in_batch(_only_loader(trainer), int(batches) - 1) or size)
+        samples = size * (int(batches) - 1) + last
+        most = samples * plan.num_devices
         rank_zero_warn(
-            f"An epoch has {batches} micro-batch{'es' if batches > 1 else ''} of {plan.micro_batch_size} samples on "
-            f"each device, and {plan.accumulation} are needed for the target batch size of {plan.target_batch_size}. "
-            "Lightning steps at the end of each epoch, so that every optimizer step sees at most "
-            f"{most} samples. Their gradients are averaged correctly, but for steps of one size choose a "
+            f"{plan.in_short_epoch(samples)}. Lightning steps at the end of each epoch, so that every optimizer step "
+            f"sees at most {most} samples. Their gradients are averaged correctly, but for steps of one size choose a "
             f"target_batch_size of at most {most}."
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.plan is None:
             return
-        combined = combined_loader(trainer.fit_loop)
-        loaders = [] if combined is None else combined.flattened
-        samples = samples_in_batch(loaders[0], batch_idx) if len(loaders) == 1 else None
+        loader = _only_loader(trainer)
+        samples = samples_in_batch(loader, batch_idx)
         counted = samples is not None
         if samples is None:
             lengths = {len(tensor) for _, tensor in tensors(batch) if tensor.ndim}
@@ -124,7 +124,7 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         if self._ranks.size == 1:
             self._unit = self._unit if self._sizes else samples or 0
         elif self._unit is None:
-            sampler = getattr(loaders[0].batch_sampler, "sampler", None) if counted else None
+            sampler = getattr(loader.batch_sampler, "sampler", None) if counted else None
             self._unit, alike = self._ranks.all_reduce_min(samples or 0, isinstance(sampler, DistributedSampler))
             self._alike = bool(alike)
         self._sizes.append((samples or self._unit) if self._unit else 1)
@@ -162,3 +162,9 @@ class Accumulating(Callback):  # type: ignore[misc, unused-ignore]
         if replaced:  # else the summary has said all of it
             for line in self._accumulated:
                 rank_zero_info(f"BatchFinder: {line}.")
+
+
+def _only_loader(trainer: Trainer) -> Any:
+    """The loader that training reads; None where it reads several, and before it has one."""
+    combined = combined_loader(trainer.fit_loop)
+    return combined.flattened[0] if combined is not None and len(combined.flattened) == 1 else None

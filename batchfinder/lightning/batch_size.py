@@ -1,21 +1,32 @@
 """Setting a batch size where the user's loaders get it, before the loop asks for them, and putting the old one back.
 
-Then what depends on it has to start again: schedulers, and an evaluation that is under way.
+Then what depends on it has to start again: schedulers, and an evaluation that is under way; or the user is told, of
+what the module has computed from the old one.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.rank_zero import rank_zero_debug
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 
 from batchfinder.errors import InvalidValue
-from batchfinder.lightning.compat import attribute_holders, combined_loader, datamodule_of, drop_loaders, loader_source
+from batchfinder.lightning.compat import (
+    attribute_holders,
+    combined_loader,
+    datamodule_of,
+    drop_loaders,
+    is_lightnings_own,
+    loader_source,
+)
 from batchfinder.lightning.dataloaders import batch_size_of, check_resizable, flattened, resize
 from batchfinder.snapshot.training_state import TrainingState
 
@@ -191,6 +202,61 @@ def _sizes(pl_module: LightningModule, attribute: str) -> Iterator[tuple[Any, st
             yield holder, name, size
 
 
+def own_size(pl_module: LightningModule, attribute: str) -> int | None:
+    """The size that the attribute has; None where there is no such attribute, or it has none."""
+    return next((size for _, _, size in _sizes(pl_module, attribute) if size is not None), None)
+
+
+def warn_of_old_size(pl_module: LightningModule, attribute: str, before: int | None, hooks: Iterable[str]) -> None:
+    """Warn where hooks that ran while the attribute was another size have it in their code."""
+    now, kind = own_size(pl_module, attribute), type(pl_module)
+    lines = {hook: _line_with(kind, hook, attribute.rpartition(".")[2]) for hook in hooks}
+    found = [f"{kind.__name__}.{hook} ({line})" for hook, line in lines.items() if line]
+    if found and before is not None and before != now:
+        rank_zero_warn(
+            f"BatchFinder: {' and '.join(found)} read{'s' * (len(found) == 1)} {attribute}, which was {before} then "
+            f"and is {now} now: what was computed from it, such as a learning rate, is that of {before}. Start with "
+            f"{attribute} {now}, or compute it in on_train_start, which comes after the search."
+        )
+
+
+def _line_with(kind: type, hook: str, name: str) -> str | None:
+    """Where the code of a hook has an attribute or a key of this name, as `file:line`; None where it has none.
+
+    Methods and properties of the class that the hook names are followed. Nothing runs for it, and nothing is put in the
+    way of what runs: so the line may be one that did not.
+    """
+    waiting, seen = [hook], {hook}
+    while waiting:
+        for code in _codes(kind, waiting.pop(0)):
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in ("LOAD_ATTR", "LOAD_CONST") and instruction.argval == name:
+                    at = instruction.positions
+                    return f"{code.co_filename}:{code.co_firstlineno if at is None else at.lineno}"
+            waiting += [other for other in code.co_names if other not in seen]
+            seen.update(code.co_names)
+    return None
+
+
+_WRAPPED = {property: "fget", cached_property: "func", staticmethod: "__func__", classmethod: "__func__"}
+
+
+def _codes(kind: type, name: str) -> Iterator[CodeType]:
+    """The code of a method or a property of the user's own classes, and of the functions made in it."""
+    for base in kind.__mro__:
+        member = None if is_lightnings_own(base) or base.__module__.startswith("torch.") else vars(base).get(name)
+        if type(member) in _WRAPPED:
+            member = getattr(member, _WRAPPED[type(member)])
+        codes: list[Any] = []
+        if isinstance(member, FunctionType):
+            codes = [getattr(inspect.unwrap(member), "__code__", None)]
+        while codes:
+            code = codes.pop(0)
+            if isinstance(code, CodeType):
+                yield code
+                codes += code.co_consts
+
+
 def _value(holder: Any, name: str, default: Any = None) -> Any:
     """The value of a mapping's key or an object's attribute, or the default."""
     return holder.get(name, default) if isinstance(holder, Mapping) else getattr(holder, name, default)
@@ -259,16 +325,21 @@ class SchedulerSetup:
         """Stop watching."""
         vars(trainer.strategy).pop("setup_optimizers", None)
 
-    def repeat_if_asked(self, trainer: Trainer) -> None:
-        """Make the optimizers again, with the new size and accumulation; the random numbers stay where they are."""
+    def repeat_if_asked(self, trainer: Trainer) -> bool:
+        """Make the optimizers again, with the new size and accumulation; the random numbers stay where they are.
+
+        Returns:
+            Whether they were made again.
+        """
         before, self._before = self._before, None
         self.unwatch(trainer)
         if before is None or not self._asked:
-            return
+            return False
         now = TrainingState.capture()
         before.restore()
         trainer.strategy.setup_optimizers(trainer)
         now.restore()
+        return True
 
 
 class EvaluationRestart:

@@ -33,7 +33,9 @@ from batchfinder.lightning.batch_size import (
     SchedulerSetup,
     apply_batch_size,
     check_loaders,
+    own_size,
     sizes_by_hook,
+    warn_of_old_size,
 )
 from batchfinder.lightning.compat import (
     add_hyperparameters,
@@ -45,7 +47,7 @@ from batchfinder.lightning.compat import (
     loader_source,
     running_stage,
 )
-from batchfinder.lightning.dataloaders import ProbeBatches
+from batchfinder.lightning.dataloaders import ProbeBatches, check_mode
 from batchfinder.lightning.ddp import data_parallel_size, ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, give_back_cache
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
@@ -352,6 +354,7 @@ class BatchFinder(Accumulating):
         training, validation = self._probe_batches(trainer, "fit", trainer.fit_loop), None
         if "validate" in options.also and trainer.enable_validation:
             validation = self._probe_batches(trainer, "validate", trainer.fit_loop.epoch_loop.val_loop)
+        own = own_size(pl_module, options.batch_size_attribute)
         results = self._tune(trainer, "fit", training)
         if self._micro_batching is None:
             found = self._in_use["fit"]
@@ -360,11 +363,13 @@ class BatchFinder(Accumulating):
         if validation is not None:
             self._tune(trainer, "validate", validation)
         self._train = None  # the data it holds would take room beside the loader's
-        self._scheduler_setup.repeat_if_asked(trainer)
+        repeated = self._scheduler_setup.repeat_if_asked(trainer)
         if self._micro_batching is not None:
             self._micro_batching.begin(trainer, self, training, results, self._ranks)
         if self._finding:
             raise class_for(trainer, "utilities.exceptions", "_TunerExitException")
+        hooks = ("setup",) if repeated else ("setup", "configure_optimizers")
+        warn_of_old_size(pl_module, options.batch_size_attribute, own, hooks)
         found_sizes = {} if self.batch_size is None else {options.batch_size_attribute: self.batch_size}
         if self.plan is not None:
             found_sizes["accumulate_grad_batches"] = self.plan.accumulation
@@ -490,8 +495,11 @@ class BatchFinder(Accumulating):
             by_hook = partial(sizes_by_hook, source, module, options.batch_size_attribute)
             uses_hook = stage == "fit" and resized and source.is_module()
             batches = ProbeBatches(trainer, module, source, options.make_batch, by_hook if uses_hook else None)
-            if self._ranks.barrier_call(lambda: batches.loaders, "made its loaders") is not None and resized:
-                check_loaders(source, batches.loaders, stage, module, options.batch_size_attribute)
+            loaders = self._ranks.barrier_call(lambda: batches.loaders, "made its loaders")
+            if stage == "fit":
+                check_mode(loaders)
+            if loaders is not None and resized:
+                check_loaders(source, loaders, stage, module, options.batch_size_attribute)
         finally:
             before.restore()
         return batches

@@ -81,6 +81,19 @@ def check_resizable(loader: object, what: str, hook: str) -> None:
     )
 
 
+def check_mode(loaders: Any) -> None:
+    """Make sure, before a search, that Lightning will train with these loaders.
+
+    Raises:
+        MisconfigurationException: the loaders take turns.
+    """
+    if is_a(loaders, "CombinedLoader") and combined_mode(loaders) == "sequential":
+        raise MisconfigurationException(
+            'Lightning does not train with CombinedLoader(mode="sequential"), and BatchFinder has tried no size. Pass '
+            'mode="max_size_cycle", "max_size" or "min_size".'
+        )
+
+
 def resize(loader: Any, batch_size: int, stage: str) -> Callable[[], None]:
     """Give a loader that `check_resizable` lets pass another batch size, and nothing else; returns what undoes it.
 

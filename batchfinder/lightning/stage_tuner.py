@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import dropwhile
 from types import MappingProxyType
 from typing import Any
 
@@ -167,6 +168,8 @@ class StageTuner:
         self._probe: Probe | None = None
         self._dry_run: DryRun | None = None
         self._predicted: Prediction | None = None
+        self._simulated: dict[Shape, Prediction | None] = {}
+        self._shapes: list[Shape] = []
 
     def tune(
         self, seq_lens: Sequence[int | None], resumed: Mapping[str, SearchResult] = MappingProxyType({})
@@ -185,7 +188,7 @@ class StageTuner:
             RankFailed: it was raised on another rank.
             RankLost: another rank has ended, or does not answer within the time limit.
         """
-        shapes = [Shape(seq_len) for seq_len in seq_lens]
+        self._shapes = shapes = [Shape(seq_len) for seq_len in seq_lens]
         keys = self._keys(shapes)
         cache, stage = self._options.cache, self._config.stage
         store = cache if isinstance(cache, Store) else Store(None if cache is True else cache or None)
@@ -324,6 +327,15 @@ class StageTuner:
         wanted = self._device.type == "cuda" if options.predict is None else options.predict
         if not wanted or (cap is not None and cap <= _SMALL_CAP):
             return None
+        # All lengths to come, before anything is tried: on a GPU a backward starts threads that later forks would lack.
+        to_come = dropwhile(lambda other: other != shape, () if self._config.split_batch_size else self._shapes)
+        for each in (shape, *to_come):
+            if each not in self._simulated:
+                self._simulated[each] = self._simulate(each, max_peak_bytes)
+        return self._simulated[shape]
+
+    def _simulate(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
+        """The answer of the step as it is recorded, on each rank; None where it cannot be recorded."""
         # One process that records is enough, and the others' memory is better spent. They wait meanwhile, for as long
         # as a collective may take.
         seconds = min(SECONDS, self._ranks.seconds / 2) if self._ranks.size > 1 else SECONDS
@@ -342,7 +354,7 @@ class StageTuner:
                         max_peak_bytes + self._session.held_bytes,
                         self._trainer.lightning_module,
                     ),
-                    cap,
+                    self._limits.cap,
                     seconds=seconds,
                     schedule=self._schedule,
                 )

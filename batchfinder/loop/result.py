@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
@@ -105,6 +106,8 @@ class TunedBatchSize:
     def watch(self) -> Iterator[None]:
         """A context for the training itself: when it runs out of memory, the cached result is lowered.
 
+        Not where a Trainer's evaluation does, which has a size of its own.
+
         Raises:
             Exception: whatever training raises, unchanged.
         """
@@ -112,6 +115,15 @@ class TunedBatchSize:
             yield
         except Exception as error:
             if classify(error, device=self._device) not in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY):
+                raise
+            ran = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if self._caller == "tune_trainer" and "evaluation_loop" in ran:
+                warnings.warn(
+                    "an evaluation ran out of memory, so the size of training stays as it is. The Trainer keeps its "
+                    "outputs on the GPU until it ends: pass TrainingArguments(eval_accumulation_steps=) to move them "
+                    "to the host, or a smaller per_device_eval_batch_size.",
+                    stacklevel=3,
+                )
                 raise
             said = f"training ran out of memory at batch size {self.batch_size}, which ran when it was tried."
             if self.tuning.entry is None:

@@ -261,7 +261,7 @@ class Tuner:
         """
         started = time.perf_counter()
         self._trials, self._timed = [], []
-        known, result, failed = None, None, None
+        known, result, failed, again = None, None, None, None
         if entry is not None:
             with self._cache_errors():
                 known = entry.get()
@@ -270,14 +270,12 @@ class Tuner:
             if size and not self._limits.certify and holds(known, self._free_bytes):
                 result = known
             elif size:
-                trial = self._try(size, known.shape)
-                if trial.fits:
-                    result = replace(known, max_batch_size=size, measurement=trial.measurement)
-                else:
-                    failed = trial
+                again = self._try(size, known.shape)
+                if again.fits and not outgrown(known, self._free_bytes, again.measurement):
+                    result = replace(known, max_batch_size=size, measurement=again.measurement)
         cached = result is not None
         if result is None:
-            result, failed = self._search(shape, known, failed)
+            result, failed = self._search(shape, known, again)
         # The least that it ran with: growth by less than what outgrows it is not to add up over many starts.
         then = result.free_bytes
         result = replace(result, free_bytes=self._free_bytes if then is None else min(self._free_bytes, then))
@@ -338,14 +336,20 @@ class Tuner:
             self._time_steps(0)
 
     def _search(
-        self, shape: Shape, known: SearchResult | None, failed: Trial | None
+        self, shape: Shape, known: SearchResult | None, again: Trial | None
     ) -> tuple[SearchResult, Trial | None]:
         """Search, and try the answer again where trials after it have left less memory than it takes.
 
+        Args:
+            shape: what is searched for.
+            known: what is cached, if anything.
+            again: the trial of what is cached, from which the search goes on: down, or up; None where there was none.
+
         Returns:
-            The result, and the last trial of a size that had run before and failed: `failed`, the trial of what is
-            cached, or one of this search.
+            The result, and the last trial of a size that had run before and failed: that of what is cached, or one of
+            this search.
         """
+        failed = again if again is not None and not again.fits else None
         tolerance, start = self._limits.tolerance, 0
         hinted: Prediction | None = None
         while True:
@@ -360,6 +364,8 @@ class Tuner:
                 since, start = self._trials[start:], len(self._trials)
                 ran = {t.batch_size: t for t in since if t.fits and t.batch_size < failed.batch_size}
                 trials = (*(ran[size] for size in sorted(ran)), failed)
+            elif again is not None:
+                predicted, trials = None, (again,)
             else:
                 if hinted is None and self._hint is not None:
                     hinted = self._hint(shape, max_peak_bytes)

@@ -50,6 +50,15 @@ def test_what_memory_did_not_bound_is_not_outgrown() -> None:
     assert outgrown(one, 5000)
 
 
+@pytest.mark.parametrize(("peak", "answer"), [(990, False), (950, False), (930, True), (None, False)])
+def test_it_is_outgrown_where_a_step_takes_less(peak: int | None, answer: bool) -> None:
+    """By as much as memory that is free besides; where one of the peaks is not known nothing tells."""
+    again = Measurement(Verdict.FITS, peak_reserved_bytes=peak)
+    assert outgrown(KNOWN, 1000, again) is answer
+    assert not outgrown(replace(KNOWN, measurement=None), 1000, again)
+    assert not outgrown(KNOWN, 800, again)
+
+
 class CacheEntry:
     """A place for one result."""
 

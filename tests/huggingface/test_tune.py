@@ -71,6 +71,30 @@ def test_a_target_that_no_large_micro_batch_divides(tmp_path: Path) -> None:
     assert sizes(trainer) == (2, 17, 2)
 
 
+@pytest.mark.parametrize(
+    ("drop_last", "last", "samples"), [(False, ", the last of 7", 50), (True, "", 43)], ids=["whole", "drop_last"]
+)
+def test_an_epoch_too_short_for_the_target_is_explained(
+    tmp_path: Path, drop_last: bool, last: str, samples: int
+) -> None:
+    """With what a step really takes: 43 x 6 of 50 texts are 43 and 7."""
+    MOST[0] = 43
+    trainer = make_trainer(tmp_path, dataloader_drop_last=drop_last)
+    with pytest.warns(UserWarning, match="An epoch has") as caught:
+        found = tune_trainer(trainer, target_batch_size=256, tolerance=0, cache=False)
+    assert found.plan == AccumulationPlan(256, 43, 6)
+    has = f"{2 - drop_last} micro-batch{'' if drop_last else 'es'} of 43 samples on each device{last}"
+    assert [str(warning.message) for warning in caught if "An epoch has" in str(warning.message)] == [
+        f"An epoch has {has}, and 6 are needed for the target batch size of 256. The Trainer steps at the end of each "
+        f"epoch, so that every optimizer step sees at most {samples} samples. For steps of one size pass tune_trainer "
+        f"a target_batch_size of at most {samples}."
+    ]
+    assert caught[0].filename == __file__
+    SEEN.clear()
+    trainer.train()
+    assert sum(size for size, _ in SEEN) == trainer.state.global_step * samples
+
+
 def test_a_loader_that_drops_its_last_batch_keeps_one(tmp_path: Path) -> None:
     """Of four texts no larger batch is made, and training goes on."""
     sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 20}
@@ -207,6 +231,30 @@ def test_an_out_of_memory_in_training_lowers_the_record(tmp_path: Path) -> None:
     found = tune_trainer(again, tolerance=0)
     assert [trial.batch_size for trial in found.result.trials] == [3]
     assert sizes(again) == (3, 8, 3)
+
+
+def test_an_out_of_memory_in_an_evaluation_leaves_the_record(tmp_path: Path) -> None:
+    """Its size is another one, and what it keeps has an argument of its own."""
+
+    class Evaluated(trainers.LimitedTrainer):
+        def prediction_step(self, *args: Any, **options: Any) -> Any:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+    trainer = make_trainer(tmp_path, kind=Evaluated, eval_dataset=texts(), eval_strategy="steps")
+    found = tune_trainer(trainer, tolerance=0)
+    said = (
+        "an evaluation ran out of memory, so the size of training stays as it is. The Trainer keeps its outputs on the "
+        "GPU until it ends: pass TrainingArguments(eval_accumulation_steps=) to move them to the host, or a smaller "
+        "per_device_eval_batch_size."
+    )
+    with (
+        pytest.warns(UserWarning, match=f"^{re.escape(said)}$"),
+        pytest.raises(torch.OutOfMemoryError, match=re.escape(MESSAGE)),
+        found.watch(),
+    ):
+        trainer.train()
+    assert found.tuning.entry is not None
+    assert found.tuning.entry.get().max_batch_size == found.result.max_batch_size == 5
 
 
 def test_without_a_cache_the_advice_names_the_function(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def make_trainer(folder: Path, make: Callable[[], dict[str, Any]] = dict, **opti
     options.setdefault("train_dataset", texts())
     options.setdefault("data_collator", Padded())
     return kind(
-        args=TrainingArguments(use_cpu=True, report_to=[], save_strategy="no", **arguments),
+        args=TrainingArguments(**{"use_cpu": True, "report_to": [], "save_strategy": "no", **arguments}),
         **options,
     )
 

@@ -91,8 +91,11 @@ def test_strategy_that_accumulates(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("rows", "batches"), [(12, "3 micro-batches"), (4, "1 micro-batch")])
-def test_epoch_too_short(rows, batches):
+@pytest.mark.parametrize(
+    ("rows", "batches", "last"),
+    [(12, "3 micro-batches", ""), (10, "3 micro-batches", ", the last of 2"), (4, "1 micro-batch", "")],
+)
+def test_epoch_too_short(rows, batches, last):
     """An epoch with fewer micro-batches than a step takes is explained with the numbers, and trains."""
     module = Tiny()
     runner = trainer(callbacks=[Planned(plan_accumulation(64, 4))])
@@ -100,7 +103,7 @@ def test_epoch_too_short(rows, batches):
         runner.fit(module, DataLoader(Rows(rows), batch_size=4))
     messages = [str(warning.message) for warning in caught]
     assert (
-        f"An epoch has {batches} of 4 samples on each device, and 16 are needed for the target batch size of 64."
+        f"An epoch has {batches} of 4 samples on each device{last}, and 16 are needed for the target batch size of 64."
         f" Lightning steps at the end of each epoch, so that every optimizer step sees at most {rows} samples. Their"
         f" gradients are averaged correctly, but for steps of one size choose a target_batch_size of at most {rows}."
     ) in messages

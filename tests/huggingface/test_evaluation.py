@@ -1,0 +1,106 @@
+"""An evaluation keeps its outputs on the card: `tune_trainer` says so where they will not fit."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DefaultDataCollator, Trainer
+
+from batchfinder import tune_trainer
+from batchfinder.huggingface.step import EvaluationOutputs
+from tests.huggingface.trainers import language_model, make_trainer
+
+WORDS, LENGTH = 1000, 32
+SAMPLE_BYTES = LENGTH * (4 * WORDS + 8)  # of logits and labels
+TEXT = {"input_ids": list(range(LENGTH)), "labels": list(range(LENGTH))}
+
+
+def evaluating(folder: Path, samples: int = 400, **options: Any) -> Any:
+    """A trainer that evaluates as it trains, and looks at the outputs."""
+    given = {
+        "kind": Trainer,
+        "model": language_model(vocab_size=WORDS),
+        "train_dataset": [TEXT] * 64,
+        "eval_dataset": [TEXT] * samples,
+        "data_collator": DefaultDataCollator(),
+        "compute_metrics": lambda outputs: {},
+        "eval_strategy": "steps",
+        "per_device_eval_batch_size": 16,
+        **options,
+    }
+    trainer = make_trainer(folder, **given)
+    trainer.args._n_gpu = min(1, trainer.args.n_gpu)  # of the two that there are in CI
+    return trainer
+
+
+def said(trainer: Any, free_bytes: int) -> str:
+    """What is said of the outputs of an evaluation where so many bytes are free."""
+    outputs = EvaluationOutputs()
+    outputs.measure(trainer)
+    return outputs.warning(trainer, free_bytes)
+
+
+def test_outputs_that_do_not_fit_are_named_with_what_to_do(tmp_path: Path) -> None:
+    """A batch more is added to all before by copying both, but where each is kept by itself."""
+    trainer, kept = evaluating(tmp_path), 400 * SAMPLE_BYTES
+    assert said(trainer, 2 * kept) == ""
+    assert said(trainer, 2 * kept - 1) == (
+        "An evaluation of 400 samples keeps up to 48.93 MiB of outputs on the GPU until it ends, and copies them with "
+        "each batch; 97.85 MiB are free beside the model and the optimizer. Pass "
+        "TrainingArguments(eval_accumulation_steps=12) to move them to the host every 12 batches, or "
+        "Trainer(preprocess_logits_for_metrics=) to keep less."
+    )
+    trainer.args.eval_do_concat_batches = False
+    assert said(trainer, kept) == ""
+    assert "until it ends; 48.93 MiB are free" in said(trainer, kept - 1)
+    trainer.eval_dataset = {"few": [TEXT] * 10, "many": [TEXT] * 600}
+    assert said(trainer, kept).startswith("An evaluation of 600 samples")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eval_strategy": "no"},
+        {"compute_metrics": None},
+        {"prediction_loss_only": True},
+        {"eval_accumulation_steps": 8},
+        {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_where_next_to_nothing_is_kept_nothing_is_said(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Whatever else the evaluation does."""
+    assert said(evaluating(tmp_path, **options), 100 * SAMPLE_BYTES) == ""
+
+
+def test_an_evaluation_that_raises_is_the_trainers_to_raise(tmp_path: Path) -> None:
+    """It is not measured."""
+    assert said(evaluating(tmp_path, preprocess_logits_for_metrics=lambda logits, labels: 1 / 0), 1) == ""
+
+
+@pytest.mark.gpu
+def test_the_evaluation_that_is_warned_of_runs_out_of_memory(tmp_path: Path) -> None:
+    """With the number that the warning names it does not; of one that fits nothing is said."""
+    budget = 64 << 20
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "An evaluation")
+        tune_trainer(evaluating(tmp_path, samples=100, use_cpu=False), budget=budget, cache=False)
+    trainer = evaluating(tmp_path, use_cpu=False)
+    with pytest.warns(UserWarning, match="An evaluation") as caught:
+        tune_trainer(trainer, budget=budget, cache=False)
+    advised = [re.search(r"eval_accumulation_steps=(\d+)", str(warning.message)) for warning in caught]
+    before = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.evaluate()
+        torch.cuda.empty_cache()
+        (trainer.args.eval_accumulation_steps,) = [int(number[1]) for number in advised if number]
+        trainer.evaluate()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before)
