@@ -35,7 +35,7 @@ from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, a
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
-from batchfinder.measure.device_memory import Memory, memory_of
+from batchfinder.measure.device_memory import Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
@@ -43,7 +43,6 @@ from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optim
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
 from batchfinder.search import Prediction
-from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.units import format_bytes
 
 _SPARE = 0.03
@@ -136,8 +135,8 @@ class StageTuner:
                 "looked at the data",
             )
             caps = [cap for cap in (options.max_batch_size, config.split_batch_size, size) if cap is not None]
-            own = min(caps, default=None), length
-            all_caps, lengths = zip(*ranks.all_gather(own), strict=True)
+            own = min(caps, default=None), length, varies
+            all_caps, lengths, all_vary = zip(*ranks.all_gather(own), strict=True)
         finally:
             before.restore()
         cap = min((cap for cap in all_caps if cap is not None), default=None)
@@ -164,6 +163,8 @@ class StageTuner:
         self._session = TrialSession(
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
         )
+        varies = any(all_vary)
+        self._expands = varies and expand_segments(self._device)
         self._spare_bytes = int(_SPARE * self._memory.free_bytes()) if varies else 0
         self._probe: Probe | None = None
         self._dry_run: DryRun | None = None
@@ -256,7 +257,12 @@ class StageTuner:
                 f"BatchFinder: samples differ in length, so tries left {format_bytes(self._spare_bytes)} free: in "
                 "another order the lengths take more."
             )
-            if not AllocatorSettings.from_environment().expandable_segments:
+            if self._expands:
+                said += (
+                    " Segments of the allocator are expandable in this process (expandable_segments:True), with which "
+                    "its cache falls into fewer pieces; where PYTORCH_CUDA_ALLOC_CONF is set, it is left as it is."
+                )
+            else:
                 said += (
                     " Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and the cache falls into fewer pieces: "
                     "larger batches fit."

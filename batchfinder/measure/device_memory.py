@@ -14,11 +14,13 @@ from batchfinder.devices.catalog import memory_fraction
 from batchfinder.devices.detect import host_name
 from batchfinder.errors import InvalidValue
 from batchfinder.measure.host_limits import available_bytes, cgroup, meminfo, reset_resident_peak, soft_limit, status
+from batchfinder.simulator.alloc_conf import VARIABLES, AllocatorSettings
 from batchfinder.units import MIB, format_bytes
 
 if sys.platform != "win32":
     import resource
 
+_EXPANDED_BYTES = 32 * MIB  # more than a segment without an end has left, so that one has to be extended
 SHARE_OF_AVAILABLE = 0.5
 """Of the RAM that is available, for a CPU without any limit: other programs want some as well."""
 
@@ -252,6 +254,28 @@ class HostMemory:
 
 
 Memory = CudaMemory | HostMemory
+
+
+def expand_segments(device: torch.device) -> bool:
+    """Whether the allocator extends its segments (`expandable_segments:True`), from now on if it did not so far.
+
+    Where the user has configured it, and where there are no such segments, it stays as it is. The environment of this
+    process says so too then, as results in a cache are kept apart by it.
+    """
+    now = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()  # since torch 2.12
+    configured = now or any(os.environ.get(name) for name in VARIABLES)
+    if configured or sys.platform != "linux" or torch.version.hip is not None:
+        return AllocatorSettings.from_environment().expandable_segments
+    setting = "expandable_segments:True"
+    torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings(setting)
+    try:
+        torch.empty(_EXPANDED_BYTES, dtype=torch.uint8, device=device)
+    except RuntimeError:  # not with this driver
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        return False
+    os.environ[VARIABLES[-1]] = setting
+    return True
 
 
 def memory_of(device: torch.device, budget: int | None) -> Memory:

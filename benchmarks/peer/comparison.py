@@ -83,10 +83,12 @@ def measured(fit: Fit, names: Sequence[str]) -> dict[str, Any]:
         if "error" in found:
             rows.append({"peer": peer.name, "failed": _last_line(found["error"])})
             continue
-        size = found["returned"]
-        if size and size not in trained[peer.driver]:
-            trained[peer.driver][size] = trains(fit, peer.driver, size)
-        rows.append({"peer": peer.name, **found, **trained[peer.driver].get(size, {"trains": False, "retries": 0})})
+        size, known = found["returned"], trained[peer.driver]
+        if size and found["allocator"]:  # as the finder has set it, for the training too
+            known = {size: trains(fit, peer.driver, size, found["allocator"])}
+        elif size and size not in known:
+            known[size] = trains(fit, peer.driver, size)
+        rows.append({"peer": peer.name, **found, **known.get(size, {"trains": False, "retries": 0})})
     true = {driver: largest(sizes, partial(trains, fit, driver)) for driver, sizes in trained.items()}
     for peer, row in zip(chosen, rows, strict=True):
         if "failed" not in row:
@@ -120,7 +122,8 @@ def search(name: str, fit: Fit, states: bool = False) -> dict[str, Any]:
     seed(SEARCH_SEED)
     found = peer.find(fit)
     errors = torch.cuda.memory_stats()["num_ooms"]
-    row = {"returned": found.batch_size, "tries": found.tries, "out_of_memory": errors}
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    row = {"returned": found.batch_size, "tries": found.tries, "out_of_memory": errors, "allocator": allocator}
     return {**row, "before": found.before, "after": found.after} if states else row
 
 
@@ -136,20 +139,24 @@ def state_at_start(driver: str, batch_size: int) -> dict[str, str]:
     return starts.state
 
 
-def trains(fit: Fit, driver: str, batch_size: int) -> dict[str, Any]:
+def trains(fit: Fit, driver: str, batch_size: int, allocator: str = "") -> dict[str, Any]:
     """Whether a size trains in a new process without a finder, and how often the allocator gave its cache back.
+
+    Args:
+        allocator: its settings.
 
     Raises:
         RuntimeError: it failed for another reason than memory.
     """
-    seen = forked(fit, partial(train, fit, driver, batch_size))
+    seen = forked(fit, partial(train, fit, driver, batch_size, allocator))
     if "error" in seen:
         raise RuntimeError(f"{name_of(fit)} with {batch_size} in {driver}: {seen['error']}")
     return seen
 
 
-def train(fit: Fit, driver: str, batch_size: int) -> dict[str, Any]:
+def train(fit: Fit, driver: str, batch_size: int, allocator: str) -> dict[str, Any]:
     """Train in this process."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     import torch
 
     from batchfinder.measure.oom import classify

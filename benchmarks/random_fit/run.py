@@ -119,6 +119,8 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
     from batchfinder.measure.oom import classify
     from benchmarks.random_fit.parts import Module, trainer
 
+    if size is not None and fit.lengths == "free" and not fit.expandable:  # as the callback does
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     torch.cuda.init()
     if fit.elsewhere_bytes:
         pointer = ctypes.c_void_p()

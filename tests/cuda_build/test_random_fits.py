@@ -21,3 +21,45 @@ def test_sizes_found_train(cuda_stub: CudaStubFixture) -> None:
         assert row["epochs"] >= 2, row
         assert row["size"] < draw(row["seed"]).samples, row
         assert sum(size < 0 for size in row["tries"]) <= 3, row
+
+
+def found_with_its_segments() -> tuple[int, bool, int]:
+    """Of a fit whose samples differ in length: the size, whether segments are expandable after it, and retries in it."""
+    import os
+
+    import pytorch_lightning as pl
+    import torch
+
+    from batchfinder import BatchFinder
+    from benchmarks.peer.work import WithoutValidation, case
+    from benchmarks.random_fit.parts import trainer
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.before = torch.cuda.memory_stats()["num_alloc_retries"]
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: object) -> None:
+            self.retries = torch.cuda.memory_stats()["num_alloc_retries"] - self.before
+
+    watch, finder = Watch(), BatchFinder(cache=False)
+    fit = case("lstm", 512, 2, 128, "free", "RTX 4090", samples=6000, memory_bytes=4 << 30)
+    trainer(fit, [finder, watch], max_steps=30).fit(WithoutValidation(fit, 2))
+    expandable = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+    assert ("expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")) is (True in expandable)
+    assert finder.batch_size is not None
+    return finder.batch_size, True in expandable, watch.retries
+
+
+def test_where_lengths_differ_segments_are_expandable(cuda_stub: CudaStubFixture) -> None:
+    """So that larger batches fit; but for a user who has configured the allocator."""
+    size, expandable, retries = (
+        cuda_stub(gpu="RTX 4090", memory="4GiB", values=False).run(found_with_its_segments).result
+    )
+    assert (expandable, retries) == (True, 0)
+    configured = (
+        cuda_stub(gpu="RTX 4090", memory="4GiB", values=False, allocator="expandable_segments:False")
+        .run(found_with_its_segments)
+        .result
+    )
+    assert configured[1] is False
+    assert size > configured[0]
