@@ -124,7 +124,7 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
         Whether every task found all of its cells.
 
     Raises:
-        CacheFailed: results cannot be kept.
+        CacheFailed: the cache cannot be read.
         InvalidValue: there is no such cluster, none that asks for a token can be started, or it has no such GPU.
         MissingExtra: Ray is not installed.
     """
