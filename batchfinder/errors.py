@@ -41,6 +41,14 @@ def shortened(text: str, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 
+def without_middle(text: str, most: int = 20_000) -> str:
+    """A text of many lines, such as a traceback, without its middle where it has more letters than this."""
+    left_out = len(text) - most
+    if left_out <= 0:
+        return text
+    return f"{text[: most // 2]}\n[{left_out} of {len(text)} characters left out]\n{text[-most // 2 :]}"
+
+
 class BatchFinderError(Exception):
     """Base of the tree; its text is the message for the user."""
 

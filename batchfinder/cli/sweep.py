@@ -83,6 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
                     write_file("--lhotse", arguments.lhotse, json.dumps(to_lhotse(sizes)) + "\n")
             if len(rows) < len(progress.cells):
                 cached = "" if request.cache is None else "; they are cached, and the same command continues from there"
+                if any(row.not_cached for row in rows):
+                    cached = "; not all of them are cached"
                 tell(f"batchfinder: {len(rows)} of {len(progress.cells)} cells were found{cached}")
     return OK if complete else USER_ERROR
 
@@ -97,7 +99,7 @@ def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
         Whether every model's cells were found.
 
     Raises:
-        CacheFailed: results cannot be kept.
+        CacheFailed: the cache cannot be read.
     """
     lengths: dict[str, tuple[int | None, ...]] = dict.fromkeys(request.models, request.seq_lens or DEFAULT_SEQ_LENS)
     simulations: dict[str, Simulation] = {}

@@ -26,7 +26,7 @@ from batchfinder.cli.estimate import as_typed, single_changes
 from batchfinder.cli.sweep_request import CPU, SweepRequest
 from batchfinder.cuda_stub import StubSession
 from batchfinder.devices import Card
-from batchfinder.errors import BatchFinderError, InvalidValue, RecordingFailed
+from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, RecordingFailed
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
@@ -182,9 +182,13 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
         if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
             needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
             result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))
-        # Another process may have found it meanwhile, such as one of a cluster's whose driver has died.
-        if entry is not None and known is None and entry.get() is None:
-            entry.put(result)
+        not_cached = ""
+        try:
+            # Another process may have found it meanwhile, such as one of a cluster's whose driver has died.
+            if entry is not None and known is None and entry.get() is None:
+                entry.put(result)
+        except CacheFailed as error:
+            not_cached = str(error)
         trials = () if known else result.trials
         curve: tuple[tuple[int, int], ...] = ()
         if request.draw:  # from a small size to a little beyond the result, with unlimited memory
@@ -207,6 +211,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             curve=curve,
             over_time=over_time,
             changes=changes,
+            not_cached=not_cached,
         )
 
     refused: dict[tuple[tuple[int, int], int], BatchFinderError] = {}
@@ -351,6 +356,7 @@ class MeasuredCells:
         self._longer: SearchResult | None = None
         self._seen: list[str] = []  # of the cell, what came of each size
         self._tries = 0
+        self._not_cached = ""
         self._limits = SearchLimits(
             request.max_batch_size,
             request.tolerance,
@@ -367,6 +373,7 @@ class MeasuredCells:
             self._open_probe,
             hint=self._predicted,
             on_trial=lambda trial: self._seen.append(f"{trial.batch_size} {'runs' if trial.fits else 'does not run'}"),
+            warn=self._cannot_cache,
             time_steps=self._time_steps,
         )
 
@@ -385,6 +392,9 @@ class MeasuredCells:
         """Have the child, which has been started, time so many steps at least in each try from now on."""
         if self._probe is not None:
             self._probe.timed_steps = steps
+
+    def _cannot_cache(self, error: CacheFailed) -> None:
+        self._not_cached = str(error)
 
     def _say_try(self, batch_size: int) -> None:
         self._tries += 1
@@ -422,7 +432,7 @@ class MeasuredCells:
                 result = replace(result, measurement=seen, unmodelled=(*result.unmodelled, *unmodelled))
         self._longer = None if result.stop is StopReason.CAP else result
         row = SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached, raised=found.raised)
-        return replace(row, throughput=found.throughput)
+        return replace(row, throughput=found.throughput, not_cached=self._not_cached)
 
     def _predicted(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
         """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before.

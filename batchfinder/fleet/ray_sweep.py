@@ -34,6 +34,7 @@ from batchfinder.report.terminal import tell
 
 _MAX_RETRIES = 5
 """How often Ray starts a task again whose node or process has died."""
+_TOKENS_SINCE, _TOKENS_BY_DEFAULT_SINCE = (2, 52), (2, 59)
 _ACCELERATOR = "accelerator_type:"
 _COMPARED = ("batchfinder", "torch", "transformers", "pytorch-lightning")
 
@@ -123,8 +124,8 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
         Whether every task found all of its cells.
 
     Raises:
-        CacheFailed: results cannot be kept.
-        InvalidValue: there is no such cluster, or no such GPU in it.
+        CacheFailed: the cache cannot be read.
+        InvalidValue: there is no such cluster, none that asks for a token can be started, or it has no such GPU.
         MissingExtra: Ray is not installed.
     """
     try:
@@ -140,17 +141,42 @@ def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | No
             # Ray's workers import modules from the folder in which it is started, before they run a task: `queue.py` of
             # the user's would take the place of Python's. Tasks go to the user's folder themselves.
             empty = stack.enter_context(tempfile.TemporaryDirectory(prefix="batchfinder-"))
+            unsafe = _why_none_is_started(ray, address)
+            if unsafe and "local" in (address, os.environ.get("RAY_ADDRESS")):
+                raise InvalidValue("--address", address, f"the address of a Ray cluster{unsafe}")
+            wanted = "auto" if unsafe else address  # with which Ray joins a cluster, and starts none
             try:
                 with chdir(empty):
-                    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-            except (ConnectionError, ValueError, RuntimeError) as error:
+                    ray.init(address=wanted, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+            except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
                 reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise InvalidValue("--address", address, f"the address of a Ray cluster ({reason})") from error
+                expected = f"the address of a Ray cluster ({reason.rstrip('.')}){unsafe}"
+                raise InvalidValue("--address", address, expected) from error
             stack.callback(ray.shutdown)
         groups = divide(request, ray.nodes())
         if request.cache is not None and "://" not in request.cache.url and len(alive(ray.nodes())) > 1:
             tell(f"batchfinder: each machine keeps results at {request.cache.url}; --cache s3://... is one for all")
         return _collect(ray, groups, request, progress)
+
+
+def _why_none_is_started(ray: ModuleType, address: str | None) -> str:
+    """Why Ray is to start no cluster here, to follow what `--address` is expected to be; empty where it may.
+
+    A cluster's ports are open on all of the machine's addresses. Whoever reaches them can run code there, unless it
+    asks for a token: since Ray 2.52 with `RAY_AUTH_MODE=token`, since 2.59 unless another mode is set.
+    See https://docs.ray.io/en/latest/ray-security/token-auth.html.
+    """
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS") or address
+    version = tuple(map(int, ray.__version__.split(".")[:2]))
+    mode = os.environ.get("RAY_AUTH_MODE", "token" if version >= _TOKENS_BY_DEFAULT_SINCE else "disabled")
+    if address not in (None, "local") or (version >= _TOKENS_SINCE and mode.lower() == "token"):
+        return ""
+    install = "" if version >= _TOKENS_SINCE else f"install Ray 2.52 or later ({ray.__version__} is here) and "
+    return (
+        ": one that is started here would run the code of anyone who can reach this machine. To start one that asks "
+        f"for a token, {install}set RAY_AUTH_MODE=token"
+    )
 
 
 def alive(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from batchfinder.errors import ProbeDied
+from batchfinder.errors import ProbeDied, without_middle
 from batchfinder.results import Measurement, Verdict
 from batchfinder.training.child_process import ChildDied
 
@@ -219,6 +219,10 @@ MESSAGES = (
 """Patterns of texts; the first that is found counts. A new out-of-memory text is a new row here."""
 
 
+_SEARCHED = 1_000_000
+"""Characters of a message that are searched, half of them at each end."""
+
+
 def classify(error: BaseException, *, device: str = "cuda") -> Verdict | None:
     """Say what an error raised by a training step means for the size it ran at.
 
@@ -243,7 +247,7 @@ def find_pattern(error: BaseException) -> OOMPattern | None:
         names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(cause).__mro__}
         pattern = next((pattern for pattern in TYPES if pattern.exception in names), None)
         if pattern is None and not (isinstance(cause, OSError) and cause.errno not in (None, errno.ENOMEM)):
-            text = str(cause)
+            text = without_middle(str(cause), _SEARCHED)
             rows = (pattern for pattern in MESSAGES if pattern.exception in names)
             pattern = next((pattern for pattern in rows if re.search(pattern.message, text)), None)
         if pattern is not None:

@@ -21,7 +21,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed
+from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed, without_middle
 from batchfinder.models.catalog import find_model
 from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
@@ -362,4 +362,4 @@ def run_user_code(what: str, function: Callable[..., Any], *args: Any) -> Any:
                 break
             frame = frame.tb_next
         text = "".join(traceback.TracebackException(type(error), error, frame).format())
-        raise UserCodeFailed(what, text) from None
+        raise UserCodeFailed(what, without_middle(text)) from None

@@ -84,15 +84,20 @@ class SweepProgress(StatusLine):
         self._bar.update(self._task, total=len(cells))
 
     def failed(self, error: BaseException) -> None:
-        """Show an error that does not end the sweep; it stays above a live table."""
+        """Show an error that does not end the sweep."""
+        self._say(words_of(error))
+
+    def _say(self, words: str) -> None:
+        """Print a line, which stays above a live table."""
         if self._live is None:
-            tell(f"batchfinder: {words_of(error)}")
+            tell(f"batchfinder: {words}")
         else:
-            words = printable(f"batchfinder: {words_of(error)}", lines=True)
-            self._console.print(words, markup=False, soft_wrap=True)
+            self._console.print(printable(f"batchfinder: {words}", lines=True), markup=False, soft_wrap=True)
 
     def found(self, row: SweepRow) -> None:
-        """Show a finished row."""
+        """Show a finished row, and once that results cannot be cached."""
+        if row.not_cached and not any(earlier.not_cached for earlier in self._found):
+            self._say(f"warning: {row.not_cached} The sweep goes on; what it finds is printed, and may not be cached.")
         self._found.append(row)
         self._bar.advance(self._task)
         if self._live is None:

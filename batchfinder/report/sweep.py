@@ -69,6 +69,7 @@ class SweepRow:
         over_time: the memory of the largest batch, for a page, where one was asked for; not part of the JSON.
         changes: what other options would change, likewise.
         throughput: the smallest size at full speed, where it was asked for.
+        not_cached: why it, or one before it, could not be cached; empty where all could. Not part of the JSON.
     """
 
     cell: Cell
@@ -82,6 +83,7 @@ class SweepRow:
     over_time: OverTime | None = None
     changes: tuple[Alternative, ...] | None = None
     throughput: Throughput | None = None
+    not_cached: str = ""
 
     @property
     def at_max(self) -> Measurement | None:

@@ -383,7 +383,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     without batchfinder's and PyTorch's frames.
     """
     kind = type(error)
-    message = _CPP_FRAMES.sub("", str(error))
+    message = _CPP_FRAMES.sub("", errors.without_middle(str(error)))
     # A user's class may be derived from one of ours, or have its name.
     if kind.__module__ == errors.__name__ and getattr(errors, kind.__name__, None) is kind:
         fields = {
@@ -398,7 +398,9 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": f"{kind.__name__}: {message}",
         "module": kind.__module__,
         "line": line_of_user(all_frames),
-        "traceback": _CPP_FRAMES.sub("", "".join([*text, *traceback.format_exception_only(error)])),
+        "traceback": _CPP_FRAMES.sub(
+            "", errors.without_middle("".join([*text, *traceback.format_exception_only(error)]))
+        ),
     }
 
 

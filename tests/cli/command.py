@@ -6,9 +6,10 @@ import contextlib
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,14 @@ def run_command(*arguments: str, cache: Path, folder: Path = HERE, **more: str) 
         timeout=900,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def records_too_large() -> Iterator[None]:
+    """Let no file of this process have more than 1 KiB, which is less than a record of the cache has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -16,7 +16,7 @@ from batchfinder.data.size_table import from_json
 from batchfinder.report.progress import SweepProgress
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Measurement, Shape, Trial, Verdict
-from tests.cli.command import Done, Run
+from tests.cli.command import Done, Run, records_too_large
 from tests.report.test_sweep import row as report_row
 
 GIB = 1 << 30
@@ -101,6 +101,22 @@ def test_the_second_run_comes_from_the_cache(small_json: Done, small_table: Done
     answers = [row["max_batch_size"] for row in small_json.json["rows"]]
     assert [int(line.split(": ")[-1].split()[0]) for line in found] == answers
     assert all("(simulated, from the cache, " in line for line in found)
+
+
+def test_a_cache_that_fills_up_loses_no_row(run: Run, tmp_path: Path) -> None:
+    """Each is printed, with one warning, and no file is left."""
+    lengths = ("--seq-len", "16", "--seq-len", "32")
+    with records_too_large():
+        done = run(
+            "sweep", "--model", "mine:tiny", "--gpu", "t4", "--budget", "1GiB", *lengths, "--json", cache=tmp_path
+        )
+    assert [row["seq_len"] for row in done.json["rows"]] == [16, 32]
+    assert [line for line in done.err.splitlines() if "warning" in line] == [
+        f"batchfinder: warning: the cache at {tmp_path} cannot be used: File too large. Set BATCHFINDER_CACHE or "
+        "--cache to a place that can be written, or pass --no-cache. The sweep goes on; what it finds is printed, and "
+        "may not be cached."
+    ]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_table(small_json: Done, small_table: Done) -> None:

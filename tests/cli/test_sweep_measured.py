@@ -27,7 +27,7 @@ from batchfinder.measure.child_probe import CpuProbe, GpuFacts
 from batchfinder.recording.simulation import Simulation, predict_full_card
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Shape, StopReason
-from tests.cli.command import COMMAND, HERE, Done, Run, environment
+from tests.cli.command import COMMAND, HERE, Done, Run, environment, records_too_large
 
 pytestmark = [
     pytest.mark.slow,
@@ -252,6 +252,16 @@ def test_a_shorter_sequence_starts_from_the_longer_one(measuring: Measuring) -> 
     assert len(shorter.trials) <= 5
     assert sum(not trial.fits for trial in shorter.trials) <= 2
     assert row(16).cached
+
+
+def test_a_row_that_cannot_be_cached_says_so(measuring: Measuring) -> None:
+    """It is returned all the same, with why."""
+    row, _, store = measuring
+    answer = row(16)
+    with records_too_large():
+        again = row(16)
+    assert (again.result.max_batch_size, answer.not_cached) == (answer.result.max_batch_size, "")
+    assert again.not_cached.startswith(f"the cache at {store.url} cannot be used: File too large. ")
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,39 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "batchfinder[ray]" in said
 
 
+@pytest.mark.parametrize(
+    ("version", "mode", "move"),
+    [
+        ("2.60.0", "disabled", "set"),
+        ("2.58.1", None, "set"),
+        ("2.51.0", "token", "install Ray 2.52 or later (2.51.0 is here) and set"),
+    ],
+)
+@pytest.mark.parametrize("variable", [True, False])
+def test_a_cluster_that_asks_for_no_token_is_not_started(
+    version: str,
+    mode: str | None,
+    move: str,
+    variable: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its ports would be open to the network: a sentence says how to get one with a token, and exit code is 1."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "__version__", version)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    address = [] if variable else ["--address", "local"]
+    assert main(["sweep", "--no-cache", "--engine", "ray", "--gpu", "t4", *address]) == 1
+    assert not ray.is_initialized()
+    given = "missing" if variable else "invalid value 'local'"
+    assert capsys.readouterr().err.endswith(
+        f"batchfinder: --address: {given}; expected the address of a Ray cluster: one that is started here would run "
+        f"the code of anyone who can reach this machine. To start one that asks for a token, "
+        f"{move} RAY_AUTH_MODE=token.\n"
+    )
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(900)

@@ -192,6 +192,13 @@ def test_a_library_that_wraps_an_out_of_memory_has_run_out():
     assert classify(_raised(wrap)) is GPU
 
 
+def test_a_long_message_is_searched_at_both_ends():
+    """Half a million characters of each are."""
+    much, words = "x" * 5_000_000, "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert classify(RuntimeError(words + much)) is classify(RuntimeError(much + words)) is GPU
+    assert classify(RuntimeError(much + words + much)) is None
+
+
 def test_a_bug_in_the_handler_of_an_out_of_memory_is_a_bug():
     """An error raised while an out-of-memory was handled, but not from it, is judged for itself."""
 

@@ -253,6 +253,16 @@ def test_a_factory_that_raises_shows_its_own_traceback(write_module: WriteModule
     assert caught.value.what == "user_models:raises"
 
 
+def test_a_factory_that_raises_much_is_told_of_in_short(write_module: WriteModule) -> None:
+    """Of a long message the middle is left out, and how long it is is said."""
+    write_module("long_words", "def raises():\n    raise RuntimeError('x' * 5_000_000 + 'end')\n")
+    with pytest.raises(
+        UserCodeFailed, match=r"(?s)in raises.*RuntimeError: x+\n\[498\d{4} of 500\d{4} .*xend"
+    ) as caught:
+        workload_from_factory("long_words:raises")
+    assert len(str(caught.value)) < 21_000
+
+
 @pytest.mark.parametrize(
     ("text", "last"),
     [

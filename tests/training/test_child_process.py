@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,6 +200,18 @@ def test_no_frames_of_cpp():
         assert "no, Exception raised from here" in told["message"]
         assert "f.h" not in str(told)
         assert str(revive(told, "a model")).endswith("no, Exception raised from here")
+
+
+def test_the_middle_of_a_long_message_is_left_out():
+    """Both of an exception's texts keep where it was raised and how it begins and ends, and say what is left out."""
+    try:
+        raise RuntimeError(f"begins{'x' * 5_000_000}ends")
+    except RuntimeError as error:
+        told = describe(error)
+    for text in (told["message"], told["traceback"]):
+        assert len(text) < 21_000
+        assert re.search(r"RuntimeError: beginsx+\n\[498\d{4} of 500\d{4} characters left out\]\nx+ends\n?$", text)
+    assert "in test_the_middle_of_a_long_message_is_left_out" in told["traceback"]
 
 
 def test_only_the_users_frames():
