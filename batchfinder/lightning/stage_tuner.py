@@ -43,6 +43,7 @@ from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optim
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
 from batchfinder.search import Prediction
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.units import format_bytes
 
 _SPARE = 0.03
@@ -164,7 +165,12 @@ class StageTuner:
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
         )
         varies = any(all_vary)
-        self._expands = varies and expand_segments(self._device)
+        if varies and expand_segments(self._device):
+            rank_zero_info(
+                "BatchFinder: samples differ in length, so from here on the allocator's segments are expandable "
+                "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True): its cache falls into fewer pieces, and larger "
+                "batches fit. Set the variable yourself to decide it."
+            )
         self._spare_bytes = int(_SPARE * self._memory.free_bytes()) if varies else 0
         self._probe: Probe | None = None
         self._dry_run: DryRun | None = None
@@ -257,12 +263,7 @@ class StageTuner:
                 f"BatchFinder: samples differ in length, so tries left {format_bytes(self._spare_bytes)} free: in "
                 "another order the lengths take more."
             )
-            if self._expands:
-                said += (
-                    " Segments of the allocator are expandable in this process (expandable_segments:True), with which "
-                    "its cache falls into fewer pieces; where PYTORCH_CUDA_ALLOC_CONF is set, it is left as it is."
-                )
-            else:
+            if not AllocatorSettings.from_environment().expandable_segments:
                 said += (
                     " Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and the cache falls into fewer pieces: "
                     "larger batches fit."

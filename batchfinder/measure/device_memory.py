@@ -14,7 +14,7 @@ from batchfinder.devices.catalog import memory_fraction
 from batchfinder.devices.detect import host_name
 from batchfinder.errors import InvalidValue
 from batchfinder.measure.host_limits import available_bytes, cgroup, meminfo, reset_resident_peak, soft_limit, status
-from batchfinder.simulator.alloc_conf import VARIABLES, AllocatorSettings
+from batchfinder.simulator.alloc_conf import VARIABLES
 from batchfinder.units import MIB, format_bytes
 
 if sys.platform != "win32":
@@ -257,15 +257,15 @@ Memory = CudaMemory | HostMemory
 
 
 def expand_segments(device: torch.device) -> bool:
-    """Whether the allocator extends its segments (`expandable_segments:True`), from now on if it did not so far.
+    """Have the allocator extend its segments from now on (`expandable_segments:True`), and say whether it does.
 
-    Where the user has configured it, and where there are no such segments, it stays as it is. The environment of this
-    process says so too then, as results in a cache are kept apart by it.
+    Where the user has configured it, and where there are no such segments, it stays as it is. The environment says so
+    too afterwards: results in a cache are kept apart by it.
     """
     now = getattr(torch._C, "_accelerator_getAllocatorSettings", str)()  # since torch 2.12
     configured = now or any(os.environ.get(name) for name in VARIABLES)
     if configured or sys.platform != "linux" or torch.version.hip is not None:
-        return AllocatorSettings.from_environment().expandable_segments
+        return False
     setting = "expandable_segments:True"
     torch.cuda.empty_cache()
     torch._C._accelerator_setAllocatorSettings(setting)
