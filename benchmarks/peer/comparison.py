@@ -154,7 +154,7 @@ def trains(fit: Fit, driver: str, batch_size: int, allocator: str = "") -> dict[
     return seen
 
 
-def train(fit: Fit, driver: str, batch_size: int, allocator: str) -> dict[str, Any]:
+def train(fit: Fit, driver: str, batch_size: int, allocator: str = "") -> dict[str, Any]:
     """Train in this process."""
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
     import torch
