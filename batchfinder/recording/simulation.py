@@ -225,11 +225,14 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         recorder: what records them, by name; or a recording process to share, which this simulation does not close.
     """
 
+    _on_stub = False
+
     def __init__(self, spec: WorkloadSpec, how: StepConfig, recorder: RecordingClient | str = FAKE_DEVICE) -> None:
         self.spec = spec
         self.how = how
         self._owns_recorder = isinstance(recorder, str)
         self._recorder = RecordingClient(spec, recorder=recorder) if isinstance(recorder, str) else recorder
+        self._on_stub = self._recorder.recorder == CUDA_BUILD
         self.facts = self._recorder.facts  # of the workload that the process was opened with
         self._sources: dict[tuple[tuple[int, int], str], TraceSource] = {}
         self._recorded: dict[tuple[int, int | None], list[Future[Trace]]] = {}
@@ -263,20 +266,11 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
             simulation._ends = ends[0], ends[-1]
         return found
 
-    def kind_of(self, device: Device) -> tuple[tuple[int, int], str]:
-        """What of a device decides on the step: its compute capability, and what the CUDA stub is told of it.
-
-        The fake device knows the compute capability alone.
-        """
-        if self._recorder.recorder != CUDA_BUILD:
-            return device.compute_capability, ""
-        card = replace(card_of_device(device), name="", total_bytes=_STUB_BYTES, context_bytes=0, held_bytes=0)
-        return device.compute_capability, card.setting
-
     def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None], card: str = "") -> TraceSource:
-        """The step's traces on GPUs of one kind (`kind_of`), at these lengths and any others.
+        """The step's traces on GPUs of one compute capability, at these lengths and any others.
 
         What was recorded for one capability serves the others on which the kernels are the same, but for their sizes.
+        PyTorch's CUDA build is told more of the card, in the words of `StubCard.setting`.
         """
         kind = capability, card
         if kind not in self._sources:
@@ -328,8 +322,11 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         unmodelled = [assumed] if device.assumed_capability else []
         if allocator is not None:
             unmodelled += [f"the allocator's setting {setting}" for setting in allocator.unmodelled]
-        capability, card = self.kind_of(device)
-        return SimulatedProbe(self.source(capability, seq_lens, card), memory, allocator, unmodelled)
+        card = ""
+        if self._on_stub:
+            whole = replace(card_of_device(device), name="", total_bytes=_STUB_BYTES, context_bytes=0, held_bytes=0)
+            card = whole.setting
+        return SimulatedProbe(self.source(device.compute_capability, seq_lens, card), memory, allocator, unmodelled)
 
 
 def search_simulated(

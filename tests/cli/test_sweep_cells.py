@@ -16,7 +16,7 @@ from batchfinder.cli import sweep_cells
 from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_cells import ModelCells, cache_key, simulate_cells
 from batchfinder.cli.sweep_request import read_request
-from batchfinder.devices import Device, all_gpus
+from batchfinder.devices import all_gpus
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra, RecordingDied, RecordingFailed
 from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.sweep import Cell
@@ -43,9 +43,6 @@ class Refusing(Built):
     def __init__(self, reason: BatchFinderError) -> None:
         super().__init__(FACTS)
         self._reason = reason
-
-    def kind_of(self, device: Device) -> tuple[tuple[int, int], str]:
-        return device.compute_capability, ""
 
     def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None], card: str = "") -> TraceSource:
         raise self._reason
