@@ -17,7 +17,7 @@ from typing import Any
 
 from batchfinder.cli.parser import build_parser, nearest, options_of
 from batchfinder.errors import BatchFinderError
-from batchfinder.report.terminal import printable, tell, words_of
+from batchfinder.report.terminal import limit_met, printable, tell, words_of
 
 OK, USER_ERROR, WRONG_USAGE, INTERNAL_ERROR, INTERRUPTED = 0, 1, 2, 3, 130
 _SIGNALLED = 128
@@ -123,6 +123,10 @@ def main(argv: Sequence[str]) -> int:
                 return _SIGNALLED + signal.SIGPIPE
             tell(f"batchfinder: the output could not be printed: {lost.strerror}.")
             return USER_ERROR
+        raised = f"{type(error).__name__}: {error}"
+        if limit := limit_met(raised):
+            tell(f"batchfinder: {raised.rstrip(': ')}. {limit}")
+            return USER_ERROR
         import tempfile
 
         kept, words = "", traceback.format_exc()
@@ -130,5 +134,5 @@ def main(argv: Sequence[str]) -> int:
         with suppress(OSError), tempfile.NamedTemporaryFile("w", errors="backslashreplace", **settings) as log:
             log.write(words)
             kept = f"The traceback is in {log.name}; please report it with that file."
-        tell(f"batchfinder: internal error: {type(error).__name__}: {error}\n{kept or words}")
+        tell(f"batchfinder: internal error: {raised}\n{kept or words}")
         return INTERNAL_ERROR

@@ -97,7 +97,11 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         )
         self._child.send({"open": asdict(spec)})
         self._reader = threading.Thread(target=self._read_answers, daemon=True)
-        self._reader.start()
+        try:
+            self._reader.start()
+        except RuntimeError:  # there may be no more threads, or no memory for one's stack
+            self._child.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.close()

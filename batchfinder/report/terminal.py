@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 
 from batchfinder.errors import InvalidValue, shortened
+from batchfinder.units import format_bytes
+
+_TOO_MANY_FILES = os.strerror(errno.EMFILE)
+_NO_MEMORY = re.compile(
+    "MemoryError|bad_alloc|failed to map segment|(?:cannot|can't) allocate memory|can't start new thread", re.IGNORECASE
+)
+"""In what Python, C++, the dynamic linker, the system and PyTorch say where no more memory can be mapped."""
 
 
 def tell(line: str) -> None:
@@ -38,4 +47,26 @@ def words_of(error: BaseException) -> str:
     """What an error says, with an option as it is typed on the command line: `--seq-len` for `seq_len`."""
     if isinstance(error, InvalidValue) and error.option.isidentifier() and error.option.islower():
         return f"--{error.option.replace('_', '-')}{str(error).removeprefix(error.option)}"
-    return str(error)
+    words = str(error)
+    return f"{words}\n{limit}" if (limit := limit_met(words)) else words
+
+
+def limit_met(words: str) -> str:
+    """What to do where a limit on this process explains an error; empty where none does.
+
+    Args:
+        words: what the error says; a child's will do, which has the same limits.
+    """
+    import resource
+
+    again = "in a new shell where this one does not allow it"
+    if _TOO_MANY_FILES in words:
+        count, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"This process may have {count} files open, which are too few: raise that with ulimit -n 1024, {again}."
+    size, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if size == resource.RLIM_INFINITY or not _NO_MEMORY.search(words):
+        return ""
+    return (
+        f"This process may map {format_bytes(size)} of memory (ulimit -v {size >> 10}), and PyTorch with a model of "
+        f"BERT's size takes more than 1 GiB: raise that with ulimit -v unlimited, {again}."
+    )

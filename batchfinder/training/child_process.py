@@ -89,14 +89,19 @@ class Child(contextlib.AbstractContextManager["Child"]):
         self.folder = folder or temporary_folder()
         self._asked_at = 0
         self._sending = threading.Lock()
-        requests, self._requests = pipe()
-        self._answers, answers_write = pipe()
         self._received = b""
-        self._process = start(
-            module, (requests, answers_write), arguments, self.folder / "log", {**os.environ, **(environment or {})}
-        )
-        os.close(requests)
-        os.close(answers_write)
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as ends_of_child:
+            failed.callback(_remove, self.folder)
+            requests, self._requests = pipe()
+            ends_of_child.callback(os.close, requests)
+            failed.callback(os.close, self._requests)
+            self._answers, answers_write = pipe()
+            ends_of_child.callback(os.close, answers_write)
+            failed.callback(os.close, self._answers)
+            self._process = start(
+                module, (requests, answers_write), arguments, self.folder / "log", {**os.environ, **(environment or {})}
+            )
+            failed.pop_all()
         self.pid = self._process.pid
 
     def __exit__(self, *_: object) -> None:
@@ -184,19 +189,32 @@ class Child(contextlib.AbstractContextManager["Child"]):
         if requests >= 0:
             os.close(requests)
             os.close(self._answers)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if (lock := _locks.pop(self.folder, None)) is not None:
-            os.close(lock)
+        _remove(self.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that `temporary_folder` has made."""
+    if (lock := _locks.pop(folder, None)) is not None:
+        os.close(lock)
+    try:  # `rmtree` takes two descriptors, and there may be none left where nothing was started
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pipe() -> tuple[int, int]:
     """`os.pipe`, whose ends are never 0, 1 or 2: where those were closed, a child would take them for its streams."""
     import fcntl
 
-    low = os.pipe()
-    reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in low)
-    for end in low:
-        os.close(end)
+    with contextlib.ExitStack() as failed, contextlib.ExitStack() as low_ends:
+        low = os.pipe()
+        for end in low:
+            low_ends.callback(os.close, end)
+        reading = fcntl.fcntl(low[0], fcntl.F_DUPFD_CLOEXEC, 3)
+        failed.callback(os.close, reading)
+        writing = fcntl.fcntl(low[1], fcntl.F_DUPFD_CLOEXEC, 3)
+        failed.pop_all()
     return reading, writing
 
 
@@ -214,7 +232,11 @@ def temporary_folder() -> Path:
                 shutil.rmtree(lock.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="batchfinder-"))
     # Under another name until it is locked, so that nobody takes the folder for one that was left.
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:  # no more files may be open, or the disk is full
+        folder.rmdir()
+        raise
     with contextlib.suppress(OSError):  # not every file system has locks
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         (folder / "lock").rename(folder / _LOCK)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import time
 
 import pytest
@@ -54,6 +55,18 @@ def test_checking_leaves_nothing(place):
     """A check that the folder can be written leaves no file."""
     place.check_writable()
     assert list(place.keys()) == []
+
+
+def test_checking_a_full_disk_leaves_nothing(tmp_path):
+    """A name can be taken, as on a full disk, and nothing be written: the check fails and leaves no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+    try:
+        with pytest.raises(CacheFailed, match="File too large"):
+            Store(tmp_path).check_writable()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_write_leaves_one_file(tmp_path):

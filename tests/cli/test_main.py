@@ -133,3 +133,32 @@ def test_the_module_is_the_script() -> None:
     done = subprocess.run(COMMAND, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: batchfinder ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="a shell's -v limits memory on Linux alone")
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (
+            "-n 8",
+            "batchfinder: OSError: [Errno 24] Too many open files. This process may have 8 files open, which are too "
+            "few: raise that with ulimit -n 1024, in a new shell where this one does not allow it.",
+        ),
+        (
+            "-v 200000",
+            "This process may map 195.31 MiB of memory (ulimit -v 200000), and PyTorch with a model of BERT's size "
+            "takes more than 1 GiB: raise that with ulimit -v unlimited, in a new shell where this one does not allow "
+            "it.",
+        ),
+    ],
+)
+def test_a_limit_of_the_shell(limit: str, said: str, tmp_path: Path) -> None:
+    """What is too little to work with is told, with the way out of it, and nothing is left behind."""
+    limited = ["bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *COMMAND]
+    arguments = ["sweep", "--model", "bert-base", "--gpu", "t4", "--seq-len", "128", "--no-cache"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([*limited, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[-1] == said
+    assert list(tmp_path.iterdir()) == []

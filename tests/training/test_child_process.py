@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -137,6 +140,26 @@ def _group_is_gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_too_few_files_leave_nothing(echo, tmp_path, monkeypatch):
+    """Where a process may have no more of them open, a child that cannot be started leaves no folder and none open."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, failures = os.listdir("/dev/fd"), 0
+    for count in range(3, len(before) + 30):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+        try:
+            Child(echo).close()
+            break
+        except OSError as error:
+            failures += error.errno == errno.EMFILE
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert failures > 5
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert os.listdir("/dev/fd") == before
 
 
 def test_close_ends_all_of_it(echo):
