@@ -167,3 +167,15 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
         return Trace.from_json(result["trace"])
 
     return record_in_fork
+
+
+@pytest.fixture(autouse=True)
+def allocator_as_before(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a fit has the allocator of the device do, where samples differ in length, is not the next test's."""
+    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    yield
+    if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") != before and request.node.get_closest_marker("gpu"):
+        import torch
+
+        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
