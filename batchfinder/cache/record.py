@@ -17,7 +17,7 @@ from batchfinder.errors import BatchFinderError, InvalidValue, shortened, shown
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 
 SCHEMA = 7
-"""Raised, too, when what counts as fitting or the meaning of a key changes: 6 has the addresses of cudaMalloc."""
+"""Raised, too, when what counts as fitting or the meaning of a key changes: 7 has the oldest of equal free blocks."""
 
 
 MAX_BATCH_SIZE = 1 << 40

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from elftools.common.exceptions import ELFError
-from elftools.elf.elffile import ELFFile
+from typing import TYPE_CHECKING, Any
 
 from batchfinder.cuda_stub.errors import StubUnavailable
+
+if TYPE_CHECKING:
+    from elftools.elf.elffile import ELFFile
 
 _SYMBOL = struct.Struct("<IBBHQQ")
 _UNDEFINED = 0
@@ -79,6 +79,10 @@ def read_names(path: Path, pattern: str) -> list[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[ELFFile]:
+    # Here, where a stub is compiled: each process on one imports this package.
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
     try:
         with path.open("rb") as file:
             yield ELFFile(file)

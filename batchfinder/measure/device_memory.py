@@ -20,7 +20,9 @@ from batchfinder.units import MIB, format_bytes
 if sys.platform != "win32":
     import resource
 
-_EXPANDED_BYTES = 32 * MIB  # more than a segment without an end has left, so that one has to be extended
+_EXPANDED_BYTES = 32 * MIB
+"""More than a free block in an emptied cache has as a rule, so that a segment has to be extended for it."""
+
 SHARE_OF_AVAILABLE = 0.5
 """Of the RAM that is available, for a CPU without any limit: other programs want some as well."""
 

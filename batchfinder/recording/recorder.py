@@ -22,7 +22,7 @@ from batchfinder.recording import fake_values, kernel_memory, operands, user_ker
 from batchfinder.recording.fake_device import DEVICE_TYPE, Stream, clock, current_stream, parts_of
 from batchfinder.recording.kernel_memory import aten
 from batchfinder.recording.value_reads import is_asserted, plausible_scalar
-from batchfinder.simulator.trace import StageMark, TraceStructure
+from batchfinder.simulator.trace import StageMark, TraceStructure, tensor_in_words
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
@@ -172,11 +172,11 @@ class AllocationRecorder(TorchDispatchMode):
 
     def shapes(self) -> tuple[str, ...]:
         """For each block its first tensor's type and dimensions, as in `Trace.shapes`."""
-        written: dict[tuple[torch.dtype, tuple[int, ...]] | None, str] = {None: ""}
+        words: dict[tuple[torch.dtype, tuple[int, ...]] | None, str] = {None: ""}
         for shape in self._shapes:
-            if shape is not None and shape not in written:
-                written[shape] = f"{str(shape[0]).removeprefix('torch.')}{list(shape[1])}"
-        return tuple([written[shape] for shape in self._shapes])
+            if shape is not None and shape not in words:
+                words[shape] = tensor_in_words(*shape)
+        return tuple([words[shape] for shape in self._shapes])
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str, module: str) -> None:
         """Say what the storages of these tensors are for and which module holds them.

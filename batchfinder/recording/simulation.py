@@ -410,8 +410,7 @@ def search_cards(
 ) -> list[SearchResult | None]:
     """`search_simulated` for several cards, in a process that cannot record; None where that is needed, or it fails.
 
-    `pickled` is a list of `SimulatedProbe`: a pool would pickle them itself in a
-    thread, while their traces change.
+    `pickled` is a list of `SimulatedProbe`: a pool would pickle them itself in a thread, while their traces change.
     """
     found: list[SearchResult | None] = []
     for probe in pickle.loads(pickled):

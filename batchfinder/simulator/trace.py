@@ -132,6 +132,11 @@ class Trace:
         )
 
 
+def tensor_in_words(dtype: object, shape: Iterable[int]) -> str:
+    """A tensor's type and dimensions, as in `Trace.shapes`; `dtype` is PyTorch's."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
 @dataclass(frozen=True, slots=True)
 class AddedBlock:
     """One block to be added to a trace.

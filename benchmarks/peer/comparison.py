@@ -97,7 +97,10 @@ def measured(fit: Fit, names: Sequence[str]) -> dict[str, Any]:
 
 
 def states(names: Sequence[str]) -> dict[str, list[str] | str | None]:
-    """What of the training state each peer changes on the small case; None where there is none to compare."""
+    """For each peer the parts of the training state that its search changes, on the small case.
+
+    Text where the search failed; None where there is nothing to compare, as each size has a new model.
+    """
     _load(STATE)
     chosen = [peer for peer in PEERS if peer.name in names]
     changed: dict[str, list[str] | str | None] = {}

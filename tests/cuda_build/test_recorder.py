@@ -92,10 +92,14 @@ def test_what_it_does_not_record_is_said() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """`estimate --recorder cuda-build` says what recorded the step, also in JSON."""
-    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    """`estimate --recorder cuda-build` has PyTorch's own peaks, which the fake device misses here, and says so in JSON."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BERT))
+    real = CudaStub(gpu="T4").run(peaks, str(path), StepConfig(), 8, 128).result
     command = [sys.executable, "-m", "batchfinder", "estimate", "--model", "config.json", "--gpu", "t4", "--json"]
     done = subprocess.run(
         [*command, "--recorder", "cuda-build"], capture_output=True, text=True, cwd=tmp_path, check=True
     )
-    assert json.loads(done.stdout)["recorder"] == "cuda-build"
+    found = json.loads(done.stdout)
+    assert found["recorder"] == "cuda-build"
+    assert (found["allocated_bytes"], found["reserved_bytes"]) == tuple(real)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import get_plain_tensors  # torch 2.13
 from batchfinder.recording.cuda_build import values
 from batchfinder.recording.fake_device import parts_of
 from batchfinder.recording.kernel_memory import product_flops
-from batchfinder.simulator.trace import StageMark, TraceStructure
+from batchfinder.simulator.trace import StageMark, TraceStructure, tensor_in_words
 
 _Tensor = tuple[torch.dtype, tuple[int, ...]]
 _NO_OPERATOR = "aten.empty_strided.default"
@@ -128,7 +128,7 @@ class AllocationHistory:
             if tensor is None or tensor.device.type != "cuda":
                 continue
             parts: list[Any] = []
-            get_plain_tensors(getattr(tensor, "_local_tensor", tensor), out=parts)
+            get_plain_tensors(tensor, out=parts)
             for part in itertools.chain.from_iterable(map(parts_of, parts)):
                 named[part.untyped_storage().data_ptr()] = part.dtype, tuple(part.shape)
         self._labels.append(_Label(self._position(), kind, named, module))
@@ -163,7 +163,7 @@ class AllocationHistory:
                 else:
                     named = [live[address] for address in label.tensors if address in live]
                     for address in label.tensors.keys() & live.keys():
-                        shapes[live[address]] = shapes[live[address]] or _written(label.tensors[address])
+                        shapes[live[address]] = shapes[live[address]] or tensor_in_words(*label.tensors[address])
                 for block in named:
                     kinds[block] = label.kind
                     if label.first is None:
@@ -182,7 +182,7 @@ class AllocationHistory:
                 kinds.append("temporary")
                 streams.append(numbers.setdefault(event["stream"], len(numbers)))
                 shape = call.outputs.get(address) if call else None
-                shapes.append(_written(shape) if shape else "")
+                shapes.append(tensor_in_words(*shape) if shape else "")
                 within.append(call is not None and shape is None)
             elif action == "free_requested":
                 block = live.pop(address)
@@ -206,8 +206,3 @@ class AllocationHistory:
             tuple(sorted(completed)),
         )
         return structure, tuple(sizes), tuple(shapes)
-
-
-def _written(tensor: _Tensor) -> str:
-    """A tensor's type and dimensions, as in `Trace.shapes`."""
-    return f"{str(tensor[0]).removeprefix('torch.')}{list(tensor[1])}"
