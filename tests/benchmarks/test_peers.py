@@ -51,10 +51,10 @@ def test_the_documentation_shows_the_committed_result() -> None:
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """48 MiB beside what the process has."""
+    """112 MiB beside what the process has, of which cuBLAS's workspaces may be 64."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 48 * MIB) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 112 * MIB) / total)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -62,7 +62,7 @@ def little_memory() -> Iterator[None]:
 @pytest.mark.gpu
 def test_training_and_a_search_on_a_card(little_memory: None) -> None:
     """A size that is too large does not train; training changes the state that is compared, and a search does not."""
-    assert [train(STATE, "loop", size)["trains"] for size in (4, 1024)] == [True, False]
+    assert [train(STATE, "loop", size)["trains"] for size in (4, 4096)] == [True, False]
     seed(0)
     loop = Loop(STATE)
     before = loop.state()
@@ -72,7 +72,7 @@ def test_training_and_a_search_on_a_card(little_memory: None) -> None:
     del loop
     found = search("batchfinder loop", STATE, states=True)
     assert found["before"] == found["after"] == before
-    assert 4 <= found["returned"] < 1024
+    assert 4 <= found["returned"] < 4096
 
 
 def test_what_does_not_hold_is_said() -> None:

@@ -393,6 +393,7 @@ def test_a_real_card() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert torch.equal(drawn, torch.cuda.get_rng_state(device))
     assert optimizer.state == {}
+    torch.cuda.empty_cache()  # of what the comparisons leave, into which training's blocks would be put otherwise
     fraction = (2 << 30) / torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(fraction, device)
     try:
