@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -274,8 +275,6 @@ class TrainerBatches:
         Raises:
             InvalidValue: the data do not tell how to make one, or can be read only once.
         """
-        from accelerate.utils import send_to_device
-
         self.made = batch_size
         try:
             if self._make_batch is not None:
@@ -304,4 +303,23 @@ class TrainerBatches:
                 "at least one sample, in data that can be read more than once, since what is read to try sizes with "
                 f"would be missing from the training; {_MAKE_BATCH}",
             ) from None
+        return self._on_device(batch)
+
+    def varies(self) -> bool:
+        """Whether samples differ in length, as far as that can be told."""
+        with suppress(UnreadableData):  # which making a batch says
+            return self._make_batch is None and self._batches.varies()
+        return False
+
+    def others(self, batch_size: int) -> list[Callable[[], Any]]:
+        """Make the batches of other lengths that an epoch has beside full ones of the longest samples."""
+
+        def moved(make: Callable[[], Any]) -> Any:
+            return self._on_device(make())
+
+        return [partial(moved, make) for make in self._batches.others(batch_size)]
+
+    def _on_device(self, batch: Any) -> Any:
+        from accelerate.utils import send_to_device
+
         return batch if self._device is None else send_to_device(batch, self._device)

@@ -194,7 +194,8 @@ def tune_trainer(
         named = (trainer.model_wrapped, optimizer, trainer, *state)
         # Batches keep the samples they have read from one trial to the next, and an evaluation is measured once.
         alone = (batches, outputs, *bulk_data(trainer))
-        config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone)
+        others = batches.others if seq_len is None and batches.varies() and device.type == "cuda" else None
+        config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone, others=others)
         batches(limits.bounds.first, seq_len)
         key = functools.partial(make_key, trainer)
         return tune_loop(config, limits, budget_bytes, [seq_len], store, on_trial, key).smallest

@@ -38,7 +38,7 @@ from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
 from batchfinder.measure.device_memory import Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
-from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
+from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner, TuningResult
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
@@ -46,12 +46,6 @@ from batchfinder.search import Prediction
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.units import format_bytes
 
-_SPARE = 0.03
-"""Share of the memory that tries leave free where batches differ in length.
-
-How far the cache falls to pieces depends on the order of the lengths, of which a try has some and an epoch has others.
-By how much: `benchmarks/random_fits.py --reserved`.
-"""
 _SMALL_CAP = 8
 """Up to this cap no search takes as long as a prediction."""
 
@@ -164,14 +158,15 @@ class StageTuner:
         self._session = TrialSession(
             self._memory, self._device, self._limits.reserve_bytes, lambda: capture(trainer, finder)
         )
-        varies = any(all_vary)
-        if varies and expand_segments(self._device):
+        self._varies = any(all_vary)
+        if self._varies and expand_segments(self._device):
             rank_zero_info(
                 "BatchFinder: samples differ in length, so from here on the allocator's segments are expandable "
                 "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True): its cache falls into fewer pieces, and larger "
                 "batches fit. Set the variable yourself to decide it."
             )
-        self._spare_bytes = int(_SPARE * self._memory.free_bytes()) if varies else 0
+        spares = spares and (self._varies or AllocatorSettings.from_environment().expandable_segments)
+        self._spare_bytes = int(SPARE * self._memory.free_bytes()) if spares else 0
         self._probe: Probe | None = None
         self._dry_run: DryRun | None = None
         self._predicted: Prediction | None = None
@@ -259,16 +254,17 @@ class StageTuner:
                 results[index] = replace(found, result=replace(found.result, source="checkpoint"))
             rank_zero_info(f"BatchFinder: {stage} {said}.")
         if self._dry_run is not None and self._spare_bytes:
-            said = (
-                f"BatchFinder: samples differ in length, so tries left {format_bytes(self._spare_bytes)} free: in "
-                "another order the lengths take more."
-            )
-            if not AllocatorSettings.from_environment().expandable_segments:
-                said += (
-                    " Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and the cache falls into fewer pieces: "
-                    "larger batches fit."
-                )
-            rank_zero_info(said)
+            left = f"tries left {format_bytes(self._spare_bytes)} free"
+            if not self._varies:
+                said = f"{left}: expandable segments grow a little for some epochs."
+            else:
+                said = f"samples differ in length, so {left}: in another order the lengths take more."
+                if not AllocatorSettings.from_environment().expandable_segments:
+                    said += (
+                        " Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True and the cache falls into fewer pieces: "
+                        "larger batches fit."
+                    )
+            rank_zero_info(f"BatchFinder: {said}")
         if self._dry_run is not None and self._dry_run.growth:
             rank_zero_info(
                 f"BatchFinder: memory grows by {self._dry_run.growth}; sizes were tried with what it comes to in an "

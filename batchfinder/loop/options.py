@@ -30,6 +30,8 @@ class LoopConfig:
         device: where the model is.
         caller: the function that the user called, for messages.
         left_alone: what can be reached and is not to be put back, such as data in memory.
+        others: given a size, makers of batches of other lengths that an epoch has; None where no length differs, and
+            where nothing tells.
     """
 
     train_step: Callable[[Any], object]
@@ -38,6 +40,7 @@ class LoopConfig:
     device: torch.device
     caller: str = "tune_batch_size"
     left_alone: tuple[Any, ...] = ()
+    others: Callable[[int], list[Callable[[], Any]]] | None = None
 
     @property
     def label(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -137,24 +137,37 @@ class LoopProbe:
         session, config, target = self._session, self._config, self._target
 
         def steps(taken: TrialSteps) -> None:
+            others = [] if config.others is None else config.others(batch_size)
+            waiting: list[Callable[[], Any]] = []
+
             def batches() -> Iterator[Any]:
-                while True:
+                while True:  # as in a loop, a batch lives until the next has been made
                     with taken.loading():
-                        batch = config.make_batch(batch_size, shape.seq_len)
+                        batch = waiting.pop(0)() if waiting else config.make_batch(batch_size, shape.seq_len)
                     yield batch
 
             one, count = batches(), PEAK_MICRO_BATCHES if batch_size < (target or 0) else 1
+
+            def step() -> None:
+                given = next(one) if target is None else MicroBatches(batches, count, taken.micro_batch_ended)
+                config.train_step(given)
+                if isinstance(given, MicroBatches) and given.given < count:
+                    name = getattr(config.train_step, "__qualname__", type(config.train_step).__qualname__)
+                    expected = f"a function that goes through all {count} micro-batches it is given"
+                    raise InvalidValue("train_step", name, f"{expected}, not {given.given}")
+
             with self._counter.counting():
-                while True:
-                    # As in a loop, a batch lives until the next has been made.
-                    given = next(one) if target is None else MicroBatches(batches, count, taken.micro_batch_ended)
-                    config.train_step(given)
-                    if isinstance(given, MicroBatches) and given.given < count:
-                        name = getattr(config.train_step, "__qualname__", type(config.train_step).__qualname__)
-                        expected = f"a function that goes through all {count} micro-batches it is given"
-                        raise InvalidValue("train_step", name, f"{expected}, not {given.given}")
-                    if not self._counter.needs_another_call() and not taken.goes_on():
-                        break
+                step()
+                while self._counter.needs_another_call():
+                    step()
+                while taken.goes_on():
+                    step()
+                for order in (others, [*others[::2], *others[1::2]]):
+                    waiting.extend(order)
+                    while waiting:
+                        step()
+                    if order:
+                        step()  # of the longest again: the others have left the cache in pieces
 
         try:
             seen = run_trial(
@@ -166,6 +179,7 @@ class LoopProbe:
                 session.held_bytes,
                 stepping=session.stepping,
                 timed_steps=session.timed_steps,
+                settling_steps=None if config.others is None else PEAK_STEPS,
             )
         except InvalidValue:
             raise

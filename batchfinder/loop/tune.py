@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,14 +28,16 @@ from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig, check_arguments, device_of, store_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
-from batchfinder.measure.device_memory import Memory, memory_of
+from batchfinder.measure.device_memory import Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
-from batchfinder.measure.tuner import SearchLimits, Tuner
+from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import Shape, Trial
 from batchfinder.units import parse_budget, parse_headroom
+
+_log = logging.getLogger(__name__)
 
 
 def make_key(config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limits: SearchLimits) -> CacheKey:
@@ -121,6 +124,13 @@ def tune_loop(
             return ranks.all_reduce_min(memory.free_bytes())[0]
 
         limits = limits.with_memory(free_bytes())
+        if config.others is not None:
+            if expand_segments(config.device):
+                _log.info(
+                    "samples differ in length, so from here on the allocator's segments are expandable "
+                    "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True); set the variable yourself to decide it"
+                )
+            limits = replace(limits, reserve_bytes=limits.reserve_bytes + int(SPARE * free_bytes()))
         session = opened.enter_context(TrialSession(memory, config.device, limits.reserve_bytes, config.capture))
         probe: Probe = LoopProbe(config, limits, session)
         probe = probe if ranks.size == 1 else AgreedProbe(probe, ranks)

@@ -38,7 +38,7 @@ def measured_key_fields(
         "floor": limits.min_batch_size,
         "multiple_of": limits.multiple_of,
         "tolerance": limits.tolerance,
-        "headroom_bytes": limits.reserve_bytes if isinstance(limits.headroom, int) else 0,
+        "headroom_bytes": limits.headroom if isinstance(limits.headroom, int) else 0,
         "source": "measured",
     }
 

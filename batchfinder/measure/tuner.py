@@ -49,6 +49,14 @@ _TIMED_STEPS = 3
 """Steps that are timed at least each time that a size is."""
 
 
+SPARE = 0.03
+"""Share of the memory that tries leave free where batches differ in length or segments are expandable.
+
+How far the cache falls to pieces depends on the order of the lengths, of which a try has some and an epoch has others.
+By how much: `benchmarks/random_fits.py --reserved`. In expandable segments it differs from epoch to epoch, too.
+"""
+
+
 @dataclass(frozen=True)
 class SearchLimits:
     """What bounds the search, and what the size found is for.
