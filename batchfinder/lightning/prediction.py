@@ -232,6 +232,12 @@ def live_bytes(trace: Trace) -> int:
     return most
 
 
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters and buffers, under each of their names."""
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    return {**dict(parameters), **dict(buffers)}
+
+
 class RecordedStep(nn.Module):
     """A module whose forward is a trainer's step on a batch, given as the batch's tensors. Only for a forked child.
 
@@ -245,7 +251,7 @@ class RecordedStep(nn.Module):
         self._host_batch = self._batch = batch
         self._root: torch.device = trainer.strategy.root_device
         self.optimizer: Any = trainer.optimizers[0] if stage == "fit" else None
-        self._before = [*self.module.parameters(), *self.module.buffers()]
+        self._before = named_tensors(self.module)
         trainer.loggers = [class_for(trainer, "loggers.logger", "DummyLogger")()] if trainer.loggers else []
         for part in self.module.modules():
             if is_a(part, "LightningModule"):
@@ -257,8 +263,9 @@ class RecordedStep(nn.Module):
         Training keeps each part's own mode, as Lightning does; evaluation sets all of them.
         """
         fake_gpu = fake_device.register()
-        after = [*self.module.parameters(), *self.module.buffers()]
-        moved = {id(old): (old, new) for old, new in zip(self._before, after, strict=True)}
+        after = named_tensors(self.module)
+        # Weights of 4 bits lie in other modules by now, under other names; nothing else has them.
+        moved = {id(old): (old, after[name]) for name, old in self._before.items() if name in after}
 
         def move(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):

@@ -63,3 +63,22 @@ def test_where_lengths_differ_segments_are_expandable(cuda_stub: CudaStubFixture
     )
     assert configured[1] is False
     assert size > configured[0]
+
+
+def sizes_tried(seed: int) -> list[int]:
+    """The sizes that the callback tries in the fit of a seed, which takes one step."""
+    from batchfinder import BatchFinder
+    from benchmarks.random_fit.parts import Module, trainer
+
+    fit, finder = draw(seed), BatchFinder(cache=False)
+    trainer(fit, [finder], max_steps=1, limit_val_batches=0).fit(Module(fit, 2))
+    (found,) = finder.results["fit"].values()
+    return [trial.batch_size for trial in found.trials]
+
+
+def test_weights_of_4_bits_are_predicted(cuda_stub: CudaStubFixture) -> None:
+    """The first size tried is a simulated step's answer, and not the smallest."""
+    fit = draw(395)
+    assert fit.adapter == "qlora"
+    tried = cuda_stub(gpu=fit.card, memory=str(fit.memory_bytes)).run(sizes_tried, fit.seed).result
+    assert tried[0] > max(tried) / 2
