@@ -124,7 +124,7 @@ def tune_loop(
             return ranks.all_reduce_min(memory.free_bytes())[0]
 
         limits = limits.with_memory(free_bytes())
-        if config.others is not None:
+        if any(ranks.all_gather(config.others is not None)):
             if expand_segments(config.device):
                 _log.info(
                     "samples differ in length, so from here on the allocator's segments are expandable "
