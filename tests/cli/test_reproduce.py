@@ -421,6 +421,7 @@ def test_measured_without_a_gpu(run: Run) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_measured_on_a_gpu(folder: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.forks import Forks, forks
 
-pytestmark = pytest.mark.slow
+# tests/lightning/test_gpu.py has the like of it, on a card's memory.
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 # Options and the limit in MiB. The limits are many times what no search can give away: 2 MiB that it keeps free, and
 # as much as one try left behind (kernels that oneDNN compiled for a new size of the convolutional net, 1 to 4 MiB).
