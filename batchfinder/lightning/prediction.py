@@ -264,7 +264,7 @@ class RecordedStep(nn.Module):
         """
         fake_gpu = fake_device.register()
         after = named_tensors(self.module)
-        # Weights of 4 bits lie in other modules by now, under other names; nothing else has them.
+        # By name, not by place: layers of 4 or 8 bits have scales among their buffers since they were moved.
         moved = {id(old): (old, after[name]) for name, old in self._before.items() if name in after}
 
         def move(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, a
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
-from batchfinder.measure.device_memory import Memory, expand_segments, memory_of
+from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner, TuningResult
@@ -160,11 +160,7 @@ class StageTuner:
         )
         self._varies = any(all_vary)
         if self._varies and expand_segments(self._device):
-            rank_zero_info(
-                "BatchFinder: samples differ in length, so from here on the allocator's segments are expandable "
-                "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True): its cache falls into fewer pieces, and larger "
-                "batches fit. Set the variable yourself to decide it."
-            )
+            rank_zero_info(f"BatchFinder: {SEGMENTS_EXPAND}")
         spares = spares and (self._varies or AllocatorSettings.from_environment().expandable_segments)
         self._spare_bytes = int(SPARE * self._memory.free_bytes()) if spares else 0
         self._probe: Probe | None = None

@@ -21,6 +21,7 @@ from batchfinder.loop.result import MicroBatches
 from batchfinder.measure.trial import TrialSession, TrialSteps, run_trial
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Measurement, Shape, Verdict
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 
 _CALLS_AS_OFTEN = 8
@@ -135,6 +136,8 @@ class LoopProbe:
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
         session, config, target = self._session, self._config, self._target
+        # In segments of a fixed size what lies in pieces stays so, and a later step may run out of memory.
+        settles = config.others is not None and AllocatorSettings.from_environment().expandable_segments
 
         def steps(taken: TrialSteps) -> None:
             others = [] if config.others is None else config.others(batch_size)
@@ -179,7 +182,7 @@ class LoopProbe:
                 session.held_bytes,
                 stepping=session.stepping,
                 timed_steps=session.timed_steps,
-                settling_steps=None if config.others is None else PEAK_STEPS,
+                settling_steps=PEAK_STEPS if settles else None,
             )
         except InvalidValue:
             raise

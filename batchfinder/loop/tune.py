@@ -28,7 +28,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig, check_arguments, device_of, store_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
-from batchfinder.measure.device_memory import Memory, expand_segments, memory_of
+from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner
@@ -126,10 +126,7 @@ def tune_loop(
         limits = limits.with_memory(free_bytes())
         if any(ranks.all_gather(config.others is not None)):
             if expand_segments(config.device):
-                _log.info(
-                    "samples differ in length, so from here on the allocator's segments are expandable "
-                    "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True); set the variable yourself to decide it"
-                )
+                _log.info(SEGMENTS_EXPAND)
             limits = replace(limits, reserve_bytes=limits.reserve_bytes + int(SPARE * free_bytes()))
         session = opened.enter_context(TrialSession(memory, config.device, limits.reserve_bytes, config.capture))
         probe: Probe = LoopProbe(config, limits, session)

@@ -258,6 +258,14 @@ class HostMemory:
 Memory = CudaMemory | HostMemory
 
 
+SEGMENTS_EXPAND = (
+    "samples differ in length, so from here on the allocator's segments are expandable "
+    "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True): its cache falls into fewer pieces, and larger batches fit. "
+    "Set the variable yourself to decide it."
+)
+"""To say where `expand_segments` has done so."""
+
+
 def expand_segments(device: torch.device) -> bool:
     """Have the allocator extend its segments from now on (`expandable_segments:True`), and say whether it does.
 
