@@ -4,8 +4,9 @@ Each seed draws a network, its data, a trainer and a card (`random_fit/draw.py`)
 for 200 batches and two epochs at least, and then larger sizes are trained until one runs out of memory or has the
 allocator give its cache back. Needs `batchfinder stub install`, peft and bitsandbytes. Run:
 `python benchmarks/random_fits.py`; `--seeds 0:30` takes these alone, `--dry-run` takes one, does not look for a larger
-size, and writes nothing. `--reserved` trains fits of free lengths without a limit instead: what they reserve as batches
-go by, beside what they allocate.
+size, and writes nothing. Seeds that the result file has are kept, so that a run that was stopped goes on; `--again`
+takes them again. `--reserved` trains fits of free lengths without a limit instead: what they reserve as batches go by,
+beside what they allocate.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -32,12 +36,17 @@ AT_ONCE = 3
 """Seeds that a process takes, which imports everything once."""
 
 
+def median(numbers: Iterable[float]) -> float | None:
+    """Of the numbers; None for none."""
+    known = list(numbers)
+    return statistics.median(known) if known else None
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts, shares of the largest sizes, tries and errors of those that came to an end."""
     ended = [row for row in rows if "failed" not in row]
     shares = [row.get("share", row.get("share_at_least")) for row in ended]
     known = [share for share in shares if share is not None]
-    tries = [len(row["tries"]) for row in ended if "tries" in row]
     return {
         "fits": len(rows),
         "did not end": len(rows) - len(ended),
@@ -45,9 +54,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "compared with larger sizes": len(known),
         "at 0.97 of the largest or more": sum(share >= 0.97 for share in known),
         "below 0.9": sum(share < 0.9 for share in known),
-        "tries, median": statistics.median(tries) if tries else None,
-        "out-of-memory errors, median": statistics.median(row["errors"] for row in ended if "errors" in row),
-        "search seconds, median": statistics.median(row["search_seconds"] for row in ended if "search_seconds" in row),
+        "tries, median": median(len(row["tries"]) for row in ended if "tries" in row),
+        "out-of-memory errors, median": median(row["errors"] for row in ended if "errors" in row),
+        "search seconds, median": median(row["search_seconds"] for row in ended if "search_seconds" in row),
     }
 
 
@@ -68,6 +77,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:300", help="first:end")
     parser.add_argument("--dry-run", action="store_true", help="one seed, without larger sizes")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: the cores)")
+    parser.add_argument("--again", action="store_true", help="take seeds again that the result file has")
     parser.add_argument("--reserved", action="store_true", help="what fits of free lengths reserve without a limit")
     options = parser.parse_args()
     name = "random_fits_reserved" if options.reserved else "random_fits"
@@ -75,28 +86,40 @@ def main() -> None:
     first, end = map(int, options.seeds.split(":"))
     seeds = list(range(first, first + 1 if options.dry_run else end))
     rows: list[dict[str, Any]] = []
+    if output.exists() and not options.dry_run:
+        kept = json.loads(output.read_text())["fits"]
+        rows = [row for row in kept if not options.again or row["seed"] not in seeds]
+    seeds = [seed for seed in seeds if seed not in {row["seed"] for row in rows}]
+    described = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    source = subprocess.run(described, capture_output=True, text=True).stdout.strip()
+    lock = threading.Lock()
+
+    def write() -> None:
+        rows.sort(key=lambda row: row["seed"])
+        result = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "versions": {name: version(name) for name in ("torch", "pytorch-lightning", "transformers")},
+            "command": " ".join(["python benchmarks/random_fits.py", *sys.argv[1:]]),
+            "summary": reserved_summary(rows) if options.reserved else summary(rows),
+            "fits": rows,
+        }
+        output.write_text(json.dumps(result, indent=1) + "\n")
 
     def run(some: list[int]) -> None:
         stub = CudaStub(timeout=3600.0)
         wanted = {} if options.reserved else {"largest": not options.dry_run}
-        for row in stub.run(reserved_of if options.reserved else results_of, some, **wanted).result:
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        taken = stub.run(reserved_of if options.reserved else results_of, some, **wanted).result
+        with lock:
+            for row in taken:
+                rows.append({**row, "source": source})
+                print(json.dumps(row), flush=True)
+            if not options.dry_run:
+                write()
 
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, [seeds[index : index + AT_ONCE] for index in range(0, len(seeds), AT_ONCE)]))
-    rows.sort(key=lambda row: row["seed"])
-    result = {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {name: version(name) for name in ("torch", "pytorch-lightning", "transformers")},
-        "command": " ".join(["python benchmarks/random_fits.py", *sys.argv[1:]]),
-        "summary": reserved_summary(rows) if options.reserved else summary(rows),
-        "fits": rows,
-    }
-    print(json.dumps(result["summary"], indent=1))
-    if not options.dry_run:
-        output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(reserved_summary(rows) if options.reserved else summary(rows), indent=1))
 
 
 if __name__ == "__main__":
