@@ -10,6 +10,7 @@
     ├── ProbeDied                   the process that took real steps ended twice, for another reason than memory
     ├── UserCodeFailed              the user's code raised; its traceback is kept
     │   └── ContextDied             the error left the CUDA context unusable, twice
+    ├── CommandFailed               a command that was run for its memory failed for another reason
     ├── NotSplittable               a batch, or a loss, cannot be split into micro-batches
     ├── SamplesTooLong              samples are longer than every length with a known batch size
     ├── MissingExtra                a package that is needed is not installed
@@ -189,6 +190,26 @@ class ContextDied(UserCodeFailed):
         self.args = (
             f"{what} left the CUDA context unusable, twice. It raised:\n{traceback.rstrip()}\n"
             "Run one training step at this size on the CPU, or with CUDA_LAUNCH_BLOCKING=1, to see where.",
+        )
+
+
+class CommandFailed(BatchFinderError):
+    """A command that was run for its memory failed for another reason, or did not train on a GPU.
+
+    Attributes:
+        command: it.
+        batch_size: it was given.
+        exit_code: of it.
+        output: the last lines that it printed.
+    """
+
+    def __init__(self, command: str, batch_size: int, exit_code: int, outcome: str, output: str) -> None:
+        self.command, self.batch_size, self.exit_code, self.output = command, batch_size, exit_code, output
+        why = f"exit code {exit_code}" if exit_code else outcome
+        printed = f" Its last lines:\n{output}" if output else " It printed nothing."
+        super().__init__(
+            f"the command failed by itself at batch size {batch_size} ({why}): {shortened(command)}. A dry run of it "
+            f"says more: batchfinder dry-run -- COMMAND.{printed}"
         )
 
 

@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
             lost = stdout_error()
             if lost is not None:  # before the work, where that can be seen
                 raise lost
-            code: int = import_module(f"batchfinder.cli.{arguments.command}").main(arguments)
+            code: int = import_module(f"batchfinder.cli.{arguments.command.replace('-', '_')}").main(arguments)
             sys.stdout.flush()
             return code
     except BatchFinderError as error:

@@ -401,6 +401,82 @@ _ON_STUB: Options = {
     "--no-values": {"action": "store_true", "help": "compute no values of small tensors: kernels write nothing"},
     "--torch": {"metavar": "VERSION", "help": "another version of PyTorch than this environment's"},
 }
+DRY_RUN = Command(
+    "run a training command on a simulated GPU: does it fit, and what takes the memory",
+    {
+        "the cards": {name: _ON_STUB[name] for name in ("--gpu", "--memory", "--count", "--held", "--torch")},
+        "when it ends": {
+            "--steps": {
+                "metavar": "N",
+                "help": "after so many optimizer steps (default: when 5 have added nothing to the peak, or after 100)",
+            },
+            "--epochs": {"metavar": "N", "help": "after so many epochs, evaluation and checkpoint included"},
+            "--seconds": {"metavar": "N", "help": "after so many seconds, whatever it does"},
+        },
+        "what it may do": {
+            "--online": {"action": "store_true", "help": "let loggers (W&B, MLflow, Comet) and the Hub be reached"},
+        },
+        "the output": {
+            **_JSON,
+            "--explain": {
+                "action": "store_true",
+                "help": "list what is assumed and what was read and not known",
+            },
+            "--snapshot": {"metavar": "FILE", "help": "also write a .pickle for pytorch.org/memory_viz"},
+        },
+        "": {"argv": {"nargs": "...", "metavar": "COMMAND", "help": "what to run, after --"}},
+    },
+)
+FIND = Command(
+    "find the largest batch size of a training command on simulated GPUs, by running it",
+    {
+        "where it runs": {
+            "--gpu": {
+                "action": "append",
+                "metavar": "NAME",
+                "help": "a GPU to find it for; repeatable, each on its own (default: an A100 80GB)",
+            },
+            **{name: _ON_STUB[name] for name in ("--memory", "--held", "--torch")},
+            "--count": {"default": "1", "metavar": "N", "help": "GPUs that train side by side (default: 1)"},
+        },
+        "what is filled in": {
+            "--env -e": {
+                "action": "append",
+                "default": [],
+                "metavar": "NAME=VALUE",
+                "help": "an environment variable, such as BS={batch_size}",
+            },
+            "--in": {
+                "action": "append",
+                "default": [],
+                "dest": "config",
+                "metavar": "FILE:KEY",
+                "help": "a number in a config file (yaml, json, toml), such as cfg.yaml:micro_batch_size, or "
+                "cfg.yaml:grad_accum={accumulation}",
+            },
+            "--seq-len": {"metavar": "N[,N]", "help": "lengths, for {seq_len}: a row for each"},
+            "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, for {accumulation}"},
+        },
+        "the search": {
+            "--steps": {"metavar": "N", "help": "optimizer steps of a run (default: until memory is steady)"},
+            "--max-batch-size": {"metavar": "N", "help": "the largest to try"},
+            "--tolerance": {
+                "default": "1%",
+                "metavar": "SHARE",
+                "help": "how far above the answer a size may be that does not fit; 0 for the exact maximum (default: "
+                "1%%, exact below 100)",
+            },
+            "--here": {
+                "action": "store_true",
+                "help": "run it in this folder, where what it writes stays (default: in temporary copies)",
+            },
+            "--jobs": {"metavar": "N", "help": "runs at once (default: one for each core)"},
+            "--online": DRY_RUN.groups["what it may do"]["--online"],
+        },
+        "the output": {**_JSON, "--explain": DRY_RUN.groups["the output"]["--explain"]},
+        "": {"argv": {"nargs": "...", "metavar": "COMMAND", "help": "what to run, after --, with {batch_size} in it"}},
+    },
+)
 STUB = Command(
     "run PyTorch's own CUDA build without a GPU",
     {},
@@ -430,6 +506,8 @@ COMMANDS = {
     "estimate": ESTIMATE,
     "profile": PROFILE,
     "plan": PLAN,
+    "dry-run": DRY_RUN,
+    "find": FIND,
     "check": CHECK,
     "reproduce": REPRODUCE,
     "cache": CACHE,

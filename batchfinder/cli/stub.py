@@ -13,6 +13,7 @@ from batchfinder.cli.main import OK
 from batchfinder.cli.options import one_of, whole_number
 from batchfinder.cuda_stub import (
     CudaBuild,
+    StubCard,
     StubSession,
     StubUnavailable,
     find_build,
@@ -92,16 +93,35 @@ def _status(as_json: bool) -> int:
     return OK
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    """Run a command with simulated cards; its exit code is this one's."""
-    argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
+def command_of(arguments: argparse.Namespace) -> list[str]:
+    """The command that is to be run, which stands after the options."""
+    argv: list[str] = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     if not argv:
         raise InvalidValue("COMMAND", None, "a command after the options, such as: -- python train.py")
+    return argv
+
+
+def build_of(arguments: argparse.Namespace) -> CudaBuild:
+    """PyTorch's CUDA build that it is to be run on."""
+    try:
+        return find_build(arguments.torch)
+    except StubUnavailable as error:
+        raise CudaStubUnavailable(str(error)) from error
+
+
+def cards_of(arguments: argparse.Namespace) -> list[StubCard]:
+    """The cards that a command is to be run on."""
     memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
     held = 0 if arguments.held is None else parse_bytes(arguments.held, "--held")
     count = whole_number("--count", arguments.count)
     kinds = arguments.gpu or [None if memory is not None else "A100 80GB"]
-    cards = [stub_card(gpu, memory, held) for gpu in kinds for _ in range(count)]
+    return [stub_card(gpu, memory, held) for gpu in kinds for _ in range(count)]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run a command with simulated cards; its exit code is this one's."""
+    argv = command_of(arguments)
+    cards = cards_of(arguments)
     events = one_of("--events", arguments.events, (*EVENTS, BOTH_ENDS))
     code, reserved = OK, []
     for end in EVENTS if events == BOTH_ENDS else (events,):

@@ -21,7 +21,7 @@ Columns = dict[str, list[str]]
 # Headings of columns that hold words rather than numbers, and of those whose words may go on in the next line.
 _LEFT = (
     *("model", "GPU", "source", "stage", "record", "precision", "mode", "depends on", "value", "verdict"),
-    *("cell", "kind", "shape", "module", "operator", "strategy", "fits", "change"),
+    *("cell", "kind", "shape", "module", "operator", "strategy", "fits", "change", "held by", "card"),
 )
 _FOLDED = ("model", "GPU", "value", "module", "operator", "change")
 _GAP = 2
@@ -41,6 +41,9 @@ class Table:
         yield Text(printable(self.title), style="bold")
         for line in self.details:
             yield Text(printable(line), style="dim")
+        if not self.columns:
+            yield from self._notes(console, options)
+            return
         yield Text("")
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         columns = {heading: list(map(printable, cells)) for heading, cells in self.columns.items()}
@@ -62,6 +65,9 @@ class Table:
         yield table
         if self.notes:
             yield Text("")
+        yield from self._notes(console, options)
+
+    def _notes(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         for note in self.notes:
             first, *more = Text(printable(note), style="dim").wrap(console, max(options.max_width - _GAP, 1))
             yield first

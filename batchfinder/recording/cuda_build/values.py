@@ -121,7 +121,12 @@ _LIBRARIES = tuple(
 )
 
 
-_FOLDER = os.path.dirname(__file__) + os.sep
+_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  # the package's
+
+
+def is_library(file: str) -> bool:
+    """Whether a line of this file is PyTorch's, the standard library's, an installed package's or batchfinder's."""
+    return file.startswith((*_LIBRARIES, _FOLDER, "<frozen"))
 
 
 def user_line() -> str:
@@ -132,7 +137,7 @@ def user_line() -> str:
         file = frame.f_code.co_filename
         if not file.startswith((_FOLDER, "<frozen")):
             place = f"{os.path.basename(file)}:{frame.f_lineno}"
-            if not file.startswith(_LIBRARIES):
+            if not is_library(file):
                 return place
             if not fallback and not file.startswith(_LIBRARIES[0]) and os.sep + "torch" + os.sep not in file:
                 fallback = place
@@ -143,6 +148,8 @@ def user_line() -> str:
 reads = Reads()
 around: Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
 """Runs each operator on a card, if it is set: given the operator, what runs it, and its arguments."""
+before_operator: Callable[[], None] | None = None
+"""Called before each operator on a card, if it is set."""
 not_computed: dict[str, str] = {}
 """Operators that the CPU could not compute in place of the card, and why, for tests."""
 
@@ -213,6 +220,8 @@ class _Followed:
         )
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if before_operator is not None and keyset.has(_key.CUDA):
+            before_operator()
         if around is not None and keyset.has(_key.CUDA):
             return around(self._op, functools.partial(self._run, keyset), args, kwargs)
         return self._run(keyset, *args, **kwargs)

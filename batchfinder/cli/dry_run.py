@@ -1,0 +1,74 @@
+"""`dry-run`: the user's training command on simulated GPUs, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from batchfinder.cli.main import INTERRUPTED as INTERRUPTED_CODE
+from batchfinder.cli.main import OK
+from batchfinder.cli.options import check_file, whole_number, write_file
+from batchfinder.cli.stub import build_of, cards_of, command_of
+from batchfinder.programs import ProcessMemory, dry_run
+from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY
+from batchfinder.report.dry_run import dry_run_tables
+from batchfinder.report.terminal import tell
+
+DOES_NOT_FIT, NO_ANSWER = 1, 2
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run a command dry.
+
+    Returns:
+        0 where it fits, 1 where it does not, 2 where the command itself failed or used no GPU, 130 interrupted.
+    """
+    argv = command_of(arguments)
+    if arguments.snapshot is not None:
+        check_file("--snapshot", arguments.snapshot)
+    numbers = {
+        name: whole_number(f"--{name}", value)
+        for name in ("steps", "epochs", "seconds")
+        if (value := getattr(arguments, name)) is not None
+    }
+    build = build_of(arguments)
+    tell(f"batchfinder: running {' '.join(argv)}; what it writes is written")
+    run = dry_run(
+        argv,
+        cards_of(arguments),
+        **numbers,
+        online=arguments.online,
+        snapshot=arguments.snapshot is not None,
+        build=build,
+        output=sys.stderr.fileno() if arguments.json else None,
+        progress=_Progress() if sys.stderr.isatty() else None,
+    )
+    if arguments.snapshot is not None and run.snapshot is not None:
+        write_file("--snapshot", arguments.snapshot, run.snapshot)
+    if arguments.json:
+        print(json.dumps(run.to_json(), indent=1))
+    else:
+        for table in dry_run_tables(run, arguments.explain):
+            print()
+            table.show()
+    return {FITS: OK, OUT_OF_MEMORY: DOES_NOT_FIT, INTERRUPTED: INTERRUPTED_CODE}.get(run.outcome, NO_ANSWER)
+
+
+class _Progress:
+    """A line on a terminal for each tenfold of steps: the command prints what it likes between them."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def __call__(self, processes: Sequence[ProcessMemory]) -> None:
+        fullest = max(processes, key=lambda each: each.peak_reserved_bytes, default=None)
+        if fullest is None or len(fullest.steps) < max(1, 2 * self._told):
+            return
+        self._told = len(fullest.steps)
+        last = fullest.steps[-1]
+        tell(
+            f"batchfinder: step {self._told}, {last['seconds']:.0f} s: peak "
+            f"{fullest.peak_reserved_bytes / (1 << 20):,.0f} MiB reserved"
+        )

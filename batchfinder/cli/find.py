@@ -1,0 +1,80 @@
+"""`find`: the largest batch size of the user's training command on simulated GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from batchfinder.cli.dry_run import NO_ANSWER
+from batchfinder.cli.main import OK
+from batchfinder.cli.options import whole_number
+from batchfinder.cli.stub import build_of, cards_of, command_of
+from batchfinder.cuda_stub import StubCard
+from batchfinder.errors import CommandFailed, InvalidValue
+from batchfinder.programs import CommandTemplate, ConfigPlace, find_for_command
+from batchfinder.report.find import found_as_json, found_table, trial_words
+from batchfinder.report.terminal import tell, words_of
+from batchfinder.results import Trial
+from batchfinder.units import parse_share
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Find it for each GPU and length.
+
+    Returns:
+        0 where there is an answer, 0 samples included; 2 where the command itself failed.
+    """
+    argv = command_of(arguments)
+    environment = dict(_variable(each) for each in arguments.env)
+    count = whole_number("--count", arguments.count)
+    asked = [whole_number("--seq-len", each) for each in (arguments.seq_len or "").split(",") if arguments.seq_len]
+    numbers = {
+        name: None
+        if (value := getattr(arguments, name)) is None
+        else whole_number(f"--{name.replace('_', '-')}", value)
+        for name in ("target_batch_size", "steps", "max_batch_size", "jobs")
+    }
+    template = CommandTemplate(
+        tuple(argv),
+        environment,
+        tuple(map(ConfigPlace.parse, arguments.config)),
+        numbers.pop("target_batch_size"),
+        count,
+    )
+    if ("seq_len" in template.names) != bool(asked):
+        raise InvalidValue("--seq-len", arguments.seq_len, "lengths where the command has {seq_len} in it, else none")
+    arguments.count = "1"  # of each kind: they are searched for one by one
+    cards = cards_of(arguments)
+
+    def tell_trial(card: StubCard, trial: Trial) -> None:
+        tell(f"batchfinder: {trial_words(card, trial)}")
+
+    where = "in this folder: what it writes stays" if arguments.here else "in temporary copies of this folder"
+    tell(f"batchfinder: running {' '.join(argv)} {where}")
+    try:
+        found = find_for_command(
+            template,
+            cards,
+            asked or (None,),
+            scratch=not arguments.here,
+            tolerance=parse_share(arguments.tolerance, "--tolerance"),
+            online=arguments.online,
+            build=build_of(arguments),
+            on_trial=tell_trial,
+            **numbers,
+        )
+    except CommandFailed as error:
+        tell(f"batchfinder: {words_of(error)}")
+        return NO_ANSWER
+    if arguments.json:
+        print(json.dumps(found_as_json(found), indent=1))
+    else:
+        found_table(found, arguments.explain).show()
+    return OK
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InvalidValue("--env", text, "NAME=VALUE, such as BS={batch_size}")
+    return name, value

@@ -1,0 +1,349 @@
+"""Run a training command on simulated GPUs: whether it fits, what its memory is at the peak and where that is.
+
+The command runs unchanged, in PyTorch's CUDA build on the CUDA stub. `watch.py` is imported in each of its processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchfinder.cuda_stub import CudaBuild, StubCard, StubSession
+from batchfinder.errors import InvalidValue
+from batchfinder.stub_cards import open_session
+
+WATCH_VARIABLE = "BATCHFINDER_WATCH"
+WATCH_MODULE = "batchfinder.programs.watch"
+STEADY_STEPS = 5
+"""Memory is steady after so many optimizer steps that have added nothing to the peaks of the one before them."""
+MOST_STEPS = 100
+FITS, OUT_OF_MEMORY, FAILED, NO_GPU, INTERRUPTED = "fits", "out of memory", "failed", "no GPU used", "interrupted"
+
+OFFLINE: Mapping[str, str] = {
+    "WANDB_MODE": "disabled",
+    "COMET_START_ONLINE": "0",
+    "COMET_MODE": "DISABLED",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""What keeps loggers and the Hub from sending anything. MLflow's goes to a folder that is removed."""
+
+_POLLED_EVERY = 0.1
+_GRACE_SECONDS = 5.0
+_ABSURD = 1000
+"""A request of more than so many cards is a wrong number, and no question of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """What the processes of a command are told.
+
+    Attributes:
+        folder: which they share.
+        steps: to end after so many optimizer steps; None for when memory is steady.
+        epochs: to end after so many epochs instead, evaluation and checkpoint included.
+        snapshot: whether to write the allocator's history for PyTorch's memory viewer.
+    """
+
+    folder: str
+    steps: int | None = None
+    epochs: int | None = None
+    snapshot: bool = False
+
+    def written(self) -> str:
+        """As an environment variable has it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> WatchSettings:
+        """What `written` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """What one process of a command did on its cards.
+
+    Attributes:
+        program: the script that it ran.
+        rank: of torchrun's or an equal launcher's; 0 without one.
+        device: the card on which it had allocated most.
+        total_bytes: of that card.
+        peak_allocated_bytes: at most, as `torch.cuda.max_memory_allocated` has it, whenever that was reset.
+        peak_reserved_bytes: at most, likewise.
+        retries: how often the allocator gave its cache back and tried again.
+        steps: optimizer steps: after each, seconds since the start, bytes alive, and both peaks so far.
+        epochs: that ended.
+        out_of_memory: each error, whether or not it was caught: bytes wanted and free, step, phase, the user's line.
+        peak: when most was allocated, or where memory ran out first: step, phase, the user's line; `held`, bytes by
+            what holds them; `lines`, bytes by the user's line that allocated what is no weight, gradient or state.
+        ended: why it was ended: "steps", "steady", "most steps", "epochs" or "time"; empty where it ended by itself.
+        world_size: of the launcher.
+    """
+
+    program: str
+    rank: int
+    device: int
+    total_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    retries: int
+    steps: Sequence[Mapping[str, Any]]
+    epochs: int
+    out_of_memory: Sequence[Mapping[str, Any]]
+    peak: Mapping[str, Any]
+    ended: str
+    world_size: int = 1
+
+    @classmethod
+    def read(cls, path: Path) -> ProcessMemory | None:
+        """From the file of a process; None where it has allocated nothing, or the file is not whole."""
+        try:
+            seen = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return None
+        most = seen["most"]
+        if not most and not seen["out_of_memory"]:
+            return None
+        device = max(most, key=lambda each: int(most[each]["allocated"]), default="0")
+        known = ("program", "rank", "retries", "steps", "epochs", "out_of_memory", "peak", "ended", "world_size")
+        return cls(
+            device=int(device),
+            total_bytes=seen["memory"].get(device, 0),
+            peak_allocated_bytes=most.get(device, {}).get("allocated", 0),
+            peak_reserved_bytes=most.get(device, {}).get("reserved", 0),
+            **{name: seen[name] for name in known},
+        )
+
+    @property
+    def grows_by(self) -> int:
+        """Bytes that stay alive after each further step: 0 unless each of the last steps added some."""
+        alive = [step["alive"] for step in self.steps[-STEADY_STEPS:]]
+        added = [later - earlier for earlier, later in itertools.pairwise(alive)]
+        return sum(added) // len(added) if len(added) >= STEADY_STEPS - 1 and min(added) > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a command did on simulated cards.
+
+    Attributes:
+        command: it.
+        cards: the cards.
+        build: PyTorch's version and CUDA's, such as `2.13.0+cu130`.
+        outcome: `FITS`, `OUT_OF_MEMORY`, `FAILED`, `NO_GPU` or `INTERRUPTED`.
+        exit_code: of the command.
+        seconds: it took.
+        processes: those that used a card, by rank.
+        assumed: what was taken to be so, in words: values that were read and not known among it.
+        snapshot: of the allocator's history of the process with the highest peak, a pickle; None without one.
+    """
+
+    command: tuple[str, ...]
+    cards: tuple[StubCard, ...]
+    build: str
+    outcome: str
+    exit_code: int
+    seconds: float
+    processes: tuple[ProcessMemory, ...] = ()
+    assumed: tuple[str, ...] = ()
+    snapshot: bytes | None = field(default=None, repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it trained without an out-of-memory error."""
+        return self.outcome == FITS
+
+    @property
+    def fullest(self) -> ProcessMemory | None:
+        """The process with the highest peak; where memory ran out, one in which it did."""
+        return max(self.processes, key=lambda each: (bool(each.out_of_memory), each.peak_reserved_bytes), default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain data, sizes in bytes."""
+        plain = asdict(self)
+        del plain["snapshot"]
+        return plain
+
+
+def dry_run(
+    command: Sequence[str],
+    cards: Sequence[StubCard],
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seconds: float | None = None,
+    online: bool = False,
+    snapshot: bool = False,
+    build: CudaBuild | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    output: int | None = None,
+    progress: Callable[[Sequence[ProcessMemory]], None] | None = None,
+    stop: threading.Event | None = None,
+) -> DryRun:
+    """Run a training command on simulated cards until its memory is known.
+
+    The command is real but for the cards: what it writes, it writes. All its processes have ended when this returns.
+
+    Args:
+        command: a program and its arguments.
+        cards: what its processes see.
+        steps: optimizer steps after which it is ended; None for when memory has been steady for `STEADY_STEPS`, or
+            after `MOST_STEPS`.
+        epochs: end it after so many epochs of its training loader instead.
+        seconds: end it after so many, whatever it does.
+        online: let loggers and the Hub use the network, as the command's environment has it.
+        snapshot: take the allocator's history for PyTorch's memory viewer.
+        build: the CUDA build of PyTorch; None for the one that is found.
+        folder: to run it in; None for this one.
+        environment: variables to set for it besides this process's.
+        output: a file descriptor for what it prints; None for where this process prints.
+        progress: called with what each process has done so far, several times a second.
+        stop: ends it as an interrupt does, once it is set.
+
+    Raises:
+        InvalidValue: there is no such program.
+        CudaStubUnavailable: the CUDA stub cannot be had here.
+    """
+    start = time.monotonic()
+    with open_session(cards, build=build) as session:
+        settings = WatchSettings(str(session.folder), steps, epochs, snapshot=snapshot)
+        variables = {**os.environ, **(environment or {})}
+        variables |= {**session.variables(variables), WATCH_VARIABLE: settings.written()}
+        variables["BATCHFINDER_STUB_AFTER_TORCH"] += f" {WATCH_MODULE}"
+        if not online:
+            variables |= {**OFFLINE, "MLFLOW_TRACKING_URI": (session.folder / "mlruns").as_uri()}
+        try:
+            process = subprocess.Popen(
+                command, env=variables, cwd=folder, stdout=output, stderr=output, start_new_session=True
+            )
+        except OSError as error:
+            words = f"a program that can be started ({error.strerror})"
+            raise InvalidValue("COMMAND", command[0], words) from error
+        interrupted = False
+        try:
+            while process.poll() is None:
+                _agree_on_end(session.folder)
+                if progress is not None:
+                    progress(_processes(session.folder))
+                if stop is not None and stop.is_set():
+                    interrupted = True
+                    break
+                if seconds is not None and time.monotonic() - start > seconds:
+                    break
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLLED_EVERY)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            _end_all(process, session)
+        processes = _processes(session.folder)
+        report = session.report()
+        outcome = INTERRUPTED if interrupted else _outcome(process.returncode, processes)
+        return DryRun(
+            tuple(command),
+            tuple(cards),
+            session.build.version,
+            outcome,
+            process.returncode,
+            round(time.monotonic() - start, 1),
+            processes,
+            report.words(),
+            _snapshot(session.folder),
+        )
+
+
+def _outcome(code: int, processes: Sequence[ProcessMemory]) -> str:
+    errors = [(error, each) for each in processes for error in each.out_of_memory]
+    if any(error["wanted"] > _ABSURD * each.total_bytes for error, each in errors):
+        return FAILED
+    if errors:
+        return OUT_OF_MEMORY
+    if not processes:
+        return FAILED if code else NO_GPU
+    return FITS if code == 0 or all(each.ended for each in processes) else FAILED
+
+
+def _processes(folder: Path) -> tuple[ProcessMemory, ...]:
+    """Those that have used a card so far, by rank."""
+    read = [ProcessMemory.read(path) for path in folder.glob("process-*.json")]
+    return tuple(sorted((each for each in read if each is not None), key=lambda each: (each.rank, each.program)))
+
+
+def _agree_on_end(folder: Path) -> None:
+    """Have all ranks end at the same step, once memory is steady on each: none is to wait for one that has ended."""
+    stop_at = folder / "stop-at"
+    if stop_at.exists():
+        return
+    ranks = [each for each in _processes(folder) if each.world_size > 1]
+    if len(ranks) < max((each.world_size for each in ranks), default=1):
+        return
+    if all(is_steady(each.steps) or len(each.steps) >= MOST_STEPS for each in ranks):
+        (folder / "stop-at.part").write_text(str(max(len(each.steps) for each in ranks) + 2))
+        (folder / "stop-at.part").rename(stop_at)
+
+
+def is_steady(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last steps have added nothing to the peaks."""
+    last = {(step["allocated"], step["reserved"]) for step in steps[-STEADY_STEPS - 1 :]}
+    return len(steps) > STEADY_STEPS and len(last) == 1
+
+
+def _snapshot(folder: Path) -> bytes | None:
+    """The largest: of the process that did most."""
+    written = sorted(folder.glob("process-*.pickle"), key=lambda path: path.stat().st_size)
+    return written[-1].read_bytes() if written else None
+
+
+def _end_all(process: subprocess.Popen[bytes], session: StubSession) -> None:
+    """End what is left of a command: those of its processes that use a card tell their peaks before."""
+    left = _pids(session)
+    if process.poll() is None or left:
+        (session.folder / "stop").touch()
+        grace = _GRACE_SECONDS if process.poll() is None else _GRACE_SECONDS / 5
+        start = time.monotonic()
+        told = False
+        while time.monotonic() < start + grace and (process.poll() is None or _pids_alive(left)):
+            if not told and time.monotonic() > start + grace / 2:
+                told = True
+                _signal_all({process.pid, *_pids(session)}, signal.SIGTERM)
+            time.sleep(_POLLED_EVERY / 2)
+        for _ in range(3):  # what one of them starts meanwhile
+            _signal_all(_pids(session), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _pids(session: StubSession) -> set[int]:
+    """The processes on a session's cards, wherever they have gone: its folder stands in their environment."""
+    mark = str(session.folder).encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes():
+                    found.add(int(entry.name))
+    return found
+
+
+def _pids_alive(pids: Iterable[int]) -> bool:
+    return any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def _signal_all(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)

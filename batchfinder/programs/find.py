@@ -1,0 +1,288 @@
+"""The largest batch size of any training command on simulated GPUs, by running it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
+
+from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.cuda_stub import CudaBuild, StubCard
+from batchfinder.errors import CommandFailed, InvalidValue
+from batchfinder.find import find_max_batch_size
+from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY, DryRun, dry_run
+from batchfinder.programs.placeholders import ACCUMULATION, BATCH_SIZE, SEQ_LEN, ConfigPlace, filled, names_in
+from batchfinder.programs.scratch import scratch_copy
+from batchfinder.results import Measurement, SearchResult, Shape, Trial, Verdict
+from batchfinder.search import Capped, Search, Secant
+
+_TOLD_LINES = 15
+"""Of what a command printed before it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandTemplate:
+    """A command with places for sizes.
+
+    Attributes:
+        argv: a program and its arguments, with `{batch_size}`, `{accumulation}` and `{seq_len}`.
+        environment: variables to set, likewise.
+        config: places in its config files.
+        target_batch_size: samples per optimizer step that accumulation is to reach; None without.
+        num_devices: cards that train side by side.
+
+    Raises:
+        InvalidValue: there is no place for the batch size, or a place for a size that is not known.
+    """
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config: tuple[ConfigPlace, ...] = ()
+    target_batch_size: int | None = None
+    num_devices: int = 1
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if BATCH_SIZE not in names:
+            raise InvalidValue(
+                "COMMAND",
+                " ".join(self.argv),
+                "a place for the batch size: {batch_size} among its arguments or in -e NAME={batch_size}, or --in "
+                "FILE:KEY for a config file",
+            )
+        if ACCUMULATION in names and self.target_batch_size is None:
+            raise InvalidValue("--target-batch-size", None, "what {accumulation} is to reach")
+
+    @property
+    def names(self) -> set[str]:
+        """The placeholders that stand in it."""
+        return names_in((*self.argv, *self.environment.values())) | {place.placeholder for place in self.config}
+
+    def plan(self, batch_size: int) -> AccumulationPlan | None:
+        """Micro-batches of at most this size for the target; None where there is no target."""
+        if self.target_batch_size is None or not batch_size:
+            return None
+        return plan_accumulation(self.target_batch_size, batch_size, self.num_devices)
+
+    def values(self, batch_size: int, seq_len: int | None, accumulation: int = 1) -> dict[str, int]:
+        """What is filled in."""
+        length = {} if seq_len is None else {SEQ_LEN: seq_len}
+        return {BATCH_SIZE: batch_size, ACCUMULATION: accumulation, **length}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundForCommand:
+    """The largest batch size of a command on one kind of card, at one length.
+
+    Attributes:
+        card: it.
+        result: of the search; each trial is a run of the command.
+        plan: micro-batches for the target; None without one, or where nothing fits.
+        argv: the command with the sizes in place, to be run.
+        environment: the variables to set with it.
+        config: what to write into its config files, by `FILE:KEY`.
+        runs: how often the command was run.
+        seconds: all of them took.
+        last: the run at the size found; of the smallest that failed where none fits.
+    """
+
+    card: StubCard
+    result: SearchResult
+    plan: AccumulationPlan | None
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    config: Mapping[str, int]
+    runs: int
+    seconds: float
+    last: DryRun
+
+
+class _NoMoreSamples(Exception):
+    """A larger batch took no more memory: the data has no more samples than it had at a size."""
+
+
+class CommandProbe:
+    """Runs a command with a batch size, on the CUDA stub."""
+
+    source: ClassVar[str] = "simulated"
+
+    def __init__(
+        self,
+        template: CommandTemplate,
+        cards: Sequence[StubCard],
+        folder: Path,
+        scratch: bool,
+        stop: threading.Event,
+        **settings: object,
+    ) -> None:
+        self._template, self._cards, self._folder, self._scratch = template, cards, folder, scratch
+        self._settings, self._stop = settings, stop
+        self.runs: dict[int, DryRun] = {}
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """What was taken to be so in any of the runs."""
+        return tuple(dict.fromkeys(words for run in self.runs.values() for words in run.assumed))
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """Run it with a size.
+
+        Raises:
+            CommandFailed: it failed for another reason than memory, or did not use a card.
+        """
+        start = time.monotonic()
+        # A second micro-batch meets the gradients of the first; a third takes no more.
+        wanted = self._template.target_batch_size or 1
+        accumulation = 1 + (wanted > batch_size * self._template.num_devices)
+        run = self._run(self._template.values(batch_size, shape.seq_len, accumulation), batch_size)
+        self.runs[batch_size] = run
+        process = run.fullest
+        assert process is not None
+        seconds = time.monotonic() - start
+        peaks = process.peak_allocated_bytes, process.peak_reserved_bytes
+        if run.outcome == OUT_OF_MEMORY:
+            error = process.out_of_memory[0]
+            return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=f"out of memory at {error['line']}")
+        if any(each.retries for each in run.processes):
+            return Measurement(Verdict.THRASHING, *peaks, seconds)
+        smaller = [size for size, other in self.runs.items() if size < batch_size and other.fits]
+        if smaller and self.runs[max(smaller)].fullest.peak_allocated_bytes == peaks[0]:  # type: ignore[union-attr]
+            raise _NoMoreSamples
+        return Measurement(Verdict.FITS, *peaks, seconds)
+
+    def _run(self, values: Mapping[str, int], batch_size: int) -> DryRun:
+        argv = [filled(word, values) for word in self._template.argv]
+        environment = {name: filled(value, values) for name, value in self._template.environment.items()}
+        with ExitStack() as stack:
+            folder = stack.enter_context(scratch_copy(self._folder)) if self._scratch else self._folder
+            for place in self._template.config:
+                place.write(folder, values[place.placeholder])
+            output = stack.enter_context(tempfile.TemporaryFile())
+            run = dry_run(
+                argv,
+                self._cards,
+                folder=folder,
+                environment=environment,
+                output=output.fileno(),
+                stop=self._stop,
+                **self._settings,  # type: ignore[arg-type]
+            )
+            if run.outcome in (FITS, OUT_OF_MEMORY):
+                return run
+            if run.outcome == INTERRUPTED:
+                raise KeyboardInterrupt
+            output.seek(0)
+            lines = output.read().decode(errors="replace").rstrip().splitlines()[-_TOLD_LINES:]
+            raise CommandFailed(" ".join(argv), batch_size, run.exit_code, run.outcome, "\n".join(lines))
+
+
+def find_for_command(
+    template: CommandTemplate,
+    cards: Sequence[StubCard],
+    seq_lens: Sequence[int | None] = (None,),
+    *,
+    scratch: bool = True,
+    steps: int | None = None,
+    max_batch_size: int | None = None,
+    tolerance: float = 0.01,
+    online: bool = False,
+    build: CudaBuild | None = None,
+    jobs: int | None = None,
+    on_trial: Callable[[StubCard, Trial], None] | None = None,
+) -> list[FoundForCommand]:
+    """The largest batch size of a command on each of several kinds of cards, at each length.
+
+    Args:
+        template: the command.
+        cards: each is searched for on its own; of each the command gets `template.num_devices`.
+        seq_lens: to fill in; None where the command has no place for one.
+        scratch: run it in temporary copies of this folder, which are thrown away.
+        steps: optimizer steps of a run; None for when memory is steady.
+        max_batch_size: the largest to try.
+        tolerance: end once a size within this share of the answer fails; 0 for the exact maximum.
+        online: let loggers and the Hub use the network.
+        build: the CUDA build of PyTorch; None for the one that is found.
+        jobs: runs at once; None for the number of cores.
+        on_trial: called after each run, on any thread.
+
+    Returns:
+        What was found, by card and then length.
+
+    Raises:
+        CommandFailed: a run failed for another reason than memory.
+        CudaStubUnavailable: the CUDA stub cannot be had here.
+    """
+    stop = threading.Event()
+    known: dict[int | None, list[tuple[StubCard, SearchResult]]] = {}
+
+    def search(card: StubCard, seq_len: int | None) -> FoundForCommand:
+        settings = {"steps": steps, "online": online, "build": build}
+        probe = CommandProbe(template, [card] * template.num_devices, Path.cwd(), scratch, stop, **settings)
+        usable = card.total_bytes - card.context_bytes - card.held_bytes
+        predicted = _predicted(usable, known.get(seq_len, ()))
+        sizes: Search[object] = Secant(usable, tolerance, predicted=predicted)  # type: ignore[assignment]
+        tell = None if on_trial is None else lambda trial: on_trial(card, trial)
+        start, shape = time.monotonic(), Shape(seq_len)
+        cap = max_batch_size
+        trials: list[Trial] = []
+
+        def keep(trial: Trial) -> None:
+            trials.append(trial)
+            if tell is not None:
+                tell(trial)
+
+        try:
+            result = find_max_batch_size(
+                probe, shape, search=sizes if cap is None else Capped(sizes, cap), on_trial=keep
+            )
+        except _NoMoreSamples:
+            most = max(trial.batch_size for trial in trials if trial.fits)
+            result = find_max_batch_size(probe, shape, search=Capped(sizes, most), trials=trials)
+        known.setdefault(seq_len, []).append((card, replace(result, trials=tuple(trials))))
+        found = result.max_batch_size
+        plan = template.plan(found)
+        values = template.values(plan.micro_batch_size if plan else found, seq_len, plan.accumulation if plan else 1)
+        return FoundForCommand(
+            card,
+            result,
+            plan,
+            tuple(filled(word, values) for word in template.argv),
+            {name: filled(value, values) for name, value in template.environment.items()},
+            {f"{place.file}:{place.key}": values[place.placeholder] for place in template.config},
+            len(probe.runs),
+            round(time.monotonic() - start, 1),
+            probe.runs[found or min(probe.runs)],
+        )
+
+    cells = [(card, seq_len) for card in cards for seq_len in seq_lens]
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        futures = [pool.submit(search, *cell) for cell in cells]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            stop.set()
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _predicted(usable: int, known: Sequence[tuple[StubCard, SearchResult]]) -> int | None:
+    """The largest size by a line through what other cards reserved at this length; None without two points."""
+    points = {
+        trial.batch_size: trial.measurement.peak_reserved_bytes
+        for _, result in known
+        for trial in result.trials
+        if trial.fits and trial.measurement.peak_reserved_bytes
+    }
+    if len(points) < 2:
+        return None
+    (small, low), *_, (large, high) = sorted(points.items())
+    slope = (high - low) / (large - small)
+    return max(0, int(small + (usable - low) / slope)) if slope > 0 else None

@@ -1,0 +1,108 @@
+"""Places in a command, its environment and its config files where sizes are filled in."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchfinder.errors import InvalidValue
+
+BATCH_SIZE, ACCUMULATION, SEQ_LEN = "batch_size", "accumulation", "seq_len"
+PLACEHOLDERS = (BATCH_SIZE, ACCUMULATION, SEQ_LEN)
+
+
+def filled(text: str, values: Mapping[str, int]) -> str:
+    """A text with numbers in the place of `{batch_size}` and its like; other braces stay as they are."""
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
+
+
+def names_in(texts: Sequence[str]) -> set[str]:
+    """Which placeholders stand in some texts."""
+    return {name for name in PLACEHOLDERS if any(f"{{{name}}}" in text for text in texts)}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigPlace:
+    """A number in a config file.
+
+    Attributes:
+        file: its path, from the folder that the command runs in.
+        key: of the number, such as `train.micro_batch_size`; of a list's items, their places from 0.
+        placeholder: what it stands for.
+    """
+
+    file: str
+    key: str
+    placeholder: str
+
+    @classmethod
+    def parse(cls, text: str) -> ConfigPlace:
+        """Read `cfg.yaml:train.micro_batch_size`, or `cfg.yaml:train.accumulation={accumulation}`.
+
+        Raises:
+            InvalidValue: it is neither.
+        """
+        place, _, placeholder = text.partition("=")
+        file, _, key = place.rpartition(":")
+        name = placeholder.strip("{}") or BATCH_SIZE
+        if not file or not key or name not in PLACEHOLDERS:
+            expected = "FILE:KEY or FILE:KEY={accumulation}, such as cfg.yaml:micro_batch_size"
+            raise InvalidValue("--in", text, expected)
+        if Path(file).suffix.lower() not in _READERS:
+            raise InvalidValue("--in", text, f"a file that ends in {', '.join(_READERS)}")
+        return cls(file, key, name)
+
+    def write(self, folder: Path, number: int) -> None:
+        """Put a number into the file that lies in a folder; all else in it stays as it is.
+
+        Raises:
+            InvalidValue: the file cannot be read, or has no such number.
+        """
+        path = folder / self.file
+        read = _READERS[path.suffix.lower()]
+        try:
+            text = path.read_text()
+            wanted = read(text)
+        except (OSError, ValueError) as error:
+            raise InvalidValue("--in", self.file, f"a file that can be read ({error})") from error
+        parts: list[Any] = [int(part) if part.isdigit() else part for part in self.key.split(".")]
+        try:
+            holder = wanted
+            for part in parts[:-1]:
+                holder = holder[part]
+            if not isinstance(holder[parts[-1]], int):
+                raise KeyError
+        except (KeyError, IndexError, TypeError):
+            raise InvalidValue("--in", f"{self.file}:{self.key}", "the key of a whole number in that file") from None
+        holder[parts[-1]] = number
+        for match in re.finditer(r"(?<![\w.])\d+(?![\w.])", text):
+            changed = f"{text[: match.start()]}{number}{text[match.end() :]}"
+            try:
+                if read(changed) == wanted:
+                    path.write_text(changed)
+                    return
+            except ValueError:
+                continue
+        raise InvalidValue("--in", f"{self.file}:{self.key}", "a number that is written as such")
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".json": json.loads,
+    ".toml": tomllib.loads,
+}

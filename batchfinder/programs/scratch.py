@@ -1,0 +1,82 @@
+"""A temporary copy of a folder for a command to run in, so that what it writes there is thrown away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchfinder.errors import InvalidValue
+from batchfinder.units import GIB, format_bytes
+
+MOST_BYTES = 4 * GIB
+_LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules", "__pycache__"})
+"""What commands read and do not write: a link will do."""
+_LARGEST_TOLD = 3
+
+
+@contextlib.contextmanager
+def scratch_copy(folder: Path) -> Iterator[Path]:
+    """A copy of a folder beside links to all that lies beside it, so that `../data` is found; removed at the end.
+
+    Every file is copied: a link would have a command that writes a file anew write the original.
+
+    Raises:
+        InvalidValue: there is more in it than `MOST_BYTES`.
+    """
+    folder = folder.resolve()
+    sizes = _sizes(folder)
+    total = sum(sizes.values())
+    if total > MOST_BYTES:
+        largest = sorted(sizes, key=lambda path: -sizes[path])[:_LARGEST_TOLD]
+        named = ", ".join(f"{path.relative_to(folder)} ({format_bytes(sizes[path])})" for path in largest)
+        raise InvalidValue(
+            "--scratch",
+            f"{format_bytes(total)} in {folder}",
+            f"at most {format_bytes(MOST_BYTES)} to be copied, and the largest files are {named}; move data out of the "
+            "folder, or run in the folder itself, where what the command writes stays",
+        )
+    with tempfile.TemporaryDirectory(prefix="batchfinder-scratch-", ignore_cleanup_errors=True) as made:
+        parent = Path(made) / (folder.parent.name or "root")
+        parent.mkdir()
+        if folder != folder.parent:
+            for beside in folder.parent.iterdir():
+                if beside != folder:
+                    (parent / beside.name).symlink_to(beside)
+        copy = parent / (folder.name or "root")
+        shutil.copytree(folder, copy, symlinks=True, ignore=_linked_later, ignore_dangling_symlinks=True)
+        for path, names, files in os.walk(folder):
+            for link in (Path(path, name) for name in [*names, *files]):
+                if link.is_symlink() and Path(os.readlink(link)).is_relative_to(folder):  # by its whole path
+                    (copy / link.relative_to(folder)).unlink(missing_ok=True)
+                    (copy / link.relative_to(folder)).symlink_to(copy / Path(os.readlink(link)).relative_to(folder))
+            for name in [name for name in names if name in _LINKED]:
+                names.remove(name)
+                (copy / Path(path, name).relative_to(folder)).symlink_to(Path(path, name))
+        yield copy
+
+
+def _linked_later(path: str, names: list[str]) -> set[str]:
+    """What is not copied: folders that are linked, and what is no file, folder or link."""
+    others = {name for name in names if not Path(path, name).is_symlink() and not _is_plain(Path(path, name))}
+    return {name for name in names if name in _LINKED and Path(path, name).is_dir()} | others
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() or path.is_dir()
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    """Bytes of each file that is copied."""
+    found: dict[Path, int] = {}
+    for path, names, files in os.walk(folder):
+        names[:] = [name for name in names if name not in _LINKED]
+        for name in files:
+            with contextlib.suppress(OSError):
+                file = Path(path, name)
+                if not file.is_symlink():
+                    found[file] = file.stat().st_size
+    return found

@@ -1,0 +1,409 @@
+"""In each process of a dry run: counts optimizer steps, ends the process after enough of them, and tells its peaks.
+
+Importing this is all it takes: every process of the command imports it after torch. What it sees lies in the folder
+that the processes share, in a file for each that has used a card, written anew with each step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from batchfinder.programs.dry_run import MOST_STEPS, WATCH_VARIABLE, WatchSettings, is_steady
+from batchfinder.programs.peak import AliveBlock, AllocatorHistory, Event, line_of, shown_path
+from batchfinder.recording.cuda_build import values
+
+_EVENTS_KEPT = 500_000
+"""Of the allocator's history. A step of a model of 80 layers has some 20,000."""
+_LINES_TOLD = 5
+_SECONDS_TO_END = 20
+_POLLED_EVERY = 0.25
+
+
+class _Ended(SystemExit):
+    """Ends a process that has taken enough steps as `sys.exit()` would: what it has open is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Watch:
+    """What one process does on its cards."""
+
+    def __init__(self, settings: WatchSettings) -> None:
+        self._settings = settings
+        self._process = os.getpid()
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._path = os.path.join(settings.folder, f"process-{self._process}.json")
+        self._start = time.monotonic()
+        self._steps_of: dict[int, int] = {}
+        self._steps: list[dict[str, Any]] = []
+        self._optimizer_steps: list[tuple[int, int]] = []  # the numbers of the first and last events of each
+        self._most: dict[int, dict[str, int]] = {}
+        self._peak: dict[str, Any] = {}
+        self._grown = False
+        self._looked = 0
+        self._ooms: list[dict[str, Any]] = []
+        self._loader: DataLoader[Any] | None = None
+        self._loader_steps: dict[int, int] = {}
+        self._epochs = 0
+        self._enough = ""
+        self._step_started: int | None = None
+
+    def install(self) -> None:
+        """Follow the allocator from when CUDA is initialized, and optimizers from now on."""
+        torch.cuda._lazy_call(self._follow_allocator)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        if self._settings.epochs:
+            self._follow_loaders()
+        threading.Thread(target=self._wait_for_stop, name="batchfinder", daemon=True).start()
+        atexit.register(self._end)
+
+    # -- the allocator -----------------------------------------------------------------------------------------------
+
+    def _follow_allocator(self) -> None:
+        torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=_EVENTS_KEPT)
+        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)  # type: ignore[attr-defined]
+        if hasattr(torch._C, "_cuda_setMemoryMetadata"):
+            values.before_operator = _note_phase
+        reset = torch._C._cuda_resetPeakMemoryStats
+
+        def note_and_reset(device: int) -> None:
+            self._note_most()
+            reset(device)
+
+        torch._C._cuda_resetPeakMemoryStats = note_and_reset
+
+    def _note_most(self) -> None:
+        """Note what has been allocated and reserved at most, and whether more was allocated than ever before."""
+        for device in range(torch.cuda.device_count()):
+            stats = torch.cuda.memory_stats(device)
+            if not stats.get("reserved_bytes.all.peak"):
+                continue
+            most = self._most.setdefault(device, {"allocated": 0, "reserved": 0})
+            self._grown |= stats["allocated_bytes.all.peak"] > most["allocated"]
+            most["allocated"] = max(most["allocated"], stats["allocated_bytes.all.peak"])
+            most["reserved"] = max(most["reserved"], stats["reserved_bytes.all.peak"])
+
+    def _device(self) -> int:
+        """The card with the highest peak."""
+        return max(self._most, key=lambda device: self._most[device]["allocated"], default=0)
+
+    def _on_out_of_memory(self, device: int, wanted: int, allowed: int, free: int) -> None:
+        """Called by the allocator before it raises."""
+        self._note_most()
+        stats = torch.cuda.memory_stats(device)
+        self._ooms.append(
+            {
+                "device": device,
+                "wanted": wanted,
+                "free": free,
+                "allocated": stats["allocated_bytes.all.current"],
+                "reserved": stats["reserved_bytes.all.current"],
+                "step": len(self._steps) + 1,
+                "phase": "other" if _phase() != "backward" and not _in_module() else _phase(),
+                "line": _line_now(),
+            }
+        )
+        if len(self._ooms) == 1:
+            history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
+            self._peak = self._taken_by(history, len(history.events), device)
+            if self._settings.snapshot:
+                self._dump()
+        self.write()
+
+    def _dump(self) -> None:
+        with suppress(OSError):
+            torch.cuda.memory._dump_snapshot(os.path.join(self._settings.folder, f"process-{self._process}.pickle"))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not torch.cuda.is_initialized():
+            return
+        self._look_at_peak()
+        self._step_started = self._position()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not torch.cuda.is_initialized() or os.getpid() != self._process:
+            return
+        if self._step_started is not None:
+            self._optimizer_steps.append((self._step_started, self._position()))
+        self._step_started = None
+        self._look_at_peak()
+        count = self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
+        if self._loader is not None:
+            self._loader_steps[id(self._loader)] = self._loader_steps.get(id(self._loader), 0) + 1
+        if count <= len(self._steps):  # another optimizer has taken this one already
+            return
+        device = self._device()
+        self._steps.append(
+            {
+                "seconds": round(time.monotonic() - self._start, 3),
+                "alive": torch.cuda.memory_allocated(device),
+                **self._most.get(device, {"allocated": 0, "reserved": 0}),
+            }
+        )
+        self.write()
+        self._stop_if_enough()
+
+    def _stop_if_enough(self) -> None:
+        settings, taken = self._settings, len(self._steps)
+        if self._enough:  # it went on after it was ended
+            os._exit(0)
+        if settings.steps is not None:
+            if taken >= settings.steps:
+                self._finish("steps")
+        elif not settings.epochs and self._world_size == 1:
+            if is_steady(self._steps):
+                self._finish("steady")
+            if taken >= MOST_STEPS:
+                self._finish("most steps")
+        with suppress(OSError, ValueError), open(os.path.join(settings.folder, "stop-at")) as file:
+            if taken >= int(file.read()):
+                self._finish("steady")
+
+    def _finish(self, why: str) -> None:
+        self._enough = why
+        self.write()
+        timer = threading.Timer(_SECONDS_TO_END, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        raise _Ended
+
+    # -- epochs ------------------------------------------------------------------------------------------------------
+
+    def _follow_loaders(self) -> None:
+        """An epoch ends where the loader that steps took batches of is iterated over again: evaluation lies between."""
+        iterate, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
+
+        def iterate_and_count(loader: DataLoader[Any]) -> Any:
+            if self._loader_steps.pop(id(loader), 0):
+                self._epochs += 1
+                if self._epochs >= (self._settings.epochs or 0) and not self._enough:
+                    self._finish("epochs")
+            made = iterate(loader)
+            made._batchfinder_loader = loader  # type: ignore[attr-defined]
+            return made
+
+        def next_and_note(iterator: Any) -> Any:
+            batch = following(iterator)
+            self._loader = getattr(iterator, "_batchfinder_loader", None)
+            return batch
+
+        DataLoader.__iter__ = iterate_and_count  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = next_and_note  # type: ignore[assignment, method-assign]
+
+    # -- the peak ----------------------------------------------------------------------------------------------------
+
+    def _position(self, device: int | None = None) -> int:
+        """How many allocations and releases there have been on a card, by default on that with the highest peak."""
+        stats = torch.cuda.memory_stats(self._device() if device is None else device)
+        return int(stats["allocation.all.allocated"] + stats["allocation.all.freed"])
+
+    def _look_at_peak(self) -> None:
+        """Find out what takes the memory, if there has been a new peak since this last looked."""
+        self._note_most()
+        if not self._grown or self._ooms:
+            return
+        self._grown = False
+        device = self._device()
+        history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
+        now = self._position(device)
+        first = self._looked - (now - len(history.events))  # the allocator counts more closely than its history tells
+        self._looked = now
+        self._peak = self._taken_by(history, history.peak(first), device)
+
+    def _taken_by(self, history: AllocatorHistory, after: int, device: int) -> dict[str, Any]:
+        """What held the memory after so many events of a history, and what was done then."""
+        alive, now = history.alive(after), history.alive(len(history.events))
+        held: dict[str, int] = {}
+        lines: dict[str, int] = {}
+        known = _known_tensors()
+        offset = self._position(device) - len(history.events)
+        for address, block in alive.items():
+            kind = known.get(address) if now.get(address) == block else None
+            if kind is None:
+                kind = self._phase_of(block, offset)
+                line = line_of(block.frames, values.is_library)
+                lines[line] = lines.get(line, 0) + block.size
+            held[kind] = held.get(kind, 0) + block.size
+        last: Event = history.events[after - 1] if after else {"frames": (), "user_metadata": ""}
+        block = AliveBlock(0, after - 1, last.get("user_metadata") or "", last["frames"])
+        phase = self._phase_of(block, offset)
+        line = line_of(block.frames, values.is_library) or block.noted.partition(" ")[2]
+        lines.pop("", None)
+        most = sorted(lines.items(), key=lambda item: -item[1])[:_LINES_TOLD]
+        return {
+            "device": device,
+            "step": len(self._steps) + 1,
+            "phase": phase,
+            "line": line,
+            "held": held,
+            "lines": dict(most),
+        }
+
+    def _phase_of(self, block: AliveBlock, offset: int) -> str:
+        """What was going on as a block was allocated."""
+        if block.event is None:
+            return "other"
+        place = offset + block.event
+        under_way = self._step_started is not None and self._step_started <= place
+        if under_way or any(start <= place < end for start, end in self._optimizer_steps):
+            return "optimizer"
+        if block.noted.startswith("backward"):
+            return "backward"
+        if not any(frame["name"] == "_call_impl" for frame in block.frames):
+            return "other"
+        return "no_grad" if block.noted == "no_grad" else "forward"
+
+    # -- what it tells -----------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write all of it, where others read either the last or this."""
+        if not torch.cuda.is_initialized() or os.getpid() != self._process:
+            return
+        stats = {device: torch.cuda.memory_stats(device) for device in self._most}
+        seen = {
+            "process": self._process,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "program": shown_path(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else "",
+            "memory": {device: torch.cuda.mem_get_info(device)[1] for device in self._most},
+            "most": self._most,
+            "retries": sum(each.get("num_alloc_retries", 0) for each in stats.values()),
+            "out_of_memory": self._ooms,
+            "peak": self._peak,
+            "steps": self._steps,
+            "epochs": self._epochs,
+            "ended": self._enough,
+            "compiled": "torch._dynamo" in sys.modules and bool(torch._dynamo.utils.counters["stats"]),
+        }
+        with suppress(OSError):
+            with open(f"{self._path}.part", "w") as file:
+                json.dump(seen, file)
+            os.replace(f"{self._path}.part", self._path)
+
+    def _wait_for_stop(self) -> None:
+        """End at once where the command is to be stopped from outside."""
+        stop = os.path.join(self._settings.folder, "stop")
+        while not os.path.exists(stop):
+            time.sleep(_POLLED_EVERY)
+            if not os.path.isdir(self._settings.folder):
+                return
+        self._enough = self._enough or "time"
+        self._end()
+        os._exit(0)
+
+    def _end(self) -> None:
+        if os.getpid() != self._process or not torch.cuda.is_initialized():
+            return
+        with suppress(RuntimeError):  # the context is dead
+            self._look_at_peak()
+            self.write()
+            if self._settings.snapshot and not self._ooms:
+                self._dump()
+
+
+def _known_tensors() -> dict[int, str]:
+    """What the storages of parameters, their gradients and optimizers' state are for, by their addresses."""
+    import gc
+
+    known: dict[int, str] = {}
+
+    def note(kind: str, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            for part in _parts(tensor):
+                known.setdefault(part.untyped_storage().data_ptr(), kind)
+
+    def of_state(state: Any) -> Iterator[Any]:
+        if isinstance(state, dict):
+            for each in list(state.values()):
+                yield from of_state(each)
+        elif isinstance(state, (list, tuple)):
+            for each in state:
+                yield from of_state(each)
+        else:
+            yield state
+
+    found = [each for each in gc.get_objects() if issubclass(type(each), (torch.nn.Module, torch.optim.Optimizer))]
+    modules = [each for each in found if issubclass(type(each), torch.nn.Module)]
+    for module in modules:
+        own = vars(module)
+        parameters = [each for each in own.get("_parameters", {}).values() if each is not None]
+        note("weights", parameters)
+        note("weights", own.get("_buffers", {}).values())
+        note("gradients", (each.grad for each in parameters))
+    for optimizer in found:
+        if issubclass(type(optimizer), torch.optim.Optimizer) and "state" in vars(optimizer):
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            note("weights", parameters)
+            note("gradients", (getattr(each, "grad", None) for each in parameters))
+            note("optimizer state", of_state(dict(optimizer.state)))
+    return known
+
+
+def _parts(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensors on a card that a tensor, or a subclass such as DTensor, is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _parts(getattr(tensor, name))
+    elif isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" and tensor.layout is torch.strided:
+        yield tensor
+
+
+def _phase() -> str:
+    """Of the thread that asks."""
+    if torch._C._current_autograd_node() is not None:
+        return "backward"
+    return "forward" if torch.is_grad_enabled() else "no_grad"
+
+
+def _in_module() -> bool:
+    """Whether a module's forward is running on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_call_impl":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _note_phase() -> None:
+    """Have the allocator keep the phase with what comes next, and in the backward pass the line that called it."""
+    phase = _phase()
+    torch._C._cuda_setMemoryMetadata(f"{phase} {_line_now()}" if phase == "backward" else phase)
+
+
+def _line_now() -> str:
+    """The user's innermost line; for autograd's threads that of the main thread, which waits for them."""
+    line = _innermost(sys._getframe(1))
+    if line:
+        return line
+    return _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def _innermost(frame: FrameType | None) -> str:
+    while frame is not None:
+        if not values.is_library(frame.f_code.co_filename):
+            return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+Watch(WatchSettings.read(os.environ[WATCH_VARIABLE])).install()
