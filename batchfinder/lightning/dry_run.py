@@ -104,7 +104,9 @@ class DryRun:
         These are, in this order: the optimizers' restored states; a step that the scaler skips; two optimizer steps, or
         as many as it takes until each optimizer has stepped; steps of the batches of other lengths, and a full one; an
         epoch's worth of what each step keeps, where it keeps some; the epoch's smaller last batch; a validation; the
-        next epoch, which begins with an empty cache; two steps of each epoch that changes what trains.
+        next epoch, which begins with an empty cache, and its last batch; where validations are within epochs, the
+        batches between the last of them and an epoch's end, and then the next epoch's first steps; two steps of each
+        epoch that changes what trains.
 
         Args:
             full: micro-batches of the size that is tried.
@@ -161,10 +163,16 @@ class DryRun:
             yield from whole_steps(1)
 
         def later_epoch(epoch: int) -> Iterator[MakeBatch]:
+            if rest and epoch == 2:
+                yield from whole_steps(min(rest - bool(last), PEAK_STEPS))
+                yield from last
+                return
             if others and epoch == 1:
                 yield from of_other_lengths([*others[::2], *others[1::2]])
             yield from whole_steps(PEAK_STEPS)
             yield from self._until_reserved_stays(whole_steps)
+            if epoch == 1:  # after a validation the cache lies otherwise than in the first
+                yield from end_of_epoch()
 
         with (
             local_only(trainer, as_in_training=True),
@@ -183,6 +191,8 @@ class DryRun:
             loop.on_run_start()
             on_gpu = trainer.strategy.root_device.type == "cuda"
             needed = {*schedule.later_epochs, *([] if validation is None else [1])}
+            rest = 0 if validation is None else schedule.after_last_validation(full.length)
+            needed |= {2, 3} if rest else set()
             asked = 1
             for epoch in (0, *sorted({*needed, *([1] if on_gpu else [])})):
                 if epoch == 1 and self.growth and epoch not in needed:

@@ -29,6 +29,7 @@ class Schedule:
         accumulation: micro-batches per optimizer step where there is no target; the most that a
             GradientAccumulationScheduler asks for.
         validation_batch_size: of the validation in the fit; None where it has none, or none that can be tried.
+        validation_interval: after how many batches there is one, or after which share of an epoch's.
         unfreezes: epochs that a BaseFinetuning callback is asked about, in order.
         averages_from: the epoch from which StochasticWeightAveraging has an average on the device; None without.
     """
@@ -37,8 +38,17 @@ class Schedule:
     skips_a_step: bool = False
     accumulation: int = 1
     validation_batch_size: int | None = None
+    validation_interval: int | float = 1.0
     unfreezes: range = range(0)
     averages_from: int | None = None
+
+    def after_last_validation(self, batches: int) -> int:
+        """How many of an epoch's batches come after its last validation; 0 where that is at the epoch's end."""
+        interval = self.validation_interval
+        if self.validation_batch_size is None or not isinstance(interval, int | float):
+            return 0  # by the clock
+        every = int(batches * interval) if isinstance(interval, float) else interval
+        return batches % every if 0 < every < batches else 0
 
     @property
     def later_epochs(self) -> list[int]:
@@ -52,7 +62,8 @@ class Schedule:
         phases += ["full batches" + ("" if self.accumulation == 1 else f", accumulated {self.accumulation} times")]
         phases += ["batches of other lengths and the epoch's smaller last one, where there are any"]
         if self.validation_batch_size is not None:
-            phases += [f"a validation with batches of {self.validation_batch_size}"]
+            within = "" if self.validation_interval == 1.0 else ", within epochs"
+            phases += [f"a validation with batches of {self.validation_batch_size}{within}"]
         phases += ["on a GPU, or after a validation, the next epoch's first steps"]
         phases += [f"epoch {self.unfreezes[-1]}, by which layers are unfrozen"] if self.unfreezes else []
         phases += [f"epoch {self.averages_from}, from which weights are averaged"] if self.averages_from else []
@@ -86,6 +97,7 @@ def read_schedule(trainer: Trainer, validation_batch_size: int | None = None) ->
         skips_a_step=scales_loss(trainer) and not restores,
         accumulation=accumulation,
         validation_batch_size=validation_batch_size,
+        validation_interval=trainer.val_check_interval,
         unfreezes=unfreezes,
         averages_from=averages_from,
     )

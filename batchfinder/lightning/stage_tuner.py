@@ -418,7 +418,7 @@ def make_key(
         "target": config.target_batch_size,
         "split": config.split_batch_size,
         "train": None if train is None else [train.batch_size, train.shape.seq_len],
-        "schedule": [schedule.validation_batch_size, *schedule.later_epochs],
+        "schedule": [schedule.validation_batch_size, str(schedule.validation_interval), *schedule.later_epochs],
         "headroom": limits.headroom,
         "strategy": type(trainer.strategy).__name__,
         "automatic_optimization": module.automatic_optimization,

@@ -56,6 +56,25 @@ def test_callbacks_that_act_at_an_epoch(callbacks: list[Callback], expected: Sch
     assert found.later_epochs == later
 
 
+@pytest.mark.parametrize(
+    ("interval", "batches", "left"),
+    [
+        (1.0, 19, 0),
+        (0.5, 19, 1),
+        (0.5, 20, 0),
+        (5, 19, 4),
+        (19, 19, 0),
+        (40, 19, 0),
+        (0.01, 19, 0),
+        ("00:10:00", 19, 0),
+    ],
+)
+def test_batches_after_an_epochs_last_validation(interval: Any, batches: int, left: int) -> None:
+    """As many as no validation parts from the next epoch; none without a validation."""
+    assert Schedule(validation_batch_size=8, validation_interval=interval).after_last_validation(batches) == left
+    assert Schedule(validation_interval=interval).after_last_validation(batches) == 0
+
+
 def test_a_validation_that_raises_does_not_end_the_fit() -> None:
     """It is left out of further tries with a warning; the fit, which does not get that far, trains."""
 
