@@ -271,7 +271,10 @@ class Watch:
             return "backward"
         if not any(frame["name"] == "_call_impl" for frame in block.frames):
             return "other"
-        return "no_grad" if block.noted == "no_grad" else "forward"
+        compiled = any(
+            "_aot_autograd" in frame["filename"] for frame in block.frames
+        )  # which disables gradients itself
+        return "no_grad" if block.noted == "no_grad" and not compiled else "forward"
 
     # -- what it tells -----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def factory():
 
 def _commands() -> list[str]:
     # What needs PyTorch's CUDA build is tested in tests/cuda_build.
-    pages = [page for page in PAGES if page.stem != "cuda-stub"]
+    pages = [page for page in PAGES if page.stem not in ("cuda-stub", "programs")]
     lines = [line for page in pages for block in _SHELL.findall(page.read_text()) for line in block.splitlines()]
     # What a shell would write to a file is printed here, and the file is the reader's.
     return list(dict.fromkeys(line.partition(" > ")[0] for line in lines if line.startswith("batchfinder ")))
@@ -61,7 +61,7 @@ def test_there_are_commands() -> None:
 
 def test_the_readmes_table_has_commands_of_the_pages() -> None:
     """So that each is run below."""
-    inline = _INLINE.findall(PAGES[0].read_text())
+    inline = [each for each in _INLINE.findall(PAGES[0].read_text()) if not each.startswith("batchfinder dry-run")]
     assert len(inline) >= 4
     assert set(inline) <= set(_commands())
 

@@ -11,6 +11,7 @@ from tests.huggingface import limited
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # its like on a card of the CUDA stub is not
 def test_the_answer_trains_and_twice_as_much_does_not(tmp_path: Path) -> None:
     """With the effective batch kept; the next start, with as much memory, trains too.
 

@@ -21,6 +21,7 @@ def loops() -> Iterator[Forks]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # its like on a card of the CUDA stub is not
 def test_the_answer_runs_and_a_tenth_more_does_not(loops: Forks, tmp_path: Path) -> None:
     """The process that searched trains at its answer, and a tenth more fails there.
 

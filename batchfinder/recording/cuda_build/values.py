@@ -125,8 +125,8 @@ _FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  
 
 
 def is_library(file: str) -> bool:
-    """Whether a line of this file is PyTorch's, the standard library's, an installed package's or batchfinder's."""
-    return file.startswith((*_LIBRARIES, _FOLDER, "<frozen"))
+    """Whether a file is PyTorch's, the standard library's, an installed package's, batchfinder's or Inductor's code."""
+    return file.startswith((*_LIBRARIES, _FOLDER, os.environ.get("TORCHINDUCTOR_CACHE_DIR", "<"), "<frozen"))
 
 
 def user_line() -> str:
