@@ -41,10 +41,8 @@ class Table:
         yield Text(printable(self.title), style="bold")
         for line in self.details:
             yield Text(printable(line), style="dim")
-        if not self.columns:
-            yield from self._notes(console, options)
-            return
-        yield Text("")
+        if self.columns:
+            yield Text("")
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         columns = {heading: list(map(printable, cells)) for heading, cells in self.columns.items()}
         widths = [max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()]
@@ -62,12 +60,10 @@ class Table:
             )
         for row in zip(*columns.values(), strict=True):
             table.add_row(*map(Text, row))
-        yield table
+        if self.columns:
+            yield table
         if self.notes:
             yield Text("")
-        yield from self._notes(console, options)
-
-    def _notes(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         for note in self.notes:
             first, *more = Text(printable(note), style="dim").wrap(console, max(options.max_width - _GAP, 1))
             yield first
