@@ -163,6 +163,9 @@ class CommandProbe:
         with ExitStack() as stack:
             folder = stack.enter_context(scratch_copy(self._folder)) if self._scratch else self._folder
             for place in self._template.config:
+                file = folder / place.file
+                if not self._scratch and file.is_file():
+                    stack.callback(file.write_bytes, file.read_bytes())
                 place.write(folder, values[place.placeholder])
             output = stack.enter_context(tempfile.TemporaryFile())
             run = dry_run(
@@ -262,6 +265,8 @@ def find_for_command(
         )
 
     cells = [(card, seq_len) for card in cards for seq_len in seq_lens]
+    if template.config and not scratch:
+        jobs = 1  # they would write the same files
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         futures = [pool.submit(search, *cell) for cell in cells]
         try:

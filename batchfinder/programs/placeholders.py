@@ -64,6 +64,10 @@ class ConfigPlace:
             InvalidValue: the file cannot be read, or has no such number.
         """
         path = folder / self.file
+        if not path.resolve().is_relative_to(folder.resolve()):  # a scratch copy would not have it
+            raise InvalidValue(
+                "--in", self.file, "a file in the folder that the command runs in, by its path from there"
+            )
         read = _READERS[path.suffix.lower()]
         try:
             text = path.read_text()

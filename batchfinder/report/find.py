@@ -12,6 +12,11 @@ from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import StopReason, Trial
 from batchfinder.units import format_bytes
 
+_CAPPED = (
+    "no larger size was to be tried, or one takes no more memory: then the data has no more samples, or the command "
+    "does not use the size"
+)
+
 
 def trial_words(card: StubCard, trial: Trial) -> str:
     """A run in a line, as a search goes on."""
@@ -49,7 +54,7 @@ def found_table(found: Sequence[FoundForCommand], explain: bool = False) -> Tabl
             smallest = min(trial.batch_size for trial in each.result.trials)
             notes.append(f"{_name(each.card)}{length}: not even batch size {smallest} fits")
         if each.result.stop is StopReason.CAP:
-            notes.append(f"{_name(each.card)}{length}: a larger batch takes no more memory, or was not to be tried")
+            notes.append(f"{_name(each.card)}{length}: {_CAPPED}")
     build = found[0].last.build
     exact = all(each.result.stop is StopReason.EXACT for each in found)
     above = "the next size" if exact else "a larger one"

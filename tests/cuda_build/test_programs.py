@@ -290,10 +290,11 @@ def test_a_config_file_and_a_variable(tmp_path: Path) -> None:
     )
     (tmp_path / "cfg.toml").write_text("n = 8  # for the T4\n")
     options = ("--memory", "256MiB", "--in", "cfg.toml:n", "-e", "STEPS=12", "--max-batch-size", "64")
-    (found,) = json.loads(find(tmp_path, script, *options, "--", sys.executable, "train.py").out)
-    assert found["batch_size"] == 64
-    assert found["config"] == {"cfg.toml:n": found["batch_size"]}
-    assert (tmp_path / "cfg.toml").read_text() == "n = 8  # for the T4\n"
+    for where in ((), ("--here",)):
+        (found,) = json.loads(find(tmp_path, script, *options, *where, "--", sys.executable, "train.py").out)
+        assert found["batch_size"] == 64
+        assert found["config"] == {"cfg.toml:n": found["batch_size"]}
+        assert (tmp_path / "cfg.toml").read_text() == "n = 8  # for the T4\n"
 
 
 def test_data_with_fewer_samples_ends_the_search(tmp_path: Path) -> None:

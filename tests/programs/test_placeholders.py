@@ -62,6 +62,17 @@ def test_a_file_that_is_not_there_or_cannot_be_read(tmp_path: Path) -> None:
             ConfigPlace.parse(f"{name}:n").write(tmp_path, 1)
 
 
+def test_a_file_elsewhere_is_not_written(tmp_path: Path) -> None:
+    """Neither by its whole path nor through a link: a command in a scratch copy would read another."""
+    (tmp_path / "cfg.json").write_text('{"n": 8}')
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/link.json").symlink_to(tmp_path / "cfg.json")
+    for file in (str(tmp_path / "cfg.json"), "../cfg.json", "link.json"):
+        with pytest.raises(InvalidValue, match="in the folder"):
+            ConfigPlace.parse(f"{file}:n").write(tmp_path / "copy", 9)
+    assert (tmp_path / "cfg.json").read_text() == '{"n": 8}'
+
+
 @pytest.mark.parametrize("text", ["cfg.yaml", ":n", "cfg.yaml:", "cfg.yaml:n={rows}", "cfg.ini:n"])
 def test_what_is_no_place(text: str) -> None:
     """FILE:KEY, with a placeholder that there is, in a format that is read."""
