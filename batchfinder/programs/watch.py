@@ -409,4 +409,5 @@ def _innermost(frame: FrameType | None) -> str:
     return ""
 
 
-Watch(WatchSettings.read(os.environ[WATCH_VARIABLE])).install()
+if WATCH_VARIABLE in os.environ:
+    Watch(WatchSettings.read(os.environ[WATCH_VARIABLE])).install()
