@@ -11,10 +11,11 @@ from batchfinder.cli.main import INTERRUPTED as INTERRUPTED_CODE
 from batchfinder.cli.main import OK
 from batchfinder.cli.options import check_file, whole_number, write_file
 from batchfinder.cli.stub import build_of, cards_of, command_of
+from batchfinder.errors import BatchFinderError
 from batchfinder.programs import ProcessMemory, dry_run
 from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY
 from batchfinder.report.dry_run import dry_run_tables
-from batchfinder.report.terminal import tell
+from batchfinder.report.terminal import tell, words_of
 
 DOES_NOT_FIT, NO_ANSWER = 1, 2
 
@@ -25,6 +26,14 @@ def main(arguments: argparse.Namespace) -> int:
     Returns:
         0 where it fits, 1 where it does not, 2 where the command itself failed or used no GPU, 130 interrupted.
     """
+    try:
+        return _run(arguments)
+    except BatchFinderError as error:  # 1 would say that it does not fit
+        tell(f"batchfinder: {words_of(error)}")
+        return NO_ANSWER
+
+
+def _run(arguments: argparse.Namespace) -> int:
     argv = command_of(arguments)
     if arguments.snapshot is not None:
         check_file("--snapshot", arguments.snapshot)

@@ -116,7 +116,8 @@ class ProcessMemory:
         most = seen["most"]
         if not most and not seen["out_of_memory"]:
             return None
-        device = max(most, key=lambda each: int(most[each]["allocated"]), default="0")
+        first = str(seen["out_of_memory"][0]["device"]) if not most else "0"
+        device = max(most, key=lambda each: int(most[each]["allocated"]), default=first)
         known = ("program", "rank", "retries", "steps", "epochs", "out_of_memory", "peak", "ended", "world_size")
         return cls(
             device=int(device),
@@ -232,16 +233,18 @@ def dry_run(
         except OSError as error:
             words = f"a program that can be started ({error.strerror})"
             raise InvalidValue("COMMAND", command[0], words) from error
-        interrupted = False
+        interrupted = timed_out = False
         try:
             while process.poll() is None:
-                _agree_on_end(session.folder)
+                if steps is None and epochs is None:
+                    _agree_on_end(session.folder)
                 if progress is not None:
                     progress(_processes(session.folder))
                 if stop is not None and stop.is_set():
                     interrupted = True
                     break
                 if seconds is not None and time.monotonic() - start > seconds:
+                    timed_out = True
                     break
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_POLLED_EVERY)
@@ -251,7 +254,7 @@ def dry_run(
             _end_all(process, session)
         processes = _processes(session.folder)
         report = session.report()
-        outcome = INTERRUPTED if interrupted else _outcome(process.returncode, processes)
+        outcome = INTERRUPTED if interrupted else _outcome(0 if timed_out else process.returncode, processes)
         return DryRun(
             tuple(command),
             tuple(cards),

@@ -17,7 +17,7 @@ from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cuda_stub import CudaBuild, StubCard
 from batchfinder.errors import CommandFailed, InvalidValue
 from batchfinder.find import find_max_batch_size
-from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY, DryRun, dry_run
+from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY, DryRun, ProcessMemory, dry_run
 from batchfinder.programs.placeholders import ACCUMULATION, BATCH_SIZE, SEQ_LEN, ConfigPlace, filled, names_in
 from batchfinder.programs.scratch import scratch_copy
 from batchfinder.results import Measurement, SearchResult, Shape, Trial, Verdict
@@ -152,10 +152,20 @@ class CommandProbe:
             return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=f"out of memory at {error['line']}")
         if any(each.retries for each in run.processes):
             return Measurement(Verdict.THRASHING, *peaks, seconds)
-        smaller = [size for size, other in self.runs.items() if size < batch_size and other.fits]
-        if smaller and self.runs[max(smaller)].fullest.peak_allocated_bytes == peaks[0]:  # type: ignore[union-attr]
-            raise _NoMoreSamples
+        self._check_samples(batch_size, process)
         return Measurement(Verdict.FITS, *peaks, seconds)
+
+    def _check_samples(self, batch_size: int, process: ProcessMemory) -> None:
+        """Raise where a larger batch takes no step any more, or as much memory in the passes over it as a smaller."""
+        smaller = [size for size, run in self.runs.items() if size < batch_size and run.fits]
+        if not smaller or any(size > batch_size and not run.fits for size, run in self.runs.items()):
+            return
+        other = self.runs[max(smaller)].fullest
+        assert other is not None
+        passes = process.peak.get("phase") in ("forward", "backward")
+        equal = passes and process.peak_allocated_bytes == other.peak_allocated_bytes
+        if equal or (other.steps and not process.steps):
+            raise _NoMoreSamples
 
     def _run(self, values: Mapping[str, int], batch_size: int) -> DryRun:
         argv = [filled(word, values) for word in self._template.argv]
@@ -248,7 +258,8 @@ def find_for_command(
         except _NoMoreSamples:
             most = max(trial.batch_size for trial in trials if trial.fits)
             result = find_max_batch_size(probe, shape, search=Capped(sizes, most), trials=trials)
-        known.setdefault(seq_len, []).append((card, replace(result, trials=tuple(trials))))
+        result = replace(result, trials=tuple(trials))
+        known.setdefault(seq_len, []).append((card, result))
         found = result.max_batch_size
         plan = template.plan(found)
         values = template.values(plan.micro_batch_size if plan else found, seq_len, plan.accumulation if plan else 1)
@@ -265,8 +276,8 @@ def find_for_command(
         )
 
     cells = [(card, seq_len) for card in cards for seq_len in seq_lens]
-    if template.config and not scratch:
-        jobs = 1  # they would write the same files
+    if not scratch:
+        jobs = 1  # they write the same files
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         futures = [pool.submit(search, *cell) for cell in cells]
         try:

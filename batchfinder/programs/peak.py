@@ -74,8 +74,9 @@ class AllocatorHistory:
                 changes.append(sizes[event["addr"]])
             else:
                 changes.append(-sizes.pop(event["addr"], 0))
-        totals = list(accumulate(changes))[max(first, 0) :]
-        return max(first, 0) + totals.index(max(totals))
+        first = min(max(first, 0), len(self.events))
+        totals = list(accumulate(changes))[first:]
+        return first + totals.index(max(totals))
 
     def alive(self, after: int) -> dict[int, AliveBlock]:
         """The blocks that are alive after so many events, by their addresses."""
@@ -83,7 +84,7 @@ class AllocatorHistory:
         for number, event in enumerate(self.events[:after]):
             if event["action"] == "alloc":
                 noted = event.get("user_metadata") or ""
-                alive[event["addr"]] = AliveBlock(_rounded(event["size"]), number, noted, event["frames"])
+                alive[event["addr"]] = AliveBlock(_rounded(event["size"]), number, noted, event.get("frames", ()))
             else:
                 alive.pop(event["addr"], None)
         return alive

@@ -34,10 +34,10 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
         largest = sorted(sizes, key=lambda path: -sizes[path])[:_LARGEST_TOLD]
         named = ", ".join(f"{path.relative_to(folder)} ({format_bytes(sizes[path])})" for path in largest)
         raise InvalidValue(
-            "--scratch",
+            "the folder",
             f"{format_bytes(total)} in {folder}",
             f"at most {format_bytes(MOST_BYTES)} to be copied, and the largest files are {named}; move data out of the "
-            "folder, or run in the folder itself, where what the command writes stays",
+            "folder, or take --here, with which what the command writes stays",
         )
     with tempfile.TemporaryDirectory(prefix="batchfinder-scratch-", ignore_cleanup_errors=True) as made:
         parent = Path(made) / (folder.parent.name or "root")
@@ -50,10 +50,13 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
         shutil.copytree(folder, copy, symlinks=True, ignore=_linked_later, ignore_dangling_symlinks=True)
         for path, names, files in os.walk(folder):
             for link in (Path(path, name) for name in [*names, *files]):
-                if link.is_symlink() and Path(os.readlink(link)).is_relative_to(folder):  # by its whole path
+                if not link.is_symlink() or not os.path.isabs(os.readlink(link)):
+                    continue
+                target = link.resolve()
+                if target.is_relative_to(folder):  # it would lead out of the copy
                     (copy / link.relative_to(folder)).unlink(missing_ok=True)
-                    (copy / link.relative_to(folder)).symlink_to(copy / Path(os.readlink(link)).relative_to(folder))
-            for name in [name for name in names if name in _LINKED]:
+                    (copy / link.relative_to(folder)).symlink_to(copy / target.relative_to(folder))
+            for name in [name for name in names if name in _LINKED and not Path(path, name).is_symlink()]:
                 names.remove(name)
                 (copy / Path(path, name).relative_to(folder)).symlink_to(Path(path, name))
         yield copy
@@ -62,7 +65,8 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
 def _linked_later(path: str, names: list[str]) -> set[str]:
     """What is not copied: folders that are linked, and what is no file, folder or link."""
     others = {name for name in names if not Path(path, name).is_symlink() and not _is_plain(Path(path, name))}
-    return {name for name in names if name in _LINKED and Path(path, name).is_dir()} | others
+    linked = {name for name in names if name in _LINKED and Path(path, name).is_dir()}
+    return {name for name in linked if not Path(path, name).is_symlink()} | others
 
 
 def _is_plain(path: Path) -> bool:

@@ -57,7 +57,7 @@ class Watch:
         self._most: dict[int, dict[str, int]] = {}
         self._peak: dict[str, Any] = {}
         self._grown = False
-        self._looked = 0
+        self._looked: dict[int, int] = {}  # by card, up to which event
         self._ooms: list[dict[str, Any]] = []
         self._loader: DataLoader[Any] | None = None
         self._loader_steps: dict[int, int] = {}
@@ -117,7 +117,7 @@ class Watch:
                 "allocated": stats["allocated_bytes.all.current"],
                 "reserved": stats["reserved_bytes.all.current"],
                 "step": len(self._steps) + 1,
-                "phase": "other" if _phase() != "backward" and not _in_module() else _phase(),
+                "phase": self._phase_now(),
                 "line": _line_now(),
             }
         )
@@ -127,6 +127,11 @@ class Watch:
             if self._settings.snapshot:
                 self._dump()
         self.write()
+
+    def _phase_now(self) -> str:
+        if self._step_started is not None:
+            return "optimizer"
+        return _phase() if _phase() == "backward" or _in_module() else "other"
 
     def _dump(self) -> None:
         with suppress(OSError):
@@ -177,7 +182,7 @@ class Watch:
                 self._finish("most steps")
         with suppress(OSError, ValueError), open(os.path.join(settings.folder, "stop-at")) as file:
             if taken >= int(file.read()):
-                self._finish("steady")
+                self._finish("steady" if is_steady(self._steps) else "most steps")
 
     def _finish(self, why: str) -> None:
         self._enough = why
@@ -224,11 +229,13 @@ class Watch:
             return
         self._grown = False
         device = self._device()
-        history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
-        now = self._position(device)
-        first = self._looked - (now - len(history.events))  # the allocator counts more closely than its history tells
-        self._looked = now
-        self._peak = self._taken_by(history, history.peak(first), device)
+        with suppress(Exception):  # what takes the memory is not worth the user's run
+            history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
+            now = self._position(device)
+            looked, self._looked[device] = self._looked.get(device, 0), now
+            # From there on: the allocator counts more closely than its history tells.
+            first = looked - (now - len(history.events))
+            self._peak = self._taken_by(history, history.peak(first), device)
 
     def _taken_by(self, history: AllocatorHistory, after: int, device: int) -> dict[str, Any]:
         """What held the memory after so many events of a history, and what was done then."""
@@ -245,7 +252,7 @@ class Watch:
                 lines[line] = lines.get(line, 0) + block.size
             held[kind] = held.get(kind, 0) + block.size
         last: Event = history.events[after - 1] if after else {"frames": (), "user_metadata": ""}
-        block = AliveBlock(0, after - 1, last.get("user_metadata") or "", last["frames"])
+        block = AliveBlock(0, after - 1, last.get("user_metadata") or "", last.get("frames", ()))
         phase = self._phase_of(block, offset)
         line = line_of(block.frames, values.is_library) or block.noted.partition(" ")[2]
         lines.pop("", None)
@@ -282,13 +289,14 @@ class Watch:
         """Write all of it, where others read either the last or this."""
         if not torch.cuda.is_initialized() or os.getpid() != self._process:
             return
-        stats = {device: torch.cuda.memory_stats(device) for device in self._most}
+        used = {*self._most, *(error["device"] for error in self._ooms)}
+        stats = {device: torch.cuda.memory_stats(device) for device in used}
         seen = {
             "process": self._process,
             "rank": self._rank,
             "world_size": self._world_size,
             "program": shown_path(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else "",
-            "memory": {device: torch.cuda.mem_get_info(device)[1] for device in self._most},
+            "memory": {device: torch.cuda.mem_get_info(device)[1] for device in used},
             "most": self._most,
             "retries": sum(each.get("num_alloc_retries", 0) for each in stats.values()),
             "out_of_memory": self._ooms,
