@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """A line on a terminal for each tenfold of steps: the command prints what it likes between them."""
+    """A line on a terminal whenever there are twice as many steps: the command prints what it likes between them."""
 
     def __init__(self) -> None:
         self._told = 0

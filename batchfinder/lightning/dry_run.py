@@ -120,6 +120,7 @@ class DryRun:
         trainer, schedule, self.failed_in_validation = self.trainer, self.schedule, False
         module = trainer.lightning_module
         kept, micro_batches = Kept(), min(PEAK_MICRO_BATCHES, accumulation)
+        rest = 0 if validation is None else schedule.after_last_validation(full.length)
         silence(trainer, self.callbacks.active)
         trainer.limit_val_batches = 0  # a validation of its own would ask for the user's loaders
         trainer.accumulate_grad_batches = micro_batches if module.automatic_optimization else 1
@@ -191,7 +192,6 @@ class DryRun:
             loop.on_run_start()
             on_gpu = trainer.strategy.root_device.type == "cuda"
             needed = {*schedule.later_epochs, *([] if validation is None else [1])}
-            rest = 0 if validation is None else schedule.after_last_validation(full.length)
             needed |= {2, 3} if rest else set()
             asked = 1
             for epoch in (0, *sorted({*needed, *([1] if on_gpu else [])})):

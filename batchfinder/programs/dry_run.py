@@ -148,7 +148,7 @@ class DryRun:
         seconds: it took.
         processes: those that used a card, by rank.
         assumed: what was taken to be so, in words: values that were read and not known among it.
-        snapshot: of the allocator's history of the process with the highest peak, a pickle; None without one.
+        snapshot: of the allocator's history of the process that has the longest one, a pickle; None without.
     """
 
     command: tuple[str, ...]
@@ -236,10 +236,11 @@ def dry_run(
         interrupted = timed_out = False
         try:
             while process.poll() is None:
+                so_far = _processes(session.folder)
                 if steps is None and epochs is None:
-                    _agree_on_end(session.folder)
+                    _agree_on_end(session.folder, so_far)
                 if progress is not None:
-                    progress(_processes(session.folder))
+                    progress(so_far)
                 if stop is not None and stop.is_set():
                     interrupted = True
                     break
@@ -285,12 +286,12 @@ def _processes(folder: Path) -> tuple[ProcessMemory, ...]:
     return tuple(sorted((each for each in read if each is not None), key=lambda each: (each.rank, each.program)))
 
 
-def _agree_on_end(folder: Path) -> None:
+def _agree_on_end(folder: Path, processes: Sequence[ProcessMemory]) -> None:
     """Have all ranks end at the same step, once memory is steady on each: none is to wait for one that has ended."""
     stop_at = folder / "stop-at"
     if stop_at.exists():
         return
-    ranks = [each for each in _processes(folder) if each.world_size > 1]
+    ranks = [each for each in processes if each.world_size > 1]
     if len(ranks) < max((each.world_size for each in ranks), default=1):
         return
     if all(is_steady(each.steps) or len(each.steps) >= MOST_STEPS for each in ranks):

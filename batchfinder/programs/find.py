@@ -241,20 +241,18 @@ def find_for_command(
         usable = card.total_bytes - card.context_bytes - card.held_bytes
         predicted = _predicted(usable, known.get(seq_len, ()))
         sizes: Search[object] = Secant(usable, tolerance, predicted=predicted)  # type: ignore[assignment]
-        tell = None if on_trial is None else lambda trial: on_trial(card, trial)
+        if max_batch_size is not None:
+            sizes = Capped(sizes, max_batch_size)
         start, shape = time.monotonic(), Shape(seq_len)
-        cap = max_batch_size
         trials: list[Trial] = []
 
         def keep(trial: Trial) -> None:
             trials.append(trial)
-            if tell is not None:
-                tell(trial)
+            if on_trial is not None:
+                on_trial(card, trial)
 
         try:
-            result = find_max_batch_size(
-                probe, shape, search=sizes if cap is None else Capped(sizes, cap), on_trial=keep
-            )
+            result = find_max_batch_size(probe, shape, search=sizes, on_trial=keep)
         except _NoMoreSamples:
             most = max(trial.batch_size for trial in trials if trial.fits)
             result = find_max_batch_size(probe, shape, search=Capped(sizes, most), trials=trials)

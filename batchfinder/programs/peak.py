@@ -95,7 +95,7 @@ def _rounded(size: int) -> int:
 
 
 def line_of(frames: Iterable[Frame], is_library: Callable[[str], bool]) -> str:
-    """The innermost line of a stack that is no library's, such as `model/layers.py:31`; empty where there is none."""
+    """The innermost frame in the user's own code, such as `model/layers.py:31`; empty if all are of libraries."""
     for frame in frames:
         if not is_library(frame["filename"]):
             return f"{shown_path(frame['filename'])}:{frame['line']}"

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -82,13 +83,18 @@ class Watch:
         torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)  # type: ignore[attr-defined]
         if hasattr(torch._C, "_cuda_setMemoryMetadata"):
             values.before_operator = _note_phase
-        reset = torch._C._cuda_resetPeakMemoryStats
+        for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
+            if hasattr(torch._C, name):
+                setattr(torch._C, name, self._noting_before(getattr(torch._C, name)))
 
-        def note_and_reset(device: int) -> None:
+    def _noting_before(self, reset: Callable[..., None]) -> Callable[..., None]:
+        """What resets the peaks, with the peaks noted before."""
+
+        def note_and_reset(*devices: int) -> None:
             self._note_most()
-            reset(device)
+            reset(*devices)
 
-        torch._C._cuda_resetPeakMemoryStats = note_and_reset
+        return note_and_reset
 
     def _note_most(self) -> None:
         """Note what has been allocated and reserved at most, and whether more was allocated than ever before."""
@@ -126,6 +132,7 @@ class Watch:
             self._peak = self._taken_by(history, len(history.events), device)
             if self._settings.snapshot:
                 self._dump()
+        self._step_started = None  # it may not come to its end
         self.write()
 
     def _phase_now(self) -> str:
@@ -278,9 +285,8 @@ class Watch:
             return "backward"
         if not any(frame["name"] == "_call_impl" for frame in block.frames):
             return "other"
-        compiled = any(
-            "_aot_autograd" in frame["filename"] for frame in block.frames
-        )  # which disables gradients itself
+        # Compiled code disables gradients itself.
+        compiled = any("_aot_autograd" in frame["filename"] for frame in block.frames)
         return "no_grad" if block.noted == "no_grad" and not compiled else "forward"
 
     # -- what it tells -----------------------------------------------------------------------------------------------
@@ -292,7 +298,6 @@ class Watch:
         used = {*self._most, *(error["device"] for error in self._ooms)}
         stats = {device: torch.cuda.memory_stats(device) for device in used}
         seen = {
-            "process": self._process,
             "rank": self._rank,
             "world_size": self._world_size,
             "program": shown_path(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else "",
@@ -304,7 +309,6 @@ class Watch:
             "steps": self._steps,
             "epochs": self._epochs,
             "ended": self._enough,
-            "compiled": "torch._dynamo" in sys.modules and bool(torch._dynamo.utils.counters["stats"]),
         }
         with suppress(OSError):
             with open(f"{self._path}.part", "w") as file:
@@ -343,16 +347,6 @@ def _known_tensors() -> dict[int, str]:
             for part in _parts(tensor):
                 known.setdefault(part.untyped_storage().data_ptr(), kind)
 
-    def of_state(state: Any) -> Iterator[Any]:
-        if isinstance(state, dict):
-            for each in list(state.values()):
-                yield from of_state(each)
-        elif isinstance(state, (list, tuple)):
-            for each in state:
-                yield from of_state(each)
-        else:
-            yield state
-
     found = [each for each in gc.get_objects() if issubclass(type(each), (torch.nn.Module, torch.optim.Optimizer))]
     modules = [each for each in found if issubclass(type(each), torch.nn.Module)]
     for module in modules:
@@ -366,7 +360,7 @@ def _known_tensors() -> dict[int, str]:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             note("weights", parameters)
             note("gradients", (getattr(each, "grad", None) for each in parameters))
-            note("optimizer state", of_state(dict(optimizer.state)))
+            note("optimizer state", tree_leaves(list(optimizer.state.values())))
     return known
 
 

@@ -8,8 +8,8 @@ from batchfinder.programs.peak import AllocatorHistory, line_of
 
 FRAMES = [
     {"filename": "/libraries/torch/nn.py", "name": "forward", "line": 7},
-    {"filename": "/home/me/model.py", "name": "forward", "line": 31},
-    {"filename": "/home/me/train.py", "name": "<module>", "line": 5},
+    {"filename": "/project/me/model.py", "name": "forward", "line": 31},
+    {"filename": "/project/me/train.py", "name": "<module>", "line": 5},
 ]
 
 

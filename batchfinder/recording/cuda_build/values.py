@@ -122,11 +122,12 @@ _LIBRARIES = tuple(
 
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  # the package's
+_NOT_THE_USERS = (*_LIBRARIES, _FOLDER, os.environ.get("TORCHINDUCTOR_CACHE_DIR", "<"), "<frozen")
 
 
 def is_library(file: str) -> bool:
     """Whether a file is PyTorch's, the standard library's, an installed package's, batchfinder's or Inductor's code."""
-    return file.startswith((*_LIBRARIES, _FOLDER, os.environ.get("TORCHINDUCTOR_CACHE_DIR", "<"), "<frozen"))
+    return file.startswith(_NOT_THE_USERS)
 
 
 def user_line() -> str:
