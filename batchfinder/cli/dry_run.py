@@ -6,13 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 
 from batchfinder.cli.main import INTERRUPTED as INTERRUPTED_CODE
 from batchfinder.cli.main import OK
 from batchfinder.cli.options import check_file, whole_number, write_file
 from batchfinder.cli.stub import build_of, cards_of, command_of
 from batchfinder.errors import BatchFinderError
-from batchfinder.programs import ProcessMemory, dry_run
+from batchfinder.programs import ProcessMemory, dry_run, scratch_copy
 from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY
 from batchfinder.report.dry_run import dry_run_tables
 from batchfinder.report.terminal import tell, words_of
@@ -43,17 +45,20 @@ def _run(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, name)) is not None
     }
     build = build_of(arguments)
-    tell(f"batchfinder: running {' '.join(argv)}; what it writes is written")
-    run = dry_run(
-        argv,
-        cards_of(arguments),
-        **numbers,
-        online=arguments.online,
-        snapshot=arguments.snapshot is not None,
-        build=build,
-        output=sys.stderr.fileno() if arguments.json else None,
-        progress=_Progress() if sys.stderr.isatty() else None,
-    )
+    where = "in a temporary copy of this folder" if arguments.scratch else "in this folder: what it writes stays"
+    tell(f"batchfinder: running {' '.join(argv)} {where}")
+    with scratch_copy(Path.cwd()) if arguments.scratch else nullcontext() as folder:
+        run = dry_run(
+            argv,
+            cards_of(arguments),
+            **numbers,
+            online=arguments.online,
+            snapshot=arguments.snapshot is not None,
+            build=build,
+            folder=folder,
+            output=sys.stderr.fileno() if arguments.json else None,
+            progress=_Progress() if sys.stderr.isatty() else None,
+        )
     if arguments.snapshot is not None and run.snapshot is not None:
         write_file("--snapshot", arguments.snapshot, run.snapshot)
     if arguments.json:

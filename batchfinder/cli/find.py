@@ -10,7 +10,7 @@ from batchfinder.cli.main import OK
 from batchfinder.cli.options import whole_number
 from batchfinder.cli.stub import build_of, cards_of, command_of
 from batchfinder.cuda_stub import StubCard
-from batchfinder.errors import CommandFailed, InvalidValue
+from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.programs import CommandTemplate, ConfigPlace, find_for_command
 from batchfinder.report.find import found_as_json, found_table, trial_words
 from batchfinder.report.terminal import tell, words_of
@@ -22,8 +22,16 @@ def main(arguments: argparse.Namespace) -> int:
     """Find it for each GPU and length.
 
     Returns:
-        0 where there is an answer, 0 samples included; 2 where the command itself failed.
+        0 where there is an answer, 0 samples included; 2 where there is none, as of `dry-run`.
     """
+    try:
+        return _find(arguments)
+    except BatchFinderError as error:
+        tell(f"batchfinder: {words_of(error)}")
+        return NO_ANSWER
+
+
+def _find(arguments: argparse.Namespace) -> int:
     argv = command_of(arguments)
     environment = dict(_variable(each) for each in arguments.env)
     count = whole_number("--count", arguments.count)
@@ -51,21 +59,17 @@ def main(arguments: argparse.Namespace) -> int:
 
     where = "in this folder: what it writes stays" if arguments.here else "in temporary copies of this folder"
     tell(f"batchfinder: running {' '.join(argv)} {where}")
-    try:
-        found = find_for_command(
-            template,
-            cards,
-            asked or (None,),
-            scratch=not arguments.here,
-            tolerance=parse_share(arguments.tolerance, "--tolerance"),
-            online=arguments.online,
-            build=build_of(arguments),
-            on_trial=tell_trial,
-            **numbers,
-        )
-    except CommandFailed as error:
-        tell(f"batchfinder: {words_of(error)}")
-        return NO_ANSWER
+    found = find_for_command(
+        template,
+        cards,
+        asked or (None,),
+        scratch=not arguments.here,
+        tolerance=parse_share(arguments.tolerance, "--tolerance"),
+        online=arguments.online,
+        build=build_of(arguments),
+        on_trial=tell_trial,
+        **numbers,
+    )
     if arguments.json:
         print(json.dumps(found_as_json(found), indent=1))
     else:

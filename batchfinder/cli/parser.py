@@ -414,6 +414,10 @@ DRY_RUN = Command(
             "--seconds": {"metavar": "N", "help": "after so many seconds, whatever it does"},
         },
         "what it may do": {
+            "--scratch": {
+                "action": "store_true",
+                "help": "run it in a temporary copy of this folder, which is thrown away",
+            },
             "--online": {"action": "store_true", "help": "let loggers (W&B, MLflow, Comet) and the Hub be reached"},
         },
         "the output": {
@@ -470,7 +474,7 @@ FIND = Command(
                 "action": "store_true",
                 "help": "run it in this folder, where what it writes stays (default: in temporary copies)",
             },
-            "--jobs": {"metavar": "N", "help": "runs at once (default: one for each core)"},
+            "--jobs": {"metavar": "N", "help": "runs at once (default: one for each core; 1 with --count above 1)"},
             "--online": DRY_RUN.groups["what it may do"]["--online"],
         },
         "the output": {**_JSON, "--explain": DRY_RUN.groups["the output"]["--explain"]},

@@ -3,6 +3,7 @@
 from batchfinder.programs.dry_run import DryRun, ProcessMemory, dry_run
 from batchfinder.programs.find import CommandTemplate, FoundForCommand, find_for_command
 from batchfinder.programs.placeholders import ConfigPlace
+from batchfinder.programs.scratch import scratch_copy
 
 __all__ = [
     "CommandTemplate",
@@ -12,4 +13,5 @@ __all__ = [
     "ProcessMemory",
     "dry_run",
     "find_for_command",
+    "scratch_copy",
 ]

@@ -41,6 +41,7 @@ OFFLINE: Mapping[str, str] = {
 
 _POLLED_EVERY = 0.1
 _GRACE_SECONDS = 5.0
+_READ_WITHIN = 0.5
 _ABSURD = 1000
 """A request of more than so many cards is a wrong number, and no question of memory."""
 
@@ -77,7 +78,7 @@ class ProcessMemory:
 
     Attributes:
         program: the script that it ran.
-        rank: of torchrun's or an equal launcher's; 0 without one.
+        rank: in the default process group; 0 without one.
         device: the card on which it had allocated most.
         total_bytes: of that card.
         peak_allocated_bytes: at most, as `torch.cuda.max_memory_allocated` has it, whenever that was reset.
@@ -89,7 +90,7 @@ class ProcessMemory:
         peak: when most was allocated, or where memory ran out first: step, phase, the user's line; `held`, bytes by
             what holds them; `lines`, bytes by the user's line that allocated what is no weight, gradient or state.
         ended: why it was ended: "steps", "steady", "most steps", "epochs" or "time"; empty where it ended by itself.
-        world_size: of the launcher.
+        world_size: of that group; 1 without one.
     """
 
     program: str
@@ -190,6 +191,7 @@ def dry_run(
     build: CudaBuild | None = None,
     folder: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
+    stdin: int | None = None,
     output: int | None = None,
     progress: Callable[[Sequence[ProcessMemory]], None] | None = None,
     stop: threading.Event | None = None,
@@ -210,7 +212,8 @@ def dry_run(
         build: the CUDA build of PyTorch; None for the one that is found.
         folder: to run it in; None for this one.
         environment: variables to set for it besides this process's.
-        output: a file descriptor for what it prints; None for where this process prints.
+        stdin: a file descriptor that it reads from; None for what this process reads from.
+        output: one for what it prints; None for where this process prints.
         progress: called with what each process has done so far, several times a second.
         stop: ends it as an interrupt does, once it is set.
 
@@ -224,11 +227,19 @@ def dry_run(
         variables = {**os.environ, **(environment or {})}
         variables |= {**session.variables(variables), WATCH_VARIABLE: settings.written()}
         variables["BATCHFINDER_STUB_AFTER_TORCH"] += f" {WATCH_MODULE}"
+        if folder is not None:
+            variables["PWD"] = os.path.abspath(folder)
         if not online:
             variables |= {**OFFLINE, "MLFLOW_TRACKING_URI": (session.folder / "mlruns").as_uri()}
         try:
             process = subprocess.Popen(
-                command, env=variables, cwd=folder, stdout=output, stderr=output, start_new_session=True
+                command,
+                env=variables,
+                cwd=folder,
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         except OSError as error:
             words = f"a program that can be started ({error.strerror})"
@@ -295,7 +306,11 @@ def _agree_on_end(folder: Path, processes: Sequence[ProcessMemory]) -> None:
     if len(ranks) < max((each.world_size for each in ranks), default=1):
         return
     if all(is_steady(each.steps) or len(each.steps) >= MOST_STEPS for each in ranks):
-        (folder / "stop-at.part").write_text(str(max(len(each.steps) for each in ranks) + 2))
+        # None is to have taken that step by the time it can read of it.
+        last = max(len(each.steps) for each in ranks)
+        seconds = min(each.steps[-1]["seconds"] - each.steps[-STEADY_STEPS]["seconds"] for each in ranks)
+        meanwhile = int(_READ_WITHIN * (STEADY_STEPS - 1) / max(seconds, 0.001))
+        (folder / "stop-at.part").write_text(str(last + 2 + meanwhile))
         (folder / "stop-at.part").rename(stop_at)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 import threading
 import time
@@ -183,6 +184,7 @@ class CommandProbe:
                 self._cards,
                 folder=folder,
                 environment=environment,
+                stdin=subprocess.DEVNULL,
                 output=output.fileno(),
                 stop=self._stop,
                 **self._settings,  # type: ignore[arg-type]
@@ -222,7 +224,7 @@ def find_for_command(
         tolerance: end once a size within this share of the answer fails; 0 for the exact maximum.
         online: let loggers and the Hub use the network.
         build: the CUDA build of PyTorch; None for the one that is found.
-        jobs: runs at once; None for the number of cores.
+        jobs: runs at once; None for the number of cores, or one where a run has several cards.
         on_trial: called after each run, on any thread.
 
     Returns:
@@ -276,6 +278,8 @@ def find_for_command(
     cells = [(card, seq_len) for card in cards for seq_len in seq_lens]
     if not scratch:
         jobs = 1  # they write the same files
+    elif template.num_devices > 1:
+        jobs = jobs or 1  # processes of one run meet at a port, which scripts often fix
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         futures = [pool.submit(search, *cell) for cell in cells]
         try:

@@ -25,7 +25,7 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
     Every file is copied: a link would have a command that writes a file anew write the original.
 
     Raises:
-        InvalidValue: there is more in it than `MOST_BYTES`.
+        InvalidValue: there is more in it than `MOST_BYTES`, or not all of it can be copied.
     """
     folder = folder.resolve()
     sizes = _sizes(folder)
@@ -40,26 +40,48 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
             "folder, or take --here, with which what the command writes stays",
         )
     with tempfile.TemporaryDirectory(prefix="batchfinder-scratch-", ignore_cleanup_errors=True) as made:
+        made = os.path.realpath(made)
         parent = Path(made) / (folder.parent.name or "root")
-        parent.mkdir()
-        if folder != folder.parent:
-            for beside in folder.parent.iterdir():
-                if beside != folder:
-                    (parent / beside.name).symlink_to(beside)
         copy = parent / (folder.name or "root")
-        shutil.copytree(folder, copy, symlinks=True, ignore=_linked_later, ignore_dangling_symlinks=True)
-        for path, names, files in os.walk(folder):
-            for link in (Path(path, name) for name in [*names, *files]):
-                if not link.is_symlink() or not os.path.isabs(os.readlink(link)):
-                    continue
-                target = link.resolve()
-                if target.is_relative_to(folder):  # it would lead out of the copy
-                    (copy / link.relative_to(folder)).unlink(missing_ok=True)
-                    (copy / link.relative_to(folder)).symlink_to(copy / target.relative_to(folder))
-            for name in [name for name in names if name in _LINKED and not Path(path, name).is_symlink()]:
-                names.remove(name)
-                (copy / Path(path, name).relative_to(folder)).symlink_to(Path(path, name))
+        try:
+            parent.mkdir()
+            _copy(folder, copy)
+        except (OSError, shutil.Error) as error:
+            # copytree gathers what went wrong with each file: from, to, why.
+            failed = error.args[0][0] if isinstance(error, shutil.Error) else (error.filename, None, error.strerror)
+            raise InvalidValue(
+                "the folder",
+                str(folder),
+                f"one that can be copied to {made}, which failed for {failed[0]} ({failed[2]}); take --here, with "
+                "which what the command writes stays, or set TMPDIR to where there is room",
+            ) from error
         yield copy
+
+
+def _copy(folder: Path, copy: Path) -> None:
+    """Copy a folder, and link what lies beside it."""
+    with contextlib.suppress(PermissionError):  # then the command cannot list it either
+        for beside in folder.parent.iterdir():
+            if beside != folder and folder != folder.parent:
+                (copy.parent / beside.name).symlink_to(beside)
+    temporary = str(copy.parents[1])  # which may lie in the folder
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        return _linked_later(path, names) | {name for name in names if os.path.join(path, name) == temporary}
+
+    shutil.copytree(folder, copy, symlinks=True, ignore=left_out, ignore_dangling_symlinks=True)
+    for path, names, files in os.walk(folder):
+        names[:] = [name for name in names if os.path.join(path, name) != temporary]
+        for link in (Path(path, name) for name in [*names, *files]):
+            if not link.is_symlink() or not os.path.isabs(os.readlink(link)):
+                continue
+            target = link.resolve()
+            if target.is_relative_to(folder):  # it would lead out of the copy
+                (copy / link.relative_to(folder)).unlink(missing_ok=True)
+                (copy / link.relative_to(folder)).symlink_to(copy / target.relative_to(folder))
+        for name in [name for name in names if name in _LINKED and not Path(path, name).is_symlink()]:
+            names.remove(name)
+            (copy / Path(path, name).relative_to(folder)).symlink_to(Path(path, name))
 
 
 def _linked_later(path: str, names: list[str]) -> set[str]:

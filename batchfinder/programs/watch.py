@@ -6,8 +6,8 @@ that the processes share, in a file for each that has used a card, written anew 
 
 from __future__ import annotations
 
-import atexit
 import json
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -47,12 +47,10 @@ class Watch:
 
     def __init__(self, settings: WatchSettings) -> None:
         self._settings = settings
-        self._process = os.getpid()
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._path = os.path.join(settings.folder, f"process-{self._process}.json")
+        self._begin()
+        self._rank, self._world_size = 0, 1
         self._start = time.monotonic()
-        self._steps_of: dict[int, int] = {}
+        self._stepped: set[int] = set()  # the optimizers that have taken a step since the last that was counted
         self._steps: list[dict[str, Any]] = []
         self._optimizer_steps: list[tuple[int, int]] = []  # the numbers of the first and last events of each
         self._most: dict[int, dict[str, int]] = {}
@@ -66,19 +64,26 @@ class Watch:
         self._enough = ""
         self._step_started: int | None = None
 
+    def _begin(self) -> None:
+        """Be the watch of this process: of one that has been forked, its own."""
+        self._path = os.path.join(self._settings.folder, f"process-{os.getpid()}")
+        self._lock = threading.RLock()  # of what is seen: the thread that waits for the end writes it, too
+
     def install(self) -> None:
         """Follow the allocator from when CUDA is initialized, and optimizers from now on."""
+        os.register_at_fork(after_in_child=self._begin)
         torch.cuda._lazy_call(self._follow_allocator)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         if self._settings.epochs:
             self._follow_loaders()
-        threading.Thread(target=self._wait_for_stop, name="batchfinder", daemon=True).start()
-        atexit.register(self._end)
 
     # -- the allocator -----------------------------------------------------------------------------------------------
 
     def _follow_allocator(self) -> None:
+        threading.Thread(target=self._wait_for_stop, name="batchfinder", daemon=True).start()
+        # A child that multiprocessing has forked ends with these, and without what atexit has.
+        multiprocessing.util.Finalize(None, self._end, exitpriority=0)
         torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=_EVENTS_KEPT)
         torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)  # type: ignore[attr-defined]
         if hasattr(torch._C, "_cuda_setMemoryMetadata"):
@@ -113,27 +118,27 @@ class Watch:
 
     def _on_out_of_memory(self, device: int, wanted: int, allowed: int, free: int) -> None:
         """Called by the allocator before it raises."""
-        self._note_most()
         stats = torch.cuda.memory_stats(device)
-        self._ooms.append(
-            {
-                "device": device,
-                "wanted": wanted,
-                "free": free,
-                "allocated": stats["allocated_bytes.all.current"],
-                "reserved": stats["reserved_bytes.all.current"],
-                "step": len(self._steps) + 1,
-                "phase": self._phase_now(),
-                "line": _line_now(),
-            }
-        )
-        if len(self._ooms) == 1:
-            history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
-            self._peak = self._taken_by(history, len(history.events), device)
-            if self._settings.snapshot:
-                self._dump()
-        self._step_started = None  # it may not come to its end
-        self.write()
+        error = {
+            "device": device,
+            "wanted": wanted,
+            "free": free,
+            "allocated": stats["allocated_bytes.all.current"],
+            "reserved": stats["reserved_bytes.all.current"],
+            "step": len(self._steps) + 1,
+            "phase": self._phase_now(),
+            "line": _line_now(),
+        }
+        with self._lock:
+            self._note_most()
+            self._ooms.append(error)
+            if len(self._ooms) == 1:
+                history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
+                self._peak = self._taken_by(history, len(history.events), device)
+                if self._settings.snapshot:
+                    self._dump()
+            self._step_started = None  # it may not come to its end
+            self.write()
 
     def _phase_now(self) -> str:
         if self._step_started is not None:
@@ -142,7 +147,8 @@ class Watch:
 
     def _dump(self) -> None:
         with suppress(OSError):
-            torch.cuda.memory._dump_snapshot(os.path.join(self._settings.folder, f"process-{self._process}.pickle"))
+            torch.cuda.memory._dump_snapshot(f"{self._path}.part")
+            os.replace(f"{self._path}.part", f"{self._path}.pickle")
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -153,17 +159,18 @@ class Watch:
         self._step_started = self._position()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.cuda.is_initialized() or os.getpid() != self._process:
+        if not torch.cuda.is_initialized():
             return
         if self._step_started is not None:
             self._optimizer_steps.append((self._step_started, self._position()))
         self._step_started = None
         self._look_at_peak()
-        count = self._steps_of[id(optimizer)] = self._steps_of.get(id(optimizer), 0) + 1
         if self._loader is not None:
             self._loader_steps[id(self._loader)] = self._loader_steps.get(id(self._loader), 0) + 1
-        if count <= len(self._steps):  # another optimizer has taken this one already
+        if self._stepped and id(optimizer) not in self._stepped:  # another one has taken this step already
+            self._stepped.add(id(optimizer))
             return
+        self._stepped = {id(optimizer)}
         device = self._device()
         self._steps.append(
             {
@@ -231,12 +238,12 @@ class Watch:
 
     def _look_at_peak(self) -> None:
         """Find out what takes the memory, if there has been a new peak since this last looked."""
-        self._note_most()
-        if not self._grown or self._ooms:
-            return
-        self._grown = False
-        device = self._device()
-        with suppress(Exception):  # what takes the memory is not worth the user's run
+        with self._lock, suppress(Exception):  # what takes the memory is not worth the user's run
+            self._note_most()
+            if not self._grown or self._ooms:
+                return
+            self._grown = False
+            device = self._device()
             history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
             now = self._position(device)
             looked, self._looked[device] = self._looked.get(device, 0), now
@@ -293,8 +300,14 @@ class Watch:
 
     def write(self) -> None:
         """Write all of it, where others read either the last or this."""
-        if not torch.cuda.is_initialized() or os.getpid() != self._process:
+        if not torch.cuda.is_initialized():
             return
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         used = {*self._most, *(error["device"] for error in self._ooms)}
         stats = {device: torch.cuda.memory_stats(device) for device in used}
         seen = {
@@ -313,7 +326,7 @@ class Watch:
         with suppress(OSError):
             with open(f"{self._path}.part", "w") as file:
                 json.dump(seen, file)
-            os.replace(f"{self._path}.part", self._path)
+            os.replace(f"{self._path}.part", f"{self._path}.json")
 
     def _wait_for_stop(self) -> None:
         """End at once where the command is to be stopped from outside."""
@@ -327,9 +340,9 @@ class Watch:
         os._exit(0)
 
     def _end(self) -> None:
-        if os.getpid() != self._process or not torch.cuda.is_initialized():
+        if not torch.cuda.is_initialized():
             return
-        with suppress(RuntimeError):  # the context is dead
+        with self._lock, suppress(RuntimeError):  # the context is dead
             self._look_at_peak()
             self.write()
             if self._settings.snapshot and not self._ooms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,14 @@ def test_too_much_to_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(scratch, "MOST_BYTES", 1 << 19)
     with pytest.raises(InvalidValue, match=r"weights\.pt \(1\.00 MiB\)"), scratch_copy(folder):
         pass
+
+
+def test_a_copy_that_fails(folder: Path) -> None:
+    """The file is named, and what to do."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))  # as on a disk without room
+    try:
+        with pytest.raises(InvalidValue, match=r"weights\.pt \(.*File too large.*--here"), scratch_copy(folder):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,0 +1,159 @@
+"""`dry-run`, on scripts as users write them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import run_command
+from tests.cuda_build.commands import HELPERS, STEPS, TRAIN, dry_run, process_of
+
+pytestmark = [pytest.mark.cuda_build, pytest.mark.usefixtures("cuda_stub")]
+
+PEAKS = """
+import atexit, json
+from torch.cuda.memory import _snapshot
+torch.cuda.reset_peak_memory_stats = lambda: None
+atexit.register(lambda: print("PEAKS", torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+"""
+WEIGHTS = 4 * 4 * (1024 * 1024 + 1024)
+
+
+def test_peaks_are_what_pytorch_counts(tmp_path: Path) -> None:
+    """To the byte, though the script resets them in each step; and what holds them is told."""
+    done = dry_run(tmp_path, TRAIN, arguments=("2048", "2", "12"))
+    found = json.loads(done.out)
+    assert (done.code, found["outcome"]) == (0, "fits")
+    process = process_of(done)
+    assert process["ended"] == "steady"
+    assert 6 <= len(process["steps"]) < 12
+    (tmp_path / "plain.py").write_text(TRAIN.replace("import torch\n", f"import torch\n{PEAKS}", 1))
+    argv = ("stub", "run", "--gpu", "t4", "--", sys.executable, "plain.py", "2048", "2", "12")
+    plain = run_command(*argv, cache=tmp_path / "c", folder=tmp_path)
+    allocated, reserved = map(int, re.findall(r"PEAKS (\d+) (\d+)", plain.out)[0])
+    assert (process["peak_allocated_bytes"], process["peak_reserved_bytes"]) == (allocated, reserved)
+
+    peak = process["peak"]
+    assert (peak["phase"], peak["line"]) == ("backward", "train.py:10")
+    assert peak["held"]["weights"] == peak["held"]["gradients"] == WEIGHTS
+    assert peak["held"]["optimizer state"] == 2 * WEIGHTS
+    assert sum(peak["held"].values()) == pytest.approx(allocated, rel=0.01)
+    assert next(iter(peak["lines"])) == "train.py:10"
+
+
+def test_out_of_memory(tmp_path: Path) -> None:
+    """Exit code 1, the user's line, and what PyTorch's own message says."""
+    done = dry_run(tmp_path, TRAIN, arguments=("3000000", "1", "12"))
+    found = json.loads(done.out)
+    assert (done.code, found["outcome"]) == (1, "out of memory")
+    (error,) = process_of(done)["out_of_memory"]
+    wanted = re.findall(r"Tried to allocate ([\d.]+) GiB", done.err)[0]
+    assert f"{error['wanted'] / (1 << 30):.2f}" == wanted
+    assert (error["line"], error["phase"], error["step"]) == ("train.py:10", "forward", 1)
+    assert process_of(done)["peak"]["held"]["weights"] == WEIGHTS
+    shown = dry_run(tmp_path, TRAIN, "--explain", arguments=("3000000", "1", "12"))
+    assert (
+        f"does not fit: out of memory in the forward pass of step 1 at train.py:10, which asked for {wanted} GiB"
+        in shown.out
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "words"),
+    [
+        (f"{STEPS}train(2); raise ValueError('my own')", 2, "failed by itself, with exit code 1"),
+        (f"{STEPS}train(2)\nimport os; os.kill(os.getpid(), 9)", 2, "failed by itself, ended by SIGKILL"),
+        ("print('no card')", 2, "ended without using a GPU"),
+        (f"{HELPERS}\nnet(torch.randn(64, 1024, device='cuda'))", 0, "no optimizer took a step"),
+        (
+            f"{STEPS}\ntry: torch.empty(1 << 36, device='cuda')\nexcept torch.OutOfMemoryError: train(20)",
+            1,
+            "caught 1 out-of-memory error and went on",
+        ),
+        (f"{STEPS}torch.empty(1 << 50, device='cuda')", 2, "a wrong number rather than a lack of memory"),
+        (
+            f"{STEPS}kept = []\nfor _ in range(12): kept.append(torch.ones(1 << 18, device='cuda')); train(1)",
+            0,
+            "memory grows: each of the last steps left 1.00 MiB more alive",
+        ),
+    ],
+)
+def test_what_else_may_happen(tmp_path: Path, script: str, code: int, words: str) -> None:
+    """A sentence and an exit code for each; the command's own error stays as it is."""
+    done = dry_run(tmp_path, script, "--explain")
+    assert done.code == code, (done.out, done.err)
+    assert words in done.out
+    assert ("ValueError: my own" in done.err) is ("my own" in script)
+    assert "batchfinder/programs" not in done.err  # no traceback of ours
+
+
+def test_steps_and_epochs(tmp_path: Path) -> None:
+    """As many as asked: an epoch has its evaluation and its checkpoint."""
+    done = dry_run(tmp_path, TRAIN, "--json", "--steps", "3", arguments=("64", "1", "100"))
+    process = process_of(done)
+    assert (len(process["steps"]), process["ended"]) == (3, "steps")
+    script = f"""{STEPS}
+from torch.utils.data import DataLoader, TensorDataset
+rows = DataLoader(TensorDataset(torch.randn(640, 1024)), batch_size=64)
+held_out = DataLoader(TensorDataset(torch.randn(64, 1024)), batch_size=64)
+for epoch in range(5):
+    for number, (x,) in enumerate(rows):
+        net(x.cuda()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 4:
+            with torch.no_grad(): [net(x.cuda()) for x, in held_out]
+    with torch.no_grad(): [net(x.cuda()) for x, in held_out]
+    torch.save(net.state_dict(), f"epoch-{{epoch}}.pt")
+"""
+    process = process_of(dry_run(tmp_path, script, "--json", "--epochs", "2"))
+    assert (process["epochs"], len(process["steps"]), process["ended"]) == (2, 20, "epochs")
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["epoch-0.pt", "epoch-1.pt"]
+
+
+def test_steps_of_several_optimizers(tmp_path: Path) -> None:
+    """Two that take turns are one step; one made anew for each fold goes on where the last one ended."""
+    script = f"""{HELPERS}
+second = torch.optim.SGD(net.parameters())
+for fold in range(3):
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(4):
+        net(torch.randn(batch_size, 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        second.step()
+        optimizer.zero_grad()
+"""
+    assert len(process_of(dry_run(tmp_path, script, "--json", "--steps", "100"))["steps"]) == 12
+
+
+def test_a_scratch_copy(tmp_path: Path) -> None:
+    """What it writes is thrown away, and it is told to be where it is."""
+    script = "import os; open('written', 'w'); print('same', os.environ['PWD'] == os.getcwd())"
+    done = dry_run(tmp_path, script, "--scratch")
+    assert "same True" in done.out, done.err
+    assert not (tmp_path / "written").exists()
+    dry_run(tmp_path, script, "--explain")
+    assert (tmp_path / "written").exists()
+
+
+def test_loggers_and_the_hub_are_offline(tmp_path: Path) -> None:
+    """Unless they may be reached, whatever the user's environment says."""
+    script = "import os; print(os.environ['WANDB_MODE'], os.environ.get('HF_HUB_OFFLINE'))"
+    offline = dry_run(tmp_path, script, "--explain", WANDB_MODE="online", HF_HUB_OFFLINE="0")
+    assert "disabled 1" in offline.out
+    online = dry_run(tmp_path, script, "--online", WANDB_MODE="online", HF_HUB_OFFLINE="0")
+    assert "online 0" in online.out
+
+
+def test_a_snapshot_for_pytorchs_viewer(tmp_path: Path) -> None:
+    """It has the allocator's events, with the script's lines."""
+    import pickle
+
+    dry_run(tmp_path, TRAIN, "--snapshot", "memory.pickle", arguments=("64", "1", "12"))
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    files = {frame["filename"] for event in snapshot["device_traces"][0] for frame in event.get("frames", ())}
+    assert str(tmp_path / "train.py") in files
