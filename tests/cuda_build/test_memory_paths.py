@@ -88,14 +88,14 @@ def test_attention_of_each_card(cuda_stub: CudaStubFixture, gpu: str, expected: 
 
 
 def gpt2_bytes(compiled: bool) -> list[tuple[int, int]]:
-    """Peaks after each of three steps of a GPT-2 of 4 layers, 8 x 512 in bf16."""
+    """Peaks after each of three steps of a GPT-2 of one layer, 8 x 512 in bf16."""
     import gc
 
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=4)).cuda()
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     if compiled:
         model.compile()
@@ -121,13 +121,13 @@ def test_a_language_model_eager_and_compiled(cuda_stub: CudaStubFixture) -> None
     """Inductor, Triton and ptxas compile with values followed, and the graph that runs takes half of what eager does."""
     eager = cuda_stub(memory="80GiB").run(gpt2_bytes, False)
     plain = cuda_stub(memory="80GiB", values=False).run(gpt2_bytes, False)
-    assert plain.result[-1] == (4_598_571_520, 5_385_486_336)
-    assert eager.result[-1] == (4_598_309_376, 5_385_486_336)  # the mask is known to be full, so that there is none
+    assert plain.result[-1] == (3_446_321_664, 4_395_630_592)
+    assert eager.result[-1] == (3_446_321_664, 3_571_449_856)
     shutil.rmtree(stub_folder() / "caches" / find_build().version, ignore_errors=True)
     compiled = cuda_stub(memory="80GiB", timeout=500).run(gpt2_bytes, True)
     # As requested: what compiling leaves in the cache decides how many blocks are a little larger.
-    assert compiled.memory_stats[0]["requested_bytes.all.peak"] == 2_340_237_996
-    assert 0 < compiled.result[-1][0] - 2_340_237_996 < 16 * MIB
+    assert compiled.memory_stats[0]["requested_bytes.all.peak"] == 1_645_557_348
+    assert 0 < compiled.result[-1][0] - 1_645_557_348 < 16 * MIB
 
 
 def embedding_backward() -> int:
@@ -140,7 +140,13 @@ def embedding_backward() -> int:
     return torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.parametrize("gpu", ["T4", "A100", "RTX A6000", "RTX 4090", "H100", "B200", "RTX 5090", "V100", "Titan X"])
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        *("T4", "RTX 4090", "B200", "Titan X"),
+        *(pytest.param(gpu, marks=pytest.mark.exhaustive) for gpu in ("V100", "A100", "RTX A6000", "H100", "RTX 5090")),
+    ],
+)
 def test_language_models_train_on_every_card(cuda_stub: CudaStubFixture, gpu: str) -> None:
     """Also on 8.9, for which PyTorch is not built, and on cards that are older than all it is built for."""
     seen = cuda_stub(gpu=gpu, values=False).run(embedding_backward)

@@ -58,7 +58,9 @@ def trained(precision: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("bfloat16", "float16"))]
+)
 def test_a_model_learns(cuda_stub: CudaStubFixture, older: CudaBuild, precision: str) -> None:
     """With values, as on any device."""
     seen = cuda_stub(gpu="A100", build=older).run(trained, precision)

@@ -82,7 +82,7 @@ print("FOUND" + json.dumps([trainer.global_rank, finder.batch_size, trainer.glob
 """
 
 
-@pytest.mark.parametrize("held", [0, 512 << 20])
+@pytest.mark.parametrize("held", [pytest.param(0, marks=pytest.mark.exhaustive), 512 << 20])
 def test_the_callback_with_ddp_on_two_cards(cuda_stub: CudaStubFixture, tmp_path: Path, held: int) -> None:
     """Both ranks find one size, that of the fuller card, and train on: tries build DDP's buckets anew as training does.
 
@@ -136,7 +136,7 @@ print("PEAKS" + json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_me
 """
 
 
-@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("values", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_one_rank_of_sixty_four_alone(cuda_stub: CudaStubFixture, tmp_path: Path, values: bool) -> None:
     """FSDP2 of four layers of a 70B model on an H100: a shard of the weights, and what is gathered; DTensors are followed."""
     script = tmp_path / "rank.py"
@@ -341,23 +341,18 @@ def sweep(*arguments: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_sweep_by_real_tries(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
-    """Sizes that run and sizes that do not, on cards that are named: PyTorch's own word; and the next start asks the cache."""
-    options = ("sweep", "--device", "cuda", "--gpu", "t4", "--gpu", "h100", "--model", "bert-base", "--seq-len", "512")
-    first = sweep(*options, BATCHFINDER_CACHE=str(tmp_path))["rows"]
-    assert [(row["gpu"], row["source"], row["stopped_by"]) for row in first] == [
-        ("T4", "stub", "out_of_memory"), ("H100 80GB", "stub", "out_of_memory"),
-    ]  # fmt: skip
-    assert [row["max_batch_size"] for row in first] == [42, 253]
-    assert all(row["peak_reserved_bytes"] <= row["budget_bytes"] for row in first)
-    again = sweep(*options, BATCHFINDER_CACHE=str(tmp_path))["rows"]
-    assert [(row["max_batch_size"], row["source"], row["trials"]) for row in again] == [
-        (42, "cache", 1),
-        (253, "cache", 1),
-    ]
+    """Sizes that run and sizes that do not, on a card that is named: PyTorch's own word; and the next start asks the cache."""
+    options = ("sweep", "--device", "cuda", "--gpu", "t4", "--model", "bert-base", "--seq-len", "512")
+    (first,) = sweep(*options, BATCHFINDER_CACHE=str(tmp_path))["rows"]
+    assert (first["gpu"], first["source"], first["stopped_by"]) == ("T4", "stub", "out_of_memory")
+    assert first["max_batch_size"] == 42
+    assert first["peak_reserved_bytes"] <= first["budget_bytes"]
+    (again,) = sweep(*options, BATCHFINDER_CACHE=str(tmp_path))["rows"]
+    assert (again["max_batch_size"], again["source"], again["trials"]) == (42, "cache", 1)
 
 
 def test_a_card_of_the_stub_is_found_like_a_real_one(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
     """A sweep within `stub run` asks nvidia-smi and PyTorch for the card, and measures on it."""
     command = ["stub", "run", "--gpu", "t4", "--", sys.executable, "-m", "batchfinder", "sweep", "--model", "bert-base"]
-    (row,) = sweep(*command, "--seq-len", "512", "--max-batch-size", "4", BATCHFINDER_CACHE=str(tmp_path))["rows"]
-    assert (row["gpu"], row["source"], row["max_batch_size"], row["stop"]) == ("T4", "measured", 4, "cap")
+    (row,) = sweep(*command, "--seq-len", "512", "--max-batch-size", "2", BATCHFINDER_CACHE=str(tmp_path))["rows"]
+    assert (row["gpu"], row["source"], row["max_batch_size"], row["stop"]) == ("T4", "measured", 2, "cap")

@@ -19,6 +19,8 @@ TESTED_WHOLE = ("batchfinder reproduce all",)
 """Commands whose whole output has a test of its own, in tests/cli/test_reproduce.py."""
 FIRST = "batchfinder sweep"
 """What a newcomer runs."""
+LONG = ("--find seq-len", "--html", "estimate --model gpt2", "--strategy fsdp2")
+"""Parts of the commands that CI has no time for; each has tests of its own elsewhere."""
 
 _INLINE = re.compile(r"`(batchfinder [^`]+)`")
 _SHELL = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -66,7 +68,14 @@ def test_the_readmes_table_has_commands_of_the_pages() -> None:
     assert set(inline) <= set(_commands())
 
 
-@pytest.mark.parametrize("command", [command for command in _commands() if command not in TESTED_WHOLE])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.exhaustive] if any(part in command for part in LONG) else [])
+        for command in _commands()
+        if command not in TESTED_WHOLE
+    ],
+)
 def test_it_runs(command: str, here: Path, prefork: Prefork) -> None:
     """It ends well, prints something, and complains of nothing; the first of all does so as a process of its own."""
     arguments = shlex.split(command)[1:]

@@ -161,6 +161,7 @@ def test_a_triton_kernel_within_a_compiled_model(record: Record) -> None:
     assert sizes_of(mixed, "forward", "aten.empty_strided.default").count(2 * 64 * small.IN) == 4
 
 
+@pytest.mark.exhaustive
 def test_with_checkpoints_and_accumulation(record: Record) -> None:
     """Checkpoints inside the compiled graph save memory, and dropout's random numbers are made again."""
     kept, computed_again = (
