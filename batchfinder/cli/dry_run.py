@@ -12,7 +12,7 @@ from pathlib import Path
 from batchfinder.cli.main import INTERRUPTED as INTERRUPTED_CODE
 from batchfinder.cli.main import OK
 from batchfinder.cli.options import check_file, whole_number, write_file
-from batchfinder.cli.stub import build_of, cards_of, command_of
+from batchfinder.cli.stub import build_of, cards_of, command_of, ranks_of
 from batchfinder.errors import BatchFinderError
 from batchfinder.programs import ProcessMemory, dry_run, scratch_copy
 from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY
@@ -44,6 +44,9 @@ def _run(arguments: argparse.Namespace) -> int:
         for name in ("steps", "epochs", "seconds")
         if (value := getattr(arguments, name)) is not None
     }
+    ranks = ranks_of(arguments)
+    if ranks is not None:
+        arguments.count = str(ranks[0] // ranks[1])
     build = build_of(arguments)
     where = "in a temporary copy of this folder" if arguments.scratch else "in this folder: what it writes stays"
     tell(f"batchfinder: running {' '.join(argv)} {where}")
@@ -51,6 +54,7 @@ def _run(arguments: argparse.Namespace) -> int:
         run = dry_run(
             argv,
             cards_of(arguments),
+            world_size=None if ranks is None else ranks[0],
             **numbers,
             online=arguments.online,
             snapshot=arguments.snapshot is not None,

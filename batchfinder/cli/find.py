@@ -8,7 +8,7 @@ import json
 from batchfinder.cli.dry_run import NO_ANSWER
 from batchfinder.cli.main import OK
 from batchfinder.cli.options import whole_number
-from batchfinder.cli.stub import build_of, cards_of, command_of
+from batchfinder.cli.stub import build_of, cards_of, command_of, ranks_of
 from batchfinder.cuda_stub import StubCard
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.programs import CommandTemplate, ConfigPlace, find_for_command
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _find(arguments: argparse.Namespace) -> int:
     argv = command_of(arguments)
     environment = dict(_variable(each) for each in arguments.env)
-    count = whole_number("--count", arguments.count)
+    count, nodes = ranks_of(arguments) or (whole_number("--count", arguments.count), None)
     asked = [whole_number("--seq-len", each) for each in (arguments.seq_len or "").split(",") if arguments.seq_len]
     numbers = {
         name: None
@@ -48,6 +48,7 @@ def _find(arguments: argparse.Namespace) -> int:
         tuple(map(ConfigPlace.parse, arguments.config)),
         numbers.pop("target_batch_size"),
         count,
+        nodes,
     )
     if ("seq_len" in template.names) != bool(asked):
         raise InvalidValue("--seq-len", arguments.seq_len, "lengths where the command has {seq_len} in it, else none")

@@ -401,10 +401,20 @@ _ON_STUB: Options = {
     "--no-values": {"action": "store_true", "help": "compute no values of small tensors: kernels write nothing"},
     "--torch": {"metavar": "VERSION", "help": "another version of PyTorch than this environment's"},
 }
+_ALONE: Options = {
+    "--num-gpus": {
+        "metavar": "N",
+        "help": "run the first rank of a training on so many GPUs alone: the script itself, without torchrun",
+    },
+    "--nodes": {"metavar": "N", "help": "with --num-gpus: machines that they are in (default: of 8 GPUs at most)"},
+}
 DRY_RUN = Command(
     "run a training command on a simulated GPU: does it fit, and what takes the memory",
     {
-        "the cards": {name: _ON_STUB[name] for name in ("--gpu", "--memory", "--count", "--held", "--torch")},
+        "the cards": {
+            **{name: _ON_STUB[name] for name in ("--gpu", "--memory", "--count", "--held", "--torch")},
+            **_ALONE,
+        },
         "when it ends": {
             "--steps": {
                 "metavar": "N",
@@ -442,6 +452,7 @@ FIND = Command(
             },
             **{name: _ON_STUB[name] for name in ("--memory", "--held", "--torch")},
             "--count": {"default": "1", "metavar": "N", "help": "GPUs that train side by side (default: 1)"},
+            **_ALONE,
         },
         "what is filled in": {
             "--env -e": {

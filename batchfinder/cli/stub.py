@@ -29,6 +29,7 @@ from batchfinder.stub_cards import open_session, stub_card
 from batchfinder.units import MIB, parse_bytes
 
 BOTH_ENDS = "both"
+_IN_A_MACHINE = 8
 
 _PROBE = (
     "import torch; x = torch.ones(1 << 20, device='cuda'); (x * 2).sum(); "
@@ -116,6 +117,21 @@ def cards_of(arguments: argparse.Namespace) -> list[StubCard]:
     count = whole_number("--count", arguments.count)
     kinds = arguments.gpu or [None if memory is not None else "A100 80GB"]
     return [stub_card(gpu, memory, held) for gpu in kinds for _ in range(count)]
+
+
+def ranks_of(arguments: argparse.Namespace) -> tuple[int, int] | None:
+    """GPUs and machines of a training whose first rank is run alone; None without `--num-gpus`."""
+    if arguments.num_gpus is None:
+        if arguments.nodes is not None:
+            raise InvalidValue("--nodes", arguments.nodes, "a number beside --num-gpus")
+        return None
+    if arguments.count != "1":
+        raise InvalidValue("--count", arguments.count, "no number beside --num-gpus, which says how many there are")
+    count = whole_number("--num-gpus", arguments.num_gpus)
+    nodes = -(-count // _IN_A_MACHINE) if arguments.nodes is None else whole_number("--nodes", arguments.nodes)
+    if count % nodes:
+        raise InvalidValue("--nodes", str(nodes), f"a number that {count} GPUs can be shared out to evenly")
+    return count, nodes
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,9 @@ from batchfinder.stub_cards import open_session
 
 WATCH_VARIABLE = "BATCHFINDER_WATCH"
 WATCH_MODULE = "batchfinder.programs.watch"
+ABSENT_RANKS_MODULE = "batchfinder.programs.absent_ranks"
+LAUNCHERS = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed"})
+"""What starts a process for each GPU."""
 STEADY_STEPS = 5
 """Memory is steady after so many optimizer steps that have added nothing to the peaks of the one before them."""
 MOST_STEPS = 100
@@ -55,12 +58,14 @@ class WatchSettings:
         steps: to end after so many optimizer steps; None for when memory is steady.
         epochs: to end after so many epochs instead, evaluation and checkpoint included.
         snapshot: whether to write the allocator's history for PyTorch's memory viewer.
+        alone: whether there is one rank, whatever the size of its process group.
     """
 
     folder: str
     steps: int | None = None
     epochs: int | None = None
     snapshot: bool = False
+    alone: bool = False
 
     def written(self) -> str:
         """As an environment variable has it."""
@@ -148,6 +153,7 @@ class DryRun:
         exit_code: of the command.
         seconds: it took.
         processes: those that used a card, by rank.
+        world_size: of the training that the command was the first rank of, without the others; None where all ran.
         assumed: what was taken to be so, in words: values that were read and not known among it.
         snapshot: of the allocator's history of the process that has the longest one, a pickle; None without.
     """
@@ -160,6 +166,7 @@ class DryRun:
     seconds: float
     processes: tuple[ProcessMemory, ...] = ()
     assumed: tuple[str, ...] = ()
+    world_size: int | None = None
     snapshot: bytes | None = field(default=None, repr=False)
 
     @property
@@ -183,6 +190,7 @@ def dry_run(
     command: Sequence[str],
     cards: Sequence[StubCard],
     *,
+    world_size: int | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     seconds: float | None = None,
@@ -203,6 +211,8 @@ def dry_run(
     Args:
         command: a program and its arguments.
         cards: what its processes see.
+        world_size: run it as the first rank of so many alone, on a machine with these cards: what collectives would
+            bring of the other ranks is taken to be as its own. None for a command that starts all its ranks itself.
         steps: optimizer steps after which it is ended; None for when memory has been steady for `STEADY_STEPS`, or
             after `MOST_STEPS`.
         epochs: end it after so many epochs of its training loader instead.
@@ -218,15 +228,22 @@ def dry_run(
         stop: ends it as an interrupt does, once it is set.
 
     Raises:
-        InvalidValue: there is no such program.
+        InvalidValue: there is no such program; or it starts ranks itself, and is to be one of them.
         CudaStubUnavailable: the CUDA stub cannot be had here.
     """
     start = time.monotonic()
-    with open_session(cards, build=build) as session:
-        settings = WatchSettings(str(session.folder), steps, epochs, snapshot=snapshot)
+    alone = world_size is not None
+    if alone and (launcher := next((word for word in command[:3] if Path(word).name in LAUNCHERS), None)):
+        words = "the script itself, as in python train.py: one rank is run alone, and a launcher would start several"
+        raise InvalidValue("COMMAND", launcher, words)
+    with open_session(cards, build=build, ranks=not alone) as session:
+        settings = WatchSettings(str(session.folder), steps, epochs, snapshot, alone)
         variables = {**os.environ, **(environment or {})}
         variables |= {**session.variables(variables), WATCH_VARIABLE: settings.written()}
         variables["BATCHFINDER_STUB_AFTER_TORCH"] += f" {WATCH_MODULE}"
+        if world_size is not None:
+            variables |= _first_rank(world_size, len(cards))
+            variables["BATCHFINDER_STUB_AFTER_TORCH"] += f" {ABSENT_RANKS_MODULE}"
         if folder is not None:
             variables["PWD"] = os.path.abspath(folder)
         if not online:
@@ -276,8 +293,26 @@ def dry_run(
             round(time.monotonic() - start, 1),
             processes,
             report.words(),
+            world_size,
             _snapshot(session.folder),
         )
+
+
+def _first_rank(world_size: int, on_this_machine: int) -> dict[str, str]:
+    """What torchrun tells the first of its processes."""
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(on_this_machine),
+        "GROUP_WORLD_SIZE": str(world_size // on_this_machine),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # which nothing listens to
+        "TORCHELASTIC_RUN_ID": "batchfinder",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
 
 
 def _outcome(code: int, processes: Sequence[ProcessMemory]) -> str:

@@ -38,6 +38,8 @@ class CommandTemplate:
         config: places in its config files.
         target_batch_size: samples per optimizer step that accumulation is to reach; None without.
         num_devices: cards that train side by side.
+        nodes: machines that they are in, as many in each, where the command is the first rank alone; None where it
+            starts all its ranks itself, in one machine.
 
     Raises:
         InvalidValue: there is no place for the batch size, or a place for a size that is not known.
@@ -48,6 +50,7 @@ class CommandTemplate:
     config: tuple[ConfigPlace, ...] = ()
     target_batch_size: int | None = None
     num_devices: int = 1
+    nodes: int | None = None
 
     def __post_init__(self) -> None:
         names = self.names
@@ -216,7 +219,7 @@ def find_for_command(
 
     Args:
         template: the command.
-        cards: each is searched for on its own; of each the command gets `template.num_devices`.
+        cards: each is searched for on its own; of each the command gets what the template says.
         seq_lens: to fill in; None where the command has no place for one.
         scratch: run it in temporary copies of this folder, which are thrown away.
         steps: optimizer steps of a run; None for when memory is steady.
@@ -238,8 +241,10 @@ def find_for_command(
     known: dict[int | None, list[tuple[StubCard, SearchResult]]] = {}
 
     def search(card: StubCard, seq_len: int | None) -> FoundForCommand:
-        settings = {"steps": steps, "online": online, "build": build}
-        probe = CommandProbe(template, [card] * template.num_devices, Path.cwd(), scratch, stop, **settings)
+        world_size = None if template.nodes is None else template.num_devices
+        settings = {"world_size": world_size, "steps": steps, "online": online, "build": build}
+        in_a_node = template.num_devices // (template.nodes or 1)
+        probe = CommandProbe(template, [card] * in_a_node, Path.cwd(), scratch, stop, **settings)
         usable = card.total_bytes - card.context_bytes - card.held_bytes
         predicted = _predicted(usable, known.get(seq_len, ()))
         sizes: Search[object] = Secant(usable, tolerance, predicted=predicted)  # type: ignore[assignment]
@@ -278,7 +283,7 @@ def find_for_command(
     cells = [(card, seq_len) for card in cards for seq_len in seq_lens]
     if not scratch:
         jobs = 1  # they write the same files
-    elif template.num_devices > 1:
+    elif template.num_devices > 1 and template.nodes is None:
         jobs = jobs or 1  # processes of one run meet at a port, which scripts often fix
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         futures = [pool.submit(search, *cell) for cell in cells]

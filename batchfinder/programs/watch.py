@@ -189,7 +189,7 @@ class Watch:
         if settings.steps is not None:
             if taken >= settings.steps:
                 self._finish("steps")
-        elif not settings.epochs and self._world_size == 1:
+        elif not settings.epochs and (settings.alone or self._world_size == 1):
             if is_steady(self._steps):
                 self._finish("steady")
             if taken >= MOST_STEPS:

@@ -40,6 +40,8 @@ def dry_run_tables(run: DryRun, explain: bool = False) -> Iterator[Table]:
     """The verdict with what holds the memory; of several processes a second table with a row for each."""
     process = run.fullest
     details = [f"command: {' '.join(run.command)}"]
+    if run.world_size is not None:
+        details.append(f"the first rank of {run.world_size} alone: what the others send is taken to be as its own")
     notes = [*_doubts(run), *assumptions(run.assumed, explain)]
     if process is None:
         yield Table(_verdict(run), tuple(details), {}, tuple(notes))

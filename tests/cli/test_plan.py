@@ -101,6 +101,7 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_each_row_adds_one_option(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """From what was asked for to the answer: what is kept stays, and each row says what it saves and costs."""

@@ -178,6 +178,7 @@ def test_what_one_kind_of_gpu_cannot_do_leaves_the_others(run: Run) -> None:
     assert (alone.code, alone.out) == (1, "")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_number_of_gpus_that_cannot_be_recorded_leaves_those_between(run: Run, tmp_path: Path) -> None:
     """Four heads of keys and values go on 4 GPUs, which are made of the traces of 2 and 8 where there are such."""

@@ -19,18 +19,23 @@ from tests.cuda_build.commands import STEPS, dry_run, process_of
 pytestmark = [pytest.mark.cuda_build, pytest.mark.usefixtures("cuda_stub")]
 
 
-def test_ranks_end_at_the_same_step(tmp_path: Path) -> None:
-    """With torchrun; a row for each."""
-    script = f"""
+RANKS = f"""
 import os, torch, torch.distributed as dist
 dist.init_process_group("nccl")
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 {STEPS}
 net = torch.nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(net.parameters())
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, dist.get_rank(), group=dist.new_group(backend="gloo"))
+dist.barrier()
 train(300)
 """
-    (tmp_path / "train.py").write_text(script)
+
+
+def test_ranks_end_at_the_same_step_and_one_alone_takes_as_much(tmp_path: Path) -> None:
+    """With torchrun, a row for each; without it, as the first of two."""
+    (tmp_path / "train.py").write_text(RANKS)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
     options = ("dry-run", "--gpu", "t4", "--count", "2", "--json")
     done = run_command(*options, "--", *torchrun, cache=tmp_path / "c", folder=tmp_path)
@@ -40,6 +45,42 @@ train(300)
     assert [each["rank"] for each in (first, second)] == [0, 1]
     assert [each["device"] for each in (first, second)] == [0, 1]
     assert len(first["steps"]) == len(second["steps"]) < 300
+
+    alone = process_of(dry_run(tmp_path, RANKS, "--json", "--num-gpus", "2"))
+    assert (alone["rank"], alone["world_size"], alone["ended"]) == (0, 2, "steady")
+    for peak in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        assert alone[peak] == first[peak]
+
+
+def test_the_first_rank_of_sixty_four(tmp_path: Path) -> None:
+    """FSDP2 in eight machines: a shard of the state is on its card; a launcher would start more than this rank."""
+    script = """
+import os, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cuda", (8, 8), mesh_dim_names=("replicate", "shard"))
+assert (dist.get_rank(), torch.cuda.device_count()) == (0, 8)
+net = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(4)])
+for layer in net: fully_shard(layer, mesh=mesh)
+fully_shard(net, mesh=mesh)
+net.to_empty(device="cuda")
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(100):
+    net(torch.randn(64, 4096, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    done = dry_run(tmp_path, script, "--json", "--num-gpus", "64")
+    process = process_of(done)
+    assert (done.code, process["world_size"], process["ended"]) == (0, 64, "steady"), done.err
+    weights = 4 * 4 * 4096 * 4096
+    assert process["peak"]["held"]["optimizer state"] == 2 * weights // 8
+    assert "the first rank of 64 alone" in dry_run(tmp_path, script, "--explain", "--num-gpus", "64").out
+
+    torchrun = ("--", "torchrun", "train.py")
+    done = run_command("dry-run", "--num-gpus", "64", *torchrun, cache=tmp_path / "c", folder=tmp_path)
+    assert done.code == 2
+    assert "a launcher would start several" in done.err
 
 
 FORKED = """

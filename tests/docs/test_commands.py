@@ -19,7 +19,7 @@ TESTED_WHOLE = ("batchfinder reproduce all",)
 """Commands whose whole output has a test of its own, in tests/cli/test_reproduce.py."""
 FIRST = "batchfinder sweep"
 """What a newcomer runs."""
-LONG = ("--find seq-len", "--html", "estimate --model gpt2", "--strategy fsdp2")
+LONG = ("--find seq-len", "--html", "estimate --model gpt2", "--strategy fsdp2", "plan ", "llama-3.2-1b --seq-len")
 """Parts of the commands that CI has no time for; each has tests of its own elsewhere."""
 
 _INLINE = re.compile(r"`(batchfinder [^`]+)`")

@@ -15,7 +15,10 @@ from tests.forks import ROOT
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [("ddp_fork", 1), ("ddp_fork", 2), pytest.param("ddp_spawn", 2, marks=pytest.mark.exhaustive)],
+    [
+        ("ddp_fork", 2),
+        *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in (("ddp_fork", 1), ("ddp_spawn", 2))),
+    ],
 )
 def test_the_caller_can_read_what_was_found(strategy: str, devices: int) -> None:
     """Size, plan and results, as after a fit in this process; the trainer's own accumulation is as it was."""

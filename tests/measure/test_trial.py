@@ -287,6 +287,7 @@ def test_without_a_word_between_them_micro_batches_take_equal_parts(clock: Clock
     assert check.seconds() == (5.0, 5.0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN compiles with another library there")
 def test_a_thread_in_which_onednn_compiles_no_more_goes_on_without_it() -> None:

@@ -1,0 +1,120 @@
+"""Public training programs, unchanged, on simulated GPUs: what `batchfinder dry-run` says of each, and its seconds.
+
+The programs, their commits and commands are in `program/programs.toml`; data and models are generated
+(`program/data.py`). Needs `batchfinder stub install`, git, and `pip install --no-deps -r
+benchmarks/programs-requirements.txt`. Run: `python benchmarks/programs.py`; `--only nanogpt` takes one, and
+`--sources FOLDER` takes the repositories that lie there, by their names, instead of cloning them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # import from the repository
+
+from batchfinder.programs import dry_run  # noqa: E402
+from batchfinder.stub_cards import stub_card  # noqa: E402
+from batchfinder.units import MIB  # noqa: E402
+
+PROGRAMS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "benchmarks/program/programs.toml").read_text())
+OUTPUT = ROOT / f"benchmarks/results/programs-{os.cpu_count()}-cores.json"
+
+
+def folder_of(program: dict[str, Any], sources: Path, work: Path) -> Path:
+    """Where it runs: in its repository at its commit, or, of a package's, in the folder of the data."""
+    repository, _, commit = program["source"].partition("@")
+    if not commit:
+        return work
+    clone = sources / repository.split("/")[1]
+    if not clone.exists():
+        subprocess.run(["git", "clone", "-q", f"https://github.com/{repository}", str(clone)], check=True)
+        subprocess.run(["git", "-C", str(clone), "checkout", "-q", commit], check=True)
+    at = subprocess.run(["git", "-C", str(clone), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    if at.stdout.strip() != commit:
+        raise SystemExit(f"{clone} is at {at.stdout.strip()}, and the figures are of {commit}")
+    return clone
+
+
+def run(name: str, program: dict[str, Any], sources: Path, work: Path, log: Path) -> dict[str, Any]:
+    """Its row."""
+    clone = folder_of(program, sources, work)
+    folder = clone / program.get("folder", "")
+    if "data" in program:
+        where = clone / program["data_folder"] if "data_folder" in program else work
+        # On the stub: torchvision is built for the CUDA build.
+        make = [sys.executable, "-m", "benchmarks.program.data", program["data"], str(where)]
+        stub = [sys.executable, "-m", "batchfinder", "stub", "run", "--"]
+        subprocess.run([*stub, *make], cwd=ROOT, check=True)
+    argv = [sys.executable, *(word.replace("{work}", str(work)) for word in program["argv"])]
+    with log.open("w") as output:
+        found = dry_run(
+            argv,
+            [stub_card(program["gpu"])],
+            seconds=280,
+            folder=folder,
+            environment=program.get("environment"),
+            stdin=subprocess.DEVNULL,
+            output=output.fileno(),
+        )
+    process = found.fullest
+    row = {
+        "program": name,
+        "source": program["source"],
+        "command": " ".join(["python", *program["argv"]]),
+        "gpu": program["gpu"],
+        "outcome": found.outcome,
+        "exit_code": found.exit_code,
+        "seconds": found.seconds,
+        "build": found.build,
+        "assumed": list(found.assumed),
+    }
+    if process is None:
+        return row
+    return row | {
+        "steps": len(process.steps),
+        "ended": process.ended,
+        "allocated_mib": round(process.peak_allocated_bytes / MIB, 1),
+        "reserved_mib": round(process.peak_reserved_bytes / MIB),
+        "retries": process.retries,
+        "peak": {name: process.peak.get(name) for name in ("phase", "step", "line", "held")},
+    }
+
+
+def main() -> None:
+    """Run them and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=PROGRAMS, help="a program; repeatable (default: all)")
+    parser.add_argument("--sources", type=Path, default=Path("programs"), help="where repositories lie, or are cloned")
+    parser.add_argument("--work", type=Path, default=Path("programs-data"), help="for generated data, models and logs")
+    options = parser.parse_args()
+    sources, work = options.sources.resolve(), options.work.resolve()
+    for each in (sources, work):
+        each.mkdir(parents=True, exist_ok=True)
+    rows = {} if not OUTPUT.exists() else {row["program"]: row for row in json.loads(OUTPUT.read_text())["programs"]}
+    for name in options.only or PROGRAMS:
+        row = rows[name] = run(name, PROGRAMS[name], sources, work, work / f"{name}.log")
+        peaks = f"{row['allocated_mib']} / {row['reserved_mib']} MiB, {row['steps']} steps" if "steps" in row else ""
+        print(f"{name}: {row['outcome']} on {row['gpu']}, {peaks}, {row['seconds']} s", flush=True)
+        result = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "versions": {each: version(each) for each in ("torch", "transformers", "pytorch-lightning", "peft")},
+            "command": " ".join(["python benchmarks/programs.py", *sys.argv[1:]]),
+            "programs": [rows[each] for each in PROGRAMS if each in rows],
+        }
+        OUTPUT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
