@@ -110,7 +110,7 @@ def main() -> None:
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{os.cpu_count()} cores, {platform.machine()}",
             "versions": {each: version(each) for each in ("torch", "transformers", "pytorch-lightning", "peft")},
-            "command": " ".join(["python benchmarks/programs.py", *sys.argv[1:]]),
+            "command": "python benchmarks/programs.py",
             "programs": [rows[each] for each in PROGRAMS if each in rows],
         }
         OUTPUT.write_text(json.dumps(result, indent=1) + "\n")

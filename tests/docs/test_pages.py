@@ -33,6 +33,11 @@ def test_the_list_of_devices_is_the_catalogues() -> None:
     assert (DOCS / "devices.md").read_text(encoding="utf-8") == _script("make_devices").page()
 
 
+def test_the_table_of_public_programs_is_the_results() -> None:
+    """docs/programs.md has what `python docs/make_programs.py` writes into it."""
+    assert _script("make_programs").table() in (DOCS / "programs.md").read_text(encoding="utf-8")
+
+
 def test_every_page_is_in_the_index() -> None:
     """Nothing is written that no reader would find."""
     listed = set(re.findall(r"^([a-z-]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))

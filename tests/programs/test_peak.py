@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
 from batchfinder.programs.peak import AllocatorHistory, line_of
+from batchfinder.recording.cuda_build.values import is_library
 
 FRAMES = [
     {"filename": "/libraries/torch/nn.py", "name": "forward", "line": 7},
@@ -73,3 +77,17 @@ def test_blocks_from_before_the_history() -> None:
 def test_a_line_of_libraries_alone_is_none() -> None:
     """So that nothing is made up."""
     assert line_of(FRAMES, lambda file: True) == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "library"),
+    [
+        (torch.__file__, True),
+        ("/opt/more/lib/python3.11/site-packages/trl/trainer/sft_trainer.py", True),
+        ("/usr/lib/python3/dist-packages/numpy/core.py", True),
+        ("/home/me/project/train.py", False),
+    ],
+)
+def test_whose_code_it_is(file: str, library: bool) -> None:
+    """A package may be installed beside this environment."""
+    assert is_library(file) is library

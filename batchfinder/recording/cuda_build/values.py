@@ -127,7 +127,7 @@ _NOT_THE_USERS = (*_LIBRARIES, _FOLDER, os.environ.get("TORCHINDUCTOR_CACHE_DIR"
 
 def is_library(file: str) -> bool:
     """Whether a file is PyTorch's, the standard library's, an installed package's, batchfinder's or Inductor's code."""
-    return file.startswith(_NOT_THE_USERS)
+    return file.startswith(_NOT_THE_USERS) or "/site-packages/" in file or "/dist-packages/" in file
 
 
 def user_line() -> str:
