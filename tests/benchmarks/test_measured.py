@@ -221,7 +221,10 @@ def test_quantiles_are_those_of_the_weights() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_recorders")
-@pytest.mark.parametrize("source", SAMPLED)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(source, marks=pytest.mark.exhaustive if source in ("litgpt", "fms") else []) for source in SAMPLED],
+)
 def test_a_sample_still_comes_to_the_same(source: str) -> None:
     """A row of the source, drawn by a seed, is predicted as the committed result has it, to a thousandth."""
     rows = {row["name"]: row for row in json.loads((RESULTS / f"{source}.json").read_text(encoding="utf-8"))["rows"]}

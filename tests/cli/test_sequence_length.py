@@ -50,6 +50,7 @@ def test_the_longest_fits_and_the_next_does_not(model: str, tmp_path: Path) -> N
                 assert probe.steady_state(batch_size, Shape(length), exact=True).fits is fits, (batch_size, length)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A row for each batch size; larger batches have room for shorter sequences, and a model's limit is named."""

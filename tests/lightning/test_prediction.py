@@ -201,6 +201,7 @@ print(json.dumps(limited_fits.fit(**json.loads(sys.argv[1]))))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_search_starts_from_the_prediction_and_trains(tmp_path: Path) -> None:
     """A script's own class, under a real limit: the first try is just under the prediction, and the answer trains.
 

@@ -337,7 +337,7 @@ def check(allocator: CachingAllocator, live: dict[int, Block], requests: dict[in
         assert all(block.pool is pool and block.free for block in pool)
 
 
-@pytest.mark.parametrize("examples", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [300, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_agrees_with_the_reference(examples: int) -> None:
     """For random requests, memories and settings; see `agrees`."""
     settings(max_examples=examples, deadline=None, derandomize=True)(given(EVENTS, MEMORIES, SETTINGS)(agrees))()

@@ -96,6 +96,7 @@ def test_the_finder_on_two_ranks(run: Run) -> None:
         assert run(2, case) == [[16, {"4": 16, "8": 8, "16": 4}, 4]] * 2
 
 
+@pytest.mark.exhaustive
 def test_memory_that_is_really_taken_while_training(run: Run) -> None:
     """Under a real limit the sizes that were found train; when it becomes lower, the run goes on with smaller ones."""
     error, steps, found, in_use, said = run(1, "limited")
