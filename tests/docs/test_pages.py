@@ -33,9 +33,11 @@ def test_the_list_of_devices_is_the_catalogues() -> None:
     assert (DOCS / "devices.md").read_text(encoding="utf-8") == _script("make_devices").page()
 
 
-def test_the_table_of_public_programs_is_the_results() -> None:
+def test_the_tables_of_public_programs_are_the_results() -> None:
     """docs/programs.md has what `python docs/make_programs.py` writes into it."""
-    assert _script("make_programs").table() in (DOCS / "programs.md").read_text(encoding="utf-8")
+    page, made = (DOCS / "programs.md").read_text(encoding="utf-8"), _script("make_programs")
+    assert made.table() in page
+    assert made.sizes() in page
 
 
 def test_every_page_is_in_the_index() -> None:
