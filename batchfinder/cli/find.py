@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Find it for each GPU and length.
 
     Returns:
-        0 where there is an answer, 0 samples included; 2 where there is none, as of `dry-run`.
+        0 with an answer, also where not even one sample fits; 2 if the command failed or an option is wrong.
     """
     try:
         return _find(arguments)

@@ -153,8 +153,8 @@ class DryRun:
         exit_code: of the command.
         seconds: it took.
         processes: those that used a card, by rank.
-        world_size: of the training that the command was the first rank of, without the others; None where all ran.
         assumed: what was taken to be so, in words: values that were read and not known among it.
+        world_size: of the training that the command was the first rank of, without the others; None where all ran.
         snapshot: of the allocator's history of the process that has the longest one, a pickle; None without.
     """
 

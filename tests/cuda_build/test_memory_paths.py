@@ -120,6 +120,8 @@ def gpt2_bytes(compiled: bool) -> list[tuple[int, int]]:
 def test_a_language_model_eager_and_compiled(cuda_stub: CudaStubFixture) -> None:
     """Inductor, Triton and ptxas compile with values followed, and the graph that runs takes half of what eager does."""
     eager = cuda_stub(memory="80GiB").run(gpt2_bytes, False)
+    plain = cuda_stub(memory="80GiB", values=False).run(gpt2_bytes, False)
+    assert plain.result[-1] == (3_446_321_664, 4_395_630_592)
     assert eager.result[-1] == (3_446_321_664, 3_571_449_856)
     shutil.rmtree(stub_folder() / "caches" / find_build().version, ignore_errors=True)
     compiled = cuda_stub(memory="80GiB", timeout=500).run(gpt2_bytes, True)

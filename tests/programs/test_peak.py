@@ -85,7 +85,7 @@ def test_a_line_of_libraries_alone_is_none() -> None:
         (torch.__file__, True),
         ("/opt/more/lib/python3.11/site-packages/trl/trainer/sft_trainer.py", True),
         ("/usr/lib/python3/dist-packages/numpy/core.py", True),
-        ("/home/me/project/train.py", False),
+        ("/srv/project/train.py", False),
     ],
 )
 def test_whose_code_it_is(file: str, library: bool) -> None:
