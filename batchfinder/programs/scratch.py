@@ -16,6 +16,7 @@ MOST_BYTES = 4 * GIB
 _LINKED = frozenset({".git", ".hg", ".venv", "venv", "node_modules", "__pycache__"})
 """What commands read and do not write: a link will do."""
 _LARGEST_TOLD = 3
+_WITHOUT_A_COPY = "run it in the folder itself, where what it writes stays (find --here, or dry-run without --scratch)"
 
 
 @contextlib.contextmanager
@@ -37,7 +38,7 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
             "the folder",
             f"{format_bytes(total)} in {folder}",
             f"at most {format_bytes(MOST_BYTES)} to be copied, and the largest files are {named}; move data out of the "
-            "folder, or take --here, with which what the command writes stays",
+            f"folder, or {_WITHOUT_A_COPY}",
         )
     with tempfile.TemporaryDirectory(prefix="batchfinder-scratch-", ignore_cleanup_errors=True) as made:
         made = os.path.realpath(made)
@@ -52,8 +53,8 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
             raise InvalidValue(
                 "the folder",
                 str(folder),
-                f"one that can be copied to {made}, which failed for {failed[0]} ({failed[2]}); take --here, with "
-                "which what the command writes stays, or set TMPDIR to where there is room",
+                f"one that can be copied to {made}, which failed for {failed[0]} ({failed[2]}); set TMPDIR to "
+                f"where there is room, or {_WITHOUT_A_COPY}",
             ) from error
         yield copy
 
