@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchfinder.cuda_stub import StubCard, StubSession, StubUnavailable
+from batchfinder.cuda_stub import CudaBuild, StubCard, StubSession, StubUnavailable, find_build
 from batchfinder.devices import Device, Gpu, find_gpu
 from batchfinder.errors import CudaStubUnavailable, InvalidValue, UnknownName
 from batchfinder.units import MIB, format_bytes
@@ -77,6 +77,18 @@ def card_of_device(device: Device) -> StubCard:
         context_bytes=context_bytes,
         compute_capability=device.compute_capability,
     )
+
+
+def find_cuda_build(torch_version: str | None = None) -> CudaBuild:
+    """PyTorch's CUDA build that commands are to be run on.
+
+    Raises:
+        CudaStubUnavailable: there is none of that version, or the stub cannot be had here.
+    """
+    try:
+        return find_build(torch_version)
+    except StubUnavailable as error:
+        raise CudaStubUnavailable(str(error)) from error
 
 
 def open_session(cards: Sequence[StubCard], **settings: Any) -> StubSession:

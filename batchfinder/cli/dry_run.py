@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from batchfinder.cli.main import INTERRUPTED as INTERRUPTED_CODE
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import check_file, whole_number, write_file
-from batchfinder.cli.stub import build_of, cards_of, command_of, ranks_of
-from batchfinder.errors import BatchFinderError
-from batchfinder.programs import ProcessMemory, dry_run, scratch_copy
+from batchfinder.cli.options import check_file, one_of, whole_number, write_file
+from batchfinder.cli.stub import cards_of, command_of, ranks_of
+from batchfinder.cuda_stub import StubCard
+from batchfinder.cuda_stub.launch import VALUES
+from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.programs import DryRun, ProcessMemory, dry_run, scratch_copy
 from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY
 from batchfinder.report.dry_run import dry_run_tables
 from batchfinder.report.terminal import tell, words_of
+from batchfinder.stub_cards import find_cuda_build
 
 DOES_NOT_FIT, NO_ANSWER = 1, 2
+ROOMY_BYTES = 1 << 40
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -47,31 +54,52 @@ def _run(arguments: argparse.Namespace) -> int:
     ranks = ranks_of(arguments)
     if ranks is not None:
         arguments.count = str(ranks[0] // ranks[1])
-    build = build_of(arguments)
+    cards = cards_of(arguments)
+    settings = {
+        "world_size": None if ranks is None else ranks[0],
+        "values": one_of("--values", arguments.values, VALUES),
+        **numbers,
+        "online": arguments.online,
+        "build": find_cuda_build(arguments.torch),
+    }
     where = "in a temporary copy of this folder" if arguments.scratch else "in this folder: what it writes stays"
     tell(f"batchfinder: running {' '.join(argv)} {where}")
     with scratch_copy(Path.cwd()) if arguments.scratch else nullcontext() as folder:
         run = dry_run(
             argv,
-            cards_of(arguments),
-            world_size=None if ranks is None else ranks[0],
-            **numbers,
-            online=arguments.online,
+            cards,
+            **settings,
             snapshot=arguments.snapshot is not None,
-            build=build,
             folder=folder,
             output=sys.stderr.fileno() if arguments.json else None,
             progress=_Progress() if sys.stderr.isatty() else None,
         )
+    roomy = None
+    if run.outcome == OUT_OF_MEMORY and not arguments.once:
+        roomy = _with_room(argv, cards, settings)
     if arguments.snapshot is not None and run.snapshot is not None:
         write_file("--snapshot", arguments.snapshot, run.snapshot)
     if arguments.json:
-        print(json.dumps(run.to_json(), indent=1))
+        print(json.dumps({**run.to_json(), "with_room": None if roomy is None else roomy.to_json()}, indent=1))
     else:
-        for table in dry_run_tables(run, arguments.explain):
+        for table in dry_run_tables(run, arguments.explain, roomy):
             print()
             table.show()
     return {FITS: OK, OUT_OF_MEMORY: DOES_NOT_FIT, INTERRUPTED: INTERRUPTED_CODE}.get(run.outcome, NO_ANSWER)
+
+
+def _with_room(argv: Sequence[str], cards: Sequence[StubCard], settings: Mapping[str, Any]) -> DryRun | None:
+    """The command on cards with as much memory as it wants, in a temporary copy; None where it does not train there."""
+    tell("batchfinder: it does not fit: running it in a temporary copy with more memory, to see what it takes")
+    roomy = [replace(card, total_bytes=ROOMY_BYTES) for card in cards]
+    try:
+        with scratch_copy(Path.cwd()) as folder, open(os.devnull, "r+b") as nowhere:
+            file = nowhere.fileno()
+            run = dry_run(argv, roomy, **settings, folder=folder, stdin=file, output=file)
+    except InvalidValue as error:
+        tell(f"batchfinder: what it takes is not known: {words_of(error)}")
+        return None
+    return run if run.outcome == FITS else None
 
 
 class _Progress:

@@ -7,15 +7,19 @@ import json
 
 from batchfinder.cli.dry_run import NO_ANSWER
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import whole_number
-from batchfinder.cli.stub import build_of, cards_of, command_of, ranks_of
+from batchfinder.cli.options import one_of, whole_number
+from batchfinder.cli.stub import cards_of, command_of, ranks_of
 from batchfinder.cuda_stub import StubCard
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.programs import CommandTemplate, ConfigPlace, find_for_command
+from batchfinder.programs.real_gpus import real_gpu
 from batchfinder.report.find import found_as_json, found_table, trial_words
 from batchfinder.report.terminal import tell, words_of
 from batchfinder.results import Trial
+from batchfinder.stub_cards import find_cuda_build
 from batchfinder.units import parse_share
+
+_SIMULATED_ONLY = ("gpu", "memory", "held", "torch", "num_gpus", "again")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -33,6 +37,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _find(arguments: argparse.Namespace) -> int:
     argv = command_of(arguments)
+    real = one_of("--device", arguments.device, ("cuda", "simulated")) == "cuda"
+    if real and (unused := [f"--{name.replace('_', '-')}" for name in _SIMULATED_ONLY if getattr(arguments, name)]):
+        raise InvalidValue(unused[0], None, "nothing beside --device cuda, which runs it on the GPU that is here")
     environment = dict(_variable(each) for each in arguments.env)
     count, nodes = ranks_of(arguments) or (whole_number("--count", arguments.count), None)
     asked = [whole_number("--seq-len", each) for each in (arguments.seq_len or "").split(",") if arguments.seq_len]
@@ -53,7 +60,7 @@ def _find(arguments: argparse.Namespace) -> int:
     if ("seq_len" in template.names) != bool(asked):
         raise InvalidValue("--seq-len", arguments.seq_len, "lengths where the command has {seq_len} in it, else none")
     arguments.count = "1"  # of each kind: they are searched for one by one
-    cards = cards_of(arguments)
+    cards = [real_gpu()] if real else cards_of(arguments)
 
     def tell_trial(card: StubCard, trial: Trial) -> None:
         tell(f"batchfinder: {trial_words(card, trial)}")
@@ -64,10 +71,12 @@ def _find(arguments: argparse.Namespace) -> int:
         template,
         cards,
         asked or (None,),
+        real=real,
         scratch=not arguments.here,
         tolerance=parse_share(arguments.tolerance, "--tolerance"),
         online=arguments.online,
-        build=build_of(arguments),
+        again=arguments.again,
+        build=None if real else find_cuda_build(arguments.torch),
         on_trial=tell_trial,
         **numbers,
     )

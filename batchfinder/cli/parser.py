@@ -398,7 +398,11 @@ _ON_STUB: Options = {
         "metavar": "RULE",
         "help": "where segments lie: cuda (as memory snapshots show, the default), low, rising or falling",
     },
-    "--no-values": {"action": "store_true", "help": "compute no values of small tensors: kernels write nothing"},
+    "--values": {
+        "default": "small",
+        "metavar": "WHICH",
+        "help": "what is computed, on the CPU: small tensors (the default), all (slow; losses are then exact) or none",
+    },
     "--torch": {"metavar": "VERSION", "help": "another version of PyTorch than this environment's"},
 }
 _ALONE: Options = {
@@ -412,7 +416,7 @@ DRY_RUN = Command(
     "run a training command on a simulated GPU: does it fit, and what takes the memory",
     {
         "the cards": {
-            **{name: _ON_STUB[name] for name in ("--gpu", "--memory", "--count", "--held", "--torch")},
+            **{name: _ON_STUB[name] for name in ("--gpu", "--memory", "--count", "--held", "--values", "--torch")},
             **_ALONE,
         },
         "when it ends": {
@@ -427,6 +431,10 @@ DRY_RUN = Command(
             "--scratch": {
                 "action": "store_true",
                 "help": "run it in a temporary copy of this folder, which is thrown away",
+            },
+            "--once": {
+                "action": "store_true",
+                "help": "where it does not fit, do not run it once more, in a temporary copy, to see what it takes",
             },
             "--online": {"action": "store_true", "help": "let loggers (W&B, MLflow, Comet) and the Hub be reached"},
         },
@@ -449,6 +457,12 @@ FIND = Command(
                 "action": "append",
                 "metavar": "NAME",
                 "help": "a GPU to find it for; repeatable, each on its own (default: an A100 80GB)",
+            },
+            "--device": {
+                "default": "simulated",
+                "metavar": "DEVICE",
+                "help": "cuda for the GPU that is here: real steps, each run ended once memory is steady (default: "
+                "simulated)",
             },
             **{name: _ON_STUB[name] for name in ("--memory", "--held", "--torch")},
             "--count": {"default": "1", "metavar": "N", "help": "GPUs that train side by side (default: 1)"},
@@ -484,6 +498,10 @@ FIND = Command(
             "--here": {
                 "action": "store_true",
                 "help": "run it in this folder, where what it writes stays (default: in temporary copies)",
+            },
+            "--again": {
+                "action": "store_true",
+                "help": "run all sizes anew (default: a run that nothing has changed for since is not done again)",
             },
             "--jobs": {"metavar": "N", "help": "runs at once (default: one for each core; 1 with --count above 1)"},
             "--online": DRY_RUN.groups["what it may do"]["--online"],

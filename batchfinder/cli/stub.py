@@ -22,7 +22,7 @@ from batchfinder.cuda_stub import (
     uninstall,
 )
 from batchfinder.cuda_stub.builds import stub_folder
-from batchfinder.cuda_stub.launch import ADDRESSES, EVENTS
+from batchfinder.cuda_stub.launch import ADDRESSES, EVENTS, VALUES
 from batchfinder.errors import CudaStubUnavailable, InvalidValue
 from batchfinder.report.terminal import tell
 from batchfinder.stub_cards import open_session, stub_card
@@ -60,7 +60,7 @@ def _status(as_json: bool) -> int:
     problem = ""
     try:
         found = find_build()
-        with open_session([stub_card()], build=found, values=False) as session:
+        with open_session([stub_card()], build=found, values="none") as session:
             done = subprocess.run(
                 [sys.executable, "-c", _PROBE],
                 env={**os.environ, **session.variables()},
@@ -102,14 +102,6 @@ def command_of(arguments: argparse.Namespace) -> list[str]:
     return argv
 
 
-def build_of(arguments: argparse.Namespace) -> CudaBuild:
-    """PyTorch's CUDA build that it is to be run on."""
-    try:
-        return find_build(arguments.torch)
-    except StubUnavailable as error:
-        raise CudaStubUnavailable(str(error)) from error
-
-
 def cards_of(arguments: argparse.Namespace) -> list[StubCard]:
     """The cards that a command is to be run on."""
     memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
@@ -144,7 +136,7 @@ def _run(arguments: argparse.Namespace) -> int:
         session = open_session(
             cards,
             build=find_build(arguments.torch),
-            values=not arguments.no_values,
+            values=one_of("--values", arguments.values, VALUES),
             events=end,
             addresses=one_of("--addresses", arguments.addresses, ADDRESSES),
         )

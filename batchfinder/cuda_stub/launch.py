@@ -18,10 +18,16 @@ from batchfinder.cuda_stub.compile import compiled_stub, preloaded
 
 ADDRESSES = ("cuda", "low", "rising", "falling")
 EVENTS = ("early", "late")
+VALUES = ("small", "all", "none")
+VALUES_VARIABLE = "BATCHFINDER_STUB_VALUES"
 EVENTS_MODULE = "batchfinder.recording.cuda_build.events"
 VALUES_MODULE = "batchfinder.recording.cuda_build.values"
 """What tells peaks, and what computes values; they run in the processes on the stub, where torch is."""
-_CHILD = Path(__file__).parent / "child"
+CHILD_FOLDER = Path(__file__).parent / "child"
+AFTER_TORCH_VARIABLE = "BATCHFINDER_STUB_AFTER_TORCH"
+"""The modules that a process imports after torch, where the folder of child/ is first on its path."""
+NOTE_OPENED_VARIABLE = "BATCHFINDER_STUB_NOTE_OPENED"
+"""Where it is set, such a process has the files that it opened to read in `sitecustomize.opened`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
     Args:
         cards: what the processes see, in this order.
         build: the CUDA build of PyTorch; None for the one that `find_build` finds.
-        values: whether values of small tensors are computed, as far as they are known.
+        values: which values are computed, on the CPU: of `small` tensors as far as they are known, of `all` (which is
+            slow), or `none`.
         events: `early`, or `late`: when work on other streams is done, at once or when the host waits for it. What a
             card does lies between.
         addresses: where segments lie, `cuda` for what memory snapshots show of cudaMalloc.
@@ -83,7 +90,7 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
         cards: Sequence[StubCard],
         *,
         build: CudaBuild | None = None,
-        values: bool = True,
+        values: str = "small",
         events: str = "early",
         addresses: str = "cuda",
         ranks: bool = True,
@@ -104,9 +111,8 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
         programs = self.folder / "bin"
         programs.mkdir()
         smi = programs / "nvidia-smi"
-        smi.write_text(
-            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S {shlex.quote(str(_CHILD / "nvidia_smi.py"))} "$@"\n'
-        )
+        program = shlex.join([sys.executable, "-I", "-S", str(CHILD_FOLDER / "nvidia_smi.py")])
+        smi.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
         smi.chmod(0o755)
 
     def variables(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -117,10 +123,11 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
         """
         given = os.environ if base is None else base
         caches = stub_folder() / "caches" / self.build.version
-        first = [str(_CHILD), *([str(self.build.beside)] if self.build.beside else [])]
+        first = [str(CHILD_FOLDER), *([str(self.build.beside)] if self.build.beside else [])]
         own = {
             VARIABLE: stub_setting(self._cards, **self._settings),
-            "BATCHFINDER_STUB_AFTER_TORCH": VALUES_MODULE if self._values else EVENTS_MODULE,
+            AFTER_TORCH_VARIABLE: EVENTS_MODULE if self._values == "none" else VALUES_MODULE,
+            VALUES_VARIABLE: self._values,
             "LD_PRELOAD": _joined(preloaded(self.build, self._compiled), given.get("LD_PRELOAD")),
             "LD_LIBRARY_PATH": _joined([str(self._compiled)], given.get("LD_LIBRARY_PATH")),
             "PYTHONPATH": _joined(first, given.get("PYTHONPATH")),

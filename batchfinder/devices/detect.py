@@ -133,6 +133,13 @@ def driver_version(timeout_seconds: float = _TIMEOUT_SECONDS) -> str:
     return lines[0].strip() if lines else ""
 
 
+def memory_in_use(gpu: PresentGpu, timeout_seconds: float = _TIMEOUT_SECONDS) -> int:
+    """Bytes of an NVIDIA GPU's memory that are in use, by whatever process; 0 where nvidia-smi does not say."""
+    query = (f"--id={gpu.index}", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    answer = _ask("nvidia-smi", query, timeout_seconds).strip()
+    return int(answer) * MIB if answer.isdecimal() else 0
+
+
 def _ask(name: str, query: Sequence[str], timeout_seconds: float) -> str:
     """What a program answers; empty when it is not there, fails or does not answer in time."""
     program = shutil.which(name)

@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchfinder.cuda_stub import CudaBuild, StubCard, StubSession
+from batchfinder.cuda_stub import CudaBuild, StubCard
+from batchfinder.cuda_stub.launch import AFTER_TORCH_VARIABLE, NOTE_OPENED_VARIABLE
 from batchfinder.errors import InvalidValue
+from batchfinder.programs.real_gpus import RealGpus
 from batchfinder.stub_cards import open_session
 
 WATCH_VARIABLE = "BATCHFINDER_WATCH"
@@ -147,8 +149,8 @@ class DryRun:
 
     Attributes:
         command: it.
-        cards: the cards.
-        build: PyTorch's version and CUDA's, such as `2.13.0+cu130`.
+        cards: the simulated cards; none where the GPUs are real.
+        build: PyTorch's version and CUDA's, such as `2.13.0+cu130`; empty where the GPUs are real.
         outcome: `FITS`, `OUT_OF_MEMORY`, `FAILED`, `NO_GPU` or `INTERRUPTED`.
         exit_code: of the command.
         seconds: it took.
@@ -156,6 +158,8 @@ class DryRun:
         assumed: what was taken to be so, in words: values that were read and not known among it.
         world_size: of the training that the command was the first rank of, without the others; None where all ran.
         snapshot: of the allocator's history of the process that has the longest one, a pickle; None without.
+        read: files outside of installed packages that its processes read, and the folders of those packages; None where
+            one of them was ended before it had said so.
     """
 
     command: tuple[str, ...]
@@ -168,6 +172,7 @@ class DryRun:
     assumed: tuple[str, ...] = ()
     world_size: int | None = None
     snapshot: bytes | None = field(default=None, repr=False)
+    read: tuple[str, ...] | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -182,8 +187,22 @@ class DryRun:
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data, sizes in bytes."""
         plain = asdict(self)
-        del plain["snapshot"]
+        del plain["snapshot"], plain["read"]
         return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> DryRun:
+        """What `to_json` has made."""
+        cards = [
+            StubCard(**{**card, "compute_capability": tuple(card["compute_capability"])}) for card in plain["cards"]
+        ]
+        lists = {
+            "command": tuple(plain["command"]),
+            "cards": tuple(cards),
+            "processes": tuple(ProcessMemory(**each) for each in plain["processes"]),
+            "assumed": tuple(plain["assumed"]),
+        }
+        return cls(**{**plain, **lists})
 
 
 def dry_run(
@@ -191,6 +210,7 @@ def dry_run(
     cards: Sequence[StubCard],
     *,
     world_size: int | None = None,
+    values: str = "small",
     steps: int | None = None,
     epochs: int | None = None,
     seconds: float | None = None,
@@ -210,9 +230,10 @@ def dry_run(
 
     Args:
         command: a program and its arguments.
-        cards: what its processes see.
+        cards: what its processes see; none for the real GPUs of this machine, where all is computed.
         world_size: run it as the first rank of so many alone, on a machine with these cards: what collectives would
             bring of the other ranks is taken to be as its own. None for a command that starts all its ranks itself.
+        values: which values are computed: of `small` tensors, `all` (slow) or `none`.
         steps: optimizer steps after which it is ended; None for when memory has been steady for `STEADY_STEPS`, or
             after `MOST_STEPS`.
         epochs: end it after so many epochs of its training loader instead.
@@ -236,14 +257,14 @@ def dry_run(
     if alone and (launcher := next((word for word in command[:3] if Path(word).name in LAUNCHERS), None)):
         words = "the script itself, as in python train.py: one rank is run alone, and a launcher would start several"
         raise InvalidValue("COMMAND", launcher, words)
-    with open_session(cards, build=build, ranks=not alone) as session:
+    with open_session(cards, build=build, values=values, ranks=not alone) if cards else RealGpus() as session:
         settings = WatchSettings(str(session.folder), steps, epochs, snapshot, alone)
         variables = {**os.environ, **(environment or {})}
-        variables |= {**session.variables(variables), WATCH_VARIABLE: settings.written()}
-        variables["BATCHFINDER_STUB_AFTER_TORCH"] += f" {WATCH_MODULE}"
+        variables |= {**session.variables(variables), WATCH_VARIABLE: settings.written(), NOTE_OPENED_VARIABLE: "1"}
+        variables[AFTER_TORCH_VARIABLE] += f" {WATCH_MODULE}"
         if world_size is not None:
             variables |= _first_rank(world_size, len(cards))
-            variables["BATCHFINDER_STUB_AFTER_TORCH"] += f" {ABSENT_RANKS_MODULE}"
+            variables[AFTER_TORCH_VARIABLE] += f" {ABSENT_RANKS_MODULE}"
         if folder is not None:
             variables["PWD"] = os.path.abspath(folder)
         if not online:
@@ -280,14 +301,14 @@ def dry_run(
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            _end_all(process, session)
+            _end_all(process, session.folder)
         processes = _processes(session.folder)
         report = session.report()
         outcome = INTERRUPTED if interrupted else _outcome(0 if timed_out else process.returncode, processes)
         return DryRun(
             tuple(command),
             tuple(cards),
-            session.build.version,
+            "" if isinstance(session, RealGpus) else session.build.version,
             outcome,
             process.returncode,
             round(time.monotonic() - start, 1),
@@ -295,6 +316,7 @@ def dry_run(
             report.words(),
             world_size,
             _snapshot(session.folder),
+            _read(session.folder),
         )
 
 
@@ -361,29 +383,40 @@ def _snapshot(folder: Path) -> bytes | None:
     return written[-1].read_bytes() if written else None
 
 
-def _end_all(process: subprocess.Popen[bytes], session: StubSession) -> None:
+def _read(folder: Path) -> tuple[str, ...] | None:
+    """What all processes have read; None where one that used a card has not said."""
+    read: set[str] = set()
+    try:
+        for seen in folder.glob("process-*.json"):
+            read.update(json.loads(seen.with_suffix(".read").read_text()))
+    except (OSError, ValueError):
+        return None
+    return tuple(sorted(read))
+
+
+def _end_all(process: subprocess.Popen[bytes], folder: Path) -> None:
     """End what is left of a command: those of its processes that use a card tell their peaks before."""
-    left = _pids(session)
+    left = _pids(folder)
     if process.poll() is None or left:
-        (session.folder / "stop").touch()
+        (folder / "stop").touch()
         grace = _GRACE_SECONDS if process.poll() is None else _GRACE_SECONDS / 5
         start = time.monotonic()
         told = False
         while time.monotonic() < start + grace and (process.poll() is None or _pids_alive(left)):
             if not told and time.monotonic() > start + grace / 2:
                 told = True
-                _signal_all({process.pid, *_pids(session)}, signal.SIGTERM)
+                _signal_all({process.pid, *_pids(folder)}, signal.SIGTERM)
             time.sleep(_POLLED_EVERY / 2)
         for _ in range(3):  # what one of them starts meanwhile
-            _signal_all(_pids(session), signal.SIGKILL)
+            _signal_all(_pids(folder), signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def _pids(session: StubSession) -> set[int]:
-    """The processes on a session's cards, wherever they have gone: its folder stands in their environment."""
-    mark = str(session.folder).encode()
+def _pids(folder: Path) -> set[int]:
+    """The processes of a command, wherever they have gone: the folder that they share stands in their environment."""
+    mark = str(folder).encode()
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

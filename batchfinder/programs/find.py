@@ -12,17 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.cuda_stub import CudaBuild, StubCard
 from batchfinder.errors import CommandFailed, InvalidValue
 from batchfinder.find import find_max_batch_size
 from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY, DryRun, ProcessMemory, dry_run
+from batchfinder.programs.kept_runs import KeptRuns
 from batchfinder.programs.placeholders import ACCUMULATION, BATCH_SIZE, SEQ_LEN, ConfigPlace, filled, names_in
 from batchfinder.programs.scratch import scratch_copy
 from batchfinder.results import Measurement, SearchResult, Shape, Trial, Verdict
 from batchfinder.search import Capped, Search, Secant
+from batchfinder.stub_cards import find_cuda_build
 
 _TOLD_LINES = 15
 """Of what a command printed before it failed."""
@@ -80,6 +81,10 @@ class CommandTemplate:
         length = {} if seq_len is None else {SEQ_LEN: seq_len}
         return {BATCH_SIZE: batch_size, ACCUMULATION: accumulation, **length}
 
+    def config_values(self, values: Mapping[str, int]) -> dict[str, int]:
+        """What is written into its config files, by `FILE:KEY`."""
+        return {f"{place.file}:{place.key}": values[place.placeholder] for place in self.config}
+
 
 @dataclass(frozen=True, slots=True)
 class FoundForCommand:
@@ -92,7 +97,8 @@ class FoundForCommand:
         argv: the command with the sizes in place, to be run.
         environment: the variables to set with it.
         config: what to write into its config files, by `FILE:KEY`.
-        runs: how often the command was run.
+        runs: how many sizes were run.
+        kept: how many of these runs were kept from before.
         seconds: all of them took.
         last: the run at the size found; of the smallest that failed where none fits.
     """
@@ -104,6 +110,7 @@ class FoundForCommand:
     environment: Mapping[str, str]
     config: Mapping[str, int]
     runs: int
+    kept: int
     seconds: float
     last: DryRun
 
@@ -113,9 +120,7 @@ class _NoMoreSamples(Exception):
 
 
 class CommandProbe:
-    """Runs a command with a batch size, on the CUDA stub."""
-
-    source: ClassVar[str] = "simulated"
+    """Runs a command with a batch size, on simulated cards, or with none of them on this machine's real ones."""
 
     def __init__(
         self,
@@ -124,11 +129,15 @@ class CommandProbe:
         folder: Path,
         scratch: bool,
         stop: threading.Event,
+        build: CudaBuild | None,
+        kept: KeptRuns | None,
         **settings: object,
     ) -> None:
+        self.source = "simulated" if cards else "measured"
         self._template, self._cards, self._folder, self._scratch = template, cards, folder, scratch
-        self._settings, self._stop = settings, stop
+        self._settings, self._stop, self._build, self._kept = settings, stop, build, kept
         self.runs: dict[int, DryRun] = {}
+        self.kept = 0
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
@@ -145,7 +154,7 @@ class CommandProbe:
         # A second micro-batch meets the gradients of the first; a third takes no more.
         wanted = self._template.target_batch_size or 1
         accumulation = 1 + (wanted > batch_size * self._template.num_devices)
-        run = self._run(self._template.values(batch_size, shape.seq_len, accumulation), batch_size)
+        run = self._run(self._template.values(batch_size, shape.seq_len, accumulation))
         self.runs[batch_size] = run
         process = run.fullest
         assert process is not None
@@ -171,9 +180,22 @@ class CommandProbe:
         if equal or (other.steps and not process.steps):
             raise _NoMoreSamples
 
-    def _run(self, values: Mapping[str, int], batch_size: int) -> DryRun:
+    def _run(self, values: Mapping[str, int]) -> DryRun:
         argv = [filled(word, values) for word in self._template.argv]
         environment = {name: filled(value, values) for name, value in self._template.environment.items()}
+        if self._kept is None:
+            return self._run_now(argv, environment, values)
+        config = self._template.config_values(values)
+        key = self._kept.key(argv, environment, config, self._cards, self._settings)
+        run = self._kept.get(key)
+        if run is not None:
+            self.kept += 1
+            return run
+        run = self._run_now(argv, environment, values)
+        self._kept.keep(key, run)  # without the files of its copy of the folder, which is gone
+        return run
+
+    def _run_now(self, argv: Sequence[str], environment: Mapping[str, str], values: Mapping[str, int]) -> DryRun:
         with ExitStack() as stack:
             folder = stack.enter_context(scratch_copy(self._folder)) if self._scratch else self._folder
             for place in self._template.config:
@@ -190,6 +212,7 @@ class CommandProbe:
                 stdin=subprocess.DEVNULL,
                 output=output.fileno(),
                 stop=self._stop,
+                build=self._build,
                 **self._settings,  # type: ignore[arg-type]
             )
             if run.outcome in (FITS, OUT_OF_MEMORY):
@@ -198,7 +221,7 @@ class CommandProbe:
                 raise KeyboardInterrupt
             output.seek(0)
             lines = output.read().decode(errors="replace").rstrip().splitlines()[-_TOLD_LINES:]
-            raise CommandFailed(" ".join(argv), batch_size, run.exit_code, run.outcome, "\n".join(lines))
+            raise CommandFailed(" ".join(argv), values[BATCH_SIZE], run.exit_code, run.outcome, "\n".join(lines))
 
 
 def find_for_command(
@@ -206,11 +229,13 @@ def find_for_command(
     cards: Sequence[StubCard],
     seq_lens: Sequence[int | None] = (None,),
     *,
+    real: bool = False,
     scratch: bool = True,
     steps: int | None = None,
     max_batch_size: int | None = None,
     tolerance: float = 0.01,
     online: bool = False,
+    again: bool = False,
     build: CudaBuild | None = None,
     jobs: int | None = None,
     on_trial: Callable[[StubCard, Trial], None] | None = None,
@@ -220,14 +245,16 @@ def find_for_command(
     Args:
         template: the command.
         cards: each is searched for on its own; of each the command gets what the template says.
+        real: run it on the GPUs of this machine: the one card says what they are.
         seq_lens: to fill in; None where the command has no place for one.
         scratch: run it in temporary copies of this folder, which are thrown away.
         steps: optimizer steps of a run; None for when memory is steady.
         max_batch_size: the largest to try.
         tolerance: end once a size within this share of the answer fails; 0 for the exact maximum.
         online: let loggers and the Hub use the network.
+        again: run what was run before, too, though nothing has changed since.
         build: the CUDA build of PyTorch; None for the one that is found.
-        jobs: runs at once; None for the number of cores, or one where a run has several cards.
+        jobs: runs at once; None for the number of cores, or one where a run has several cards or these are real.
         on_trial: called after each run, on any thread.
 
     Returns:
@@ -238,13 +265,17 @@ def find_for_command(
         CudaStubUnavailable: the CUDA stub cannot be had here.
     """
     stop = threading.Event()
+    folder = Path.cwd()
+    # In the folder itself, what a run writes may change the next one.
+    build = None if real else build or find_cuda_build()
+    kept = KeptRuns(folder, build, anew=again) if scratch and build is not None else None
     known: dict[int | None, list[tuple[StubCard, SearchResult]]] = {}
 
     def search(card: StubCard, seq_len: int | None) -> FoundForCommand:
         world_size = None if template.nodes is None else template.num_devices
-        settings = {"world_size": world_size, "steps": steps, "online": online, "build": build}
-        in_a_node = template.num_devices // (template.nodes or 1)
-        probe = CommandProbe(template, [card] * in_a_node, Path.cwd(), scratch, stop, **settings)
+        settings = {"world_size": world_size, "steps": steps, "online": online}
+        in_a_node = 0 if real else template.num_devices // (template.nodes or 1)
+        probe = CommandProbe(template, [card] * in_a_node, folder, scratch, stop, build, kept, **settings)
         usable = card.total_bytes - card.context_bytes - card.held_bytes
         predicted = _predicted(usable, known.get(seq_len, ()))
         sizes: Search[object] = Secant(usable, tolerance, predicted=predicted)  # type: ignore[assignment]
@@ -274,15 +305,16 @@ def find_for_command(
             plan,
             tuple(filled(word, values) for word in template.argv),
             {name: filled(value, values) for name, value in template.environment.items()},
-            {f"{place.file}:{place.key}": values[place.placeholder] for place in template.config},
+            template.config_values(values),
             len(probe.runs),
+            probe.kept,
             round(time.monotonic() - start, 1),
             probe.runs[found or min(probe.runs)],
         )
 
     cells = [(card, seq_len) for card in cards for seq_len in seq_lens]
-    if not scratch:
-        jobs = 1  # they write the same files
+    if real or not scratch:
+        jobs = 1  # they would share the card, or write the same files
     elif template.num_devices > 1 and template.nodes is None:
         jobs = jobs or 1  # processes of one run meet at a port, which scripts often fix
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:

@@ -29,7 +29,7 @@ def scratch_copy(folder: Path) -> Iterator[Path]:
         InvalidValue: there is more in it than `MOST_BYTES`, or not all of it can be copied.
     """
     folder = folder.resolve()
-    sizes = _sizes(folder)
+    sizes = {path: found.st_size for path, found in files_in(folder).items()}
     total = sum(sizes.values())
     if total > MOST_BYTES:
         largest = sorted(sizes, key=lambda path: -sizes[path])[:_LARGEST_TOLD]
@@ -96,14 +96,14 @@ def _is_plain(path: Path) -> bool:
     return path.is_file() or path.is_dir()
 
 
-def _sizes(folder: Path) -> dict[Path, int]:
-    """Bytes of each file that is copied."""
-    found: dict[Path, int] = {}
+def files_in(folder: Path) -> dict[Path, os.stat_result]:
+    """Each file that is copied."""
+    found: dict[Path, os.stat_result] = {}
     for path, names, files in os.walk(folder):
         names[:] = [name for name in names if name not in _LINKED]
         for name in files:
             with contextlib.suppress(OSError):
                 file = Path(path, name)
                 if not file.is_symlink():
-                    found[file] = file.stat().st_size
+                    found[file] = file.stat()
     return found

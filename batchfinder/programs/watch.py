@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from batchfinder.cuda_stub.launch import VALUES_MODULE
 from batchfinder.programs.dry_run import MOST_STEPS, WATCH_VARIABLE, WatchSettings, is_steady
 from batchfinder.programs.peak import AliveBlock, AllocatorHistory, Event, line_of, shown_path
-from batchfinder.recording.cuda_build import values
+from batchfinder.recording.user_code import is_library
 
 _EVENTS_KEPT = 500_000
 """Of the allocator's history. A step of a model of 80 layers has some 20,000."""
@@ -86,8 +87,9 @@ class Watch:
         multiprocessing.util.Finalize(None, self._end, exitpriority=0)
         torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=_EVENTS_KEPT)
         torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)  # type: ignore[attr-defined]
-        if hasattr(torch._C, "_cuda_setMemoryMetadata"):
-            values.before_operator = _note_phase
+        values = sys.modules.get(VALUES_MODULE)  # which follows operators on the CUDA stub
+        if values is not None and hasattr(torch._C, "_cuda_setMemoryMetadata"):
+            values.before_operator = _note_phase  # type: ignore[attr-defined]
         for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
             if hasattr(torch._C, name):
                 setattr(torch._C, name, self._noting_before(getattr(torch._C, name)))
@@ -262,13 +264,13 @@ class Watch:
             kind = known.get(address) if now.get(address) == block else None
             if kind is None:
                 kind = self._phase_of(block, offset)
-                line = line_of(block.frames, values.is_library)
+                line = line_of(block.frames, is_library)
                 lines[line] = lines.get(line, 0) + block.size
             held[kind] = held.get(kind, 0) + block.size
         last: Event = history.events[after - 1] if after else {"frames": (), "user_metadata": ""}
         block = AliveBlock(0, after - 1, last.get("user_metadata") or "", last.get("frames", ()))
         phase = self._phase_of(block, offset)
-        line = line_of(block.frames, values.is_library) or block.noted.partition(" ")[2]
+        line = line_of(block.frames, is_library) or block.noted.partition(" ")[2]
         lines.pop("", None)
         most = sorted(lines.items(), key=lambda item: -item[1])[:_LINES_TOLD]
         return {
@@ -288,7 +290,7 @@ class Watch:
         under_way = self._step_started is not None and self._step_started <= place
         if under_way or any(start <= place < end for start, end in self._optimizer_steps):
             return "optimizer"
-        if block.noted.startswith("backward"):
+        if block.noted.startswith("backward") or (not block.noted and not block.frames):  # autograd's own threads
             return "backward"
         if not any(frame["name"] == "_call_impl" for frame in block.frames):
             return "other"
@@ -339,9 +341,22 @@ class Watch:
         self._end()
         os._exit(0)
 
+    def _write_read(self) -> None:
+        """Write which files were read, but for those of installed packages, and the folders of these."""
+        modules = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
+        noted: set[str] = getattr(sys.modules.get("sitecustomize"), "opened", set()).copy()
+        opened = {each for each in noted if not each.startswith(("/proc/", "/sys/", "/dev/"))}
+        own = {os.path.realpath(each) for each in modules | opened if each and not each.endswith(".pyc")}
+        folders = {each for each in sys.path if each.endswith("-packages")}
+        with suppress(OSError):
+            with open(f"{self._path}.read.part", "w") as file:
+                json.dump([each for each in own if not is_library(each)] + sorted(folders), file)
+            os.replace(f"{self._path}.read.part", f"{self._path}.read")
+
     def _end(self) -> None:
         if not torch.cuda.is_initialized():
             return
+        self._write_read()
         with self._lock, suppress(RuntimeError):  # the context is dead
             self._look_at_peak()
             self.write()
@@ -418,7 +433,7 @@ def _line_now() -> str:
 
 def _innermost(frame: FrameType | None) -> str:
     while frame is not None:
-        if not values.is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             return f"{shown_path(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

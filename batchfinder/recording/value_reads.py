@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import dis
 import itertools
+import os
 import sys
 from types import FrameType
 from typing import Any
 
 import torch
 
+from batchfinder.cuda_stub.launch import VALUES_VARIABLE
+
 WHOLE_NUMBERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 """Types of ids, masks, lengths and counters."""
 
 CHOICES_ASSUMED = "what is largest (experts, classes): each is chosen equally often"
 
-ANY_BYTES = 256 << 10
+_OF_ANY_SIZE = os.environ.get(VALUES_VARIABLE) == "all"
+ANY_BYTES = sys.maxsize if _OF_ANY_SIZE else 256 << 10
 """Floating-point tensors up to this size are computed by every operator."""
-FROM_HOST_BYTES = 1 << 20
+FROM_HOST_BYTES = sys.maxsize if _OF_ANY_SIZE else 1 << 20
 """Floating-point tensors up to this size are copied from the host; larger ones are weights and images."""
-SIMPLE_BYTES = 16 << 20
+SIMPLE_BYTES = sys.maxsize if _OF_ANY_SIZE else 16 << 20
 """Floating-point tensors up to this size are computed by operators that read each number once, as masks are made."""
-WHOLE_NUMBER_BYTES = 64 << 20
+WHOLE_NUMBER_BYTES = sys.maxsize if _OF_ANY_SIZE else 64 << 20
 """Whole numbers and masks up to this size are computed."""
 
 # Operators that read each number once, or as often as they write one, besides those that PyTorch calls pointwise.

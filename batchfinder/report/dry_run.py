@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+from batchfinder.cuda_stub import StubCard
+from batchfinder.devices import Gpu, all_gpus
 from batchfinder.programs import DryRun, ProcessMemory
 from batchfinder.programs.dry_run import FAILED, FITS, INTERRUPTED, NO_GPU, OUT_OF_MEMORY
 from batchfinder.report.table import Columns, Table, assumptions
@@ -26,6 +28,7 @@ _HELD = {
 }
 _WORTH_TELLING = 50
 """A line that made one in so many bytes, or more."""
+_CARDS_NAMED = 4
 _ENDED = {
     "steady": "the last 5 added nothing to it",
     "most steps": "after which it was ended",
@@ -36,8 +39,14 @@ _ENDED = {
 }
 
 
-def dry_run_tables(run: DryRun, explain: bool = False) -> Iterator[Table]:
-    """The verdict with what holds the memory; of several processes a second table with a row for each."""
+def dry_run_tables(run: DryRun, explain: bool = False, roomy: DryRun | None = None) -> Iterator[Table]:
+    """The verdict with what holds the memory; of several processes a second table with a row for each.
+
+    Args:
+        run: of the command.
+        explain: whether to list each thing that was assumed.
+        roomy: the same with as much memory as it wants, where it did not fit.
+    """
     process = run.fullest
     details = [f"command: {' '.join(run.command)}"]
     if run.world_size is not None:
@@ -61,7 +70,8 @@ def dry_run_tables(run: DryRun, explain: bool = False) -> Iterator[Table]:
     }
     by_line: dict[str, int] = process.peak.get("lines", {})
     lines = [f"made at {line}: {format_bytes(size)}" for line, size in by_line.items() if size * _WORTH_TELLING > total]
-    yield Table(_verdict(run), tuple(details), columns if held else {}, (*lines, *notes))
+    would_fit = () if roomy is None else _would_fit(run.cards[process.device], roomy)
+    yield Table(_verdict(run), tuple(details), columns if held else {}, (*lines, *would_fit, *notes))
     if len(run.processes) > 1:
         yield Table(
             f"{len(run.processes)} processes",
@@ -103,6 +113,32 @@ def _verdict(run: DryRun) -> str:
     if run.outcome == INTERRUPTED:
         return f"interrupted: {peak}"
     return f"no answer: the command failed by itself, {_end_of(run)}: {peak}"
+
+
+def _would_fit(card: StubCard, roomy: DryRun) -> Iterator[str]:
+    """What a command takes that does not fit, what makes it less, from the mildest change on, and GPUs that have it."""
+    process = roomy.fullest
+    assert process is not None
+    takes, held = process.peak_reserved_bytes, process.peak.get("held", {})
+    usable = card.total_bytes - card.context_bytes - card.held_bytes
+    yield f"it takes {format_bytes(takes)} reserved where there is room, {format_bytes(takes - usable)} more than here"
+    activations = held.get("forward", 0)
+    changes = {
+        "half the batch size with twice the accumulation": (activations + held.get("backward", 0)) // 2,
+        "activation checkpointing": activations * 3 // 4,
+        "an optimizer with 8-bit states": held.get("optimizer state", 0) * 3 // 4,
+    }
+    for change, saved in changes.items():
+        if saved * _WORTH_TELLING > takes:
+            yield f"{change}: about {format_bytes(saved)} less{', enough' if takes - saved <= usable else ''}"
+    others = {gpu.usable_bytes: gpu.name for gpu in reversed(all_gpus()) if _as_new(gpu, card)}
+    enough = [others[size] for size in sorted(others) if size >= takes][:_CARDS_NAMED]
+    yield f"GPUs with as much memory: {', '.join(enough) or 'none of the catalogue'}"
+    yield "batchfinder find finds the largest batch size that fits"
+
+
+def _as_new(gpu: Gpu, card: StubCard) -> bool:
+    return gpu.compute_capability is not None and gpu.compute_capability >= card.compute_capability
 
 
 def _end_of(run: DryRun) -> str:

@@ -55,12 +55,16 @@ def found_table(found: Sequence[FoundForCommand], explain: bool = False) -> Tabl
             notes.append(f"{_name(each.card)}{length}: not even batch size {smallest} fits")
         if each.result.stop is StopReason.CAP:
             notes.append(f"{_name(each.card)}{length}: {_CAPPED}")
+    if kept := sum(each.kept for each in found):
+        of_all = f"{kept} of the {sum(each.runs for each in found)} runs"
+        notes.append(f"{of_all} had been made before, and nothing has changed since: --again makes them anew")
     build = found[0].last.build
     exact = all(each.result.stop is StopReason.EXACT for each in found)
     above = "the next size" if exact else "a larger one"
     title = f"Largest batch size that trains: each was run, and so was {above}, which does not fit"
     assumed = [words for each in found for words in each.last.assumed]
-    return Table(title, (f"recorder: CUDA build {build}",), columns, (*notes, *assumptions(assumed, explain)))
+    recorder = f"recorder: CUDA build {build}" if build else "measured on the GPU that is here"
+    return Table(title, (recorder,), columns, (*notes, *assumptions(assumed, explain)))
 
 
 def line_to_run(found: FoundForCommand) -> str:
@@ -95,6 +99,7 @@ def found_as_json(found: Sequence[FoundForCommand]) -> list[dict[str, Any]]:
                 }
                 for trial in each.result.trials
             ],
+            "kept": each.kept,
             "seconds": each.seconds,
             "build": each.last.build,
             "assumed": list(each.last.assumed),

@@ -146,7 +146,11 @@ class CudaStub:
         memory = None if self.memory is None else parse_bytes(self.memory, "memory")
         cards = [stub_card(self.gpu, memory, 0 if each in (0, "0") else parse_bytes(each, "held")) for each in held]
         session = open_session(
-            cards, build=self.build, values=self.values, events=self.events, addresses=self.addresses
+            cards,
+            build=self.build,
+            values="small" if self.values else "none",
+            events=self.events,
+            addresses=self.addresses,
         )
         with session:
             place = session.folder / "run"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from batchfinder.devices import find_gpu
 from tests.cli.command import run_command
 from tests.cuda_build.commands import HELPERS, STEPS, TRAIN, dry_run, process_of
 
@@ -55,11 +56,63 @@ def test_out_of_memory(tmp_path: Path) -> None:
     assert f"{error['wanted'] / (1 << 30):.2f}" == wanted
     assert (error["line"], error["phase"], error["step"]) == ("train.py:10", "forward", 1)
     assert process_of(done)["peak"]["held"]["weights"] == WEIGHTS
-    shown = dry_run(tmp_path, TRAIN, "--explain", arguments=("3000000", "1", "12"))
+    shown = dry_run(tmp_path, TRAIN, "--once", arguments=("3000000", "1", "12"))
     assert (
         f"does not fit: out of memory in the forward pass of step 1 at train.py:10, which asked for {wanted} GiB"
         in shown.out
     )
+
+
+def test_what_it_takes_that_does_not_fit(tmp_path: Path) -> None:
+    """As much as on a card that has the room, with the GPUs that do and what would make it less."""
+    script = f"{TRAIN}\nopen('written', 'a').write('once\\n')"
+    done = dry_run(tmp_path, script, "--json", arguments=("1200000", "1", "3"))
+    assert done.code == 1, done.err
+    roomy = json.loads(done.out)["with_room"]["processes"][0]
+    larger = run_command(
+        *("dry-run", "--gpu", "h100", "--json", "--", sys.executable, "train.py", "1200000", "1", "3"),
+        cache=tmp_path / "c",
+        folder=tmp_path,
+    )
+    (process,) = json.loads(larger.out)["processes"]
+    assert roomy["peak_reserved_bytes"] == pytest.approx(process["peak_reserved_bytes"], rel=0.02)  # cuBLAS' workspace
+    assert (tmp_path / "written").read_text() == "once\n"  # by the one on an H100
+    shown = dry_run(tmp_path, script, "--explain", arguments=("1200000", "1", "3")).out
+    takes = f"{roomy['peak_reserved_bytes'] / (1 << 30):.2f} GiB"
+    assert f"it takes {takes} reserved where there is room" in shown
+    assert "half the batch size with twice the accumulation: about" in shown
+    named = re.findall(r"GPUs with as much memory: (.*)", shown)[0].split(", ")
+    assert min(find_gpu(name).usable_bytes for name in named) >= roomy["peak_reserved_bytes"]
+    assert find_gpu("RTX 4090").usable_bytes < roomy["peak_reserved_bytes"]
+    assert len(named) == 4
+
+
+@pytest.mark.parametrize("values", ["all", "small"])
+def test_values_of_all_tensors(tmp_path: Path, values: str) -> None:
+    """A network that is too large for values of small tensors alone trains to the CPU's losses; memory is the same."""
+    script = """
+import sys
+import torch
+
+def losses(device):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(),
+                              torch.nn.Linear(8 * 30 * 30, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 10)).to(device)
+    x, y = torch.randn(64, 3, 32, 32).to(device), torch.arange(64).remainder(10).to(device)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(4):
+        loss = torch.nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+on_cpu, on_card = list(losses("cpu")), list(losses("cuda"))
+print("near", all(abs(a - b) < 1e-4 for a, b in zip(on_cpu, on_card, strict=True)), on_cpu, on_card)
+"""
+    done = dry_run(tmp_path, script, "--explain", "--values", values)
+    assert f"near {values == 'all'}" in done.out, done.out
+    assert ("read and not known" in done.out) is (values == "small")
 
 
 @pytest.mark.parametrize(

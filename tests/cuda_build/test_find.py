@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Done, run_command
+from tests.cli.command import COMMAND, Done, environment, run_command
 from tests.cuda_build.commands import TRAIN
 
 pytestmark = [pytest.mark.cuda_build, pytest.mark.usefixtures("cuda_stub")]
 
 
-def find(folder: Path, script: str, *arguments: str) -> Done:
+WIDE = TRAIN.replace("torch.randn(batch_size,", "torch.randn(2000 * batch_size,")
+
+
+def find(folder: Path, script: str, *arguments: str, **variables: str) -> Done:
     """`find` for a script that lies in a folder."""
-    (folder / "train.py").write_text(script)
-    return run_command("find", "--json", *arguments, cache=folder / "c", folder=folder)
+    if not (folder / "train.py").exists() or (folder / "train.py").read_text() != script:
+        (folder / "train.py").write_text(script)
+    return run_command("find", "--json", *arguments, cache=folder / "c", folder=folder, **variables)
 
 
 def test_the_size_found_runs_and_the_next_does_not(tmp_path: Path) -> None:
     """On a card of 256 MiB; what it writes is thrown away, and its line trains to the target."""
-    wide = TRAIN.replace("torch.randn(batch_size,", "torch.randn(2000 * batch_size,")
-    script = f"{wide}\nopen('written.txt', 'w').write('by a run')"
+    script = f"{WIDE}\nopen('written.txt', 'w').write('by a run')"
     command = ("--", sys.executable, "train.py", "{batch_size}", "{accumulation}", "12")
     options = ("--memory", "256MiB", "--target-batch-size", "8")
     done = find(tmp_path, script, *options, *command)
@@ -86,3 +91,75 @@ def test_a_command_that_asks_gets_no_answer(tmp_path: Path) -> None:
     done = find(tmp_path, "", "--jobs", "none", "--", sys.executable, "train.py", "{batch_size}")
     assert (done.code, done.out) == (2, "")
     assert "--jobs" in done.err
+
+
+def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
+    """A size is run again where the script, a file that it read or a module beside the folder has changed."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (tmp_path / "rows.txt").write_text("8")
+    (tmp_path / "mine.py").write_text("WIDTH = 1\n")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mine; open('../rows.txt').read()\n{WIDE}"
+    command = ("--memory", "1GiB", "--max-batch-size", "1", "--", sys.executable, "train.py", "{batch_size}", "1", "8")
+
+    def kept(*options: str, script: str = script) -> int:
+        done = find(folder, script, *options, *command)
+        assert done.code == 0, done.err
+        (found,) = json.loads(done.out)
+        assert len(found["runs"]) == 1
+        return int(found["kept"])
+
+    assert kept() == 0
+    assert kept() == 1
+    assert kept("--again") == 0
+    for name, text in (("rows.txt", "16"), ("mine.py", "WIDTH = 11\n")):
+        (tmp_path / name).write_text(text)
+        assert kept() == 0, name
+        assert kept() == 1, name
+    assert kept(script=f"{script}\n") == 0
+
+
+def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
+    """With the runs that had ended; nothing is left of the one that had not."""
+    (tmp_path / "train.py").write_text(WIDE)
+    command = ("--memory", "256MiB", "--jobs", "1", "--", sys.executable, "train.py", "{batch_size}", "1", "8")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    variables = environment(tmp_path / "c", TMPDIR=str(temporary))
+    search = subprocess.Popen(
+        [*COMMAND, "find", *command], cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True
+    )
+    assert search.stderr is not None
+    for line in search.stderr:
+        if "fits" in line:
+            break
+    search.send_signal(signal.SIGINT)
+    search.stderr.read()
+    assert search.wait(30) == 130
+    assert not list(temporary.iterdir())
+    (found,) = json.loads(find(tmp_path, WIDE, *command, TMPDIR=str(temporary)).out)
+    assert 1 <= found["kept"] < len(found["runs"])
+
+
+def test_on_the_gpu_that_is_here(tmp_path: Path) -> None:
+    """The command runs in this environment's PyTorch on what nvidia-smi shows; here that is itself a card of the stub's."""
+    (tmp_path / "train.py").write_text(WIDE)
+    inner = [*COMMAND, "find", "--device", "cuda", "--json", "--", sys.executable, "train.py", "{batch_size}", "1", "8"]
+    done = run_command("stub", "run", "--memory", "256MiB", "--", *inner, cache=tmp_path / "c", folder=tmp_path)
+    assert done.code == 0, done.err
+    (found,) = json.loads(done.out)
+    verdicts = {run["batch_size"]: run["verdict"] for run in found["runs"]}
+    assert verdicts[found["batch_size"]] == "fits"
+    assert verdicts[found["batch_size"] + 1] != "fits"
+    assert found["build"] == ""
+    simulated = find(tmp_path, WIDE, "--memory", "256MiB", "--", sys.executable, "train.py", "{batch_size}", "1", "8")
+    assert found["batch_size"] == json.loads(simulated.out)[0]["batch_size"]
+
+
+def test_without_a_gpu_here(tmp_path: Path) -> None:
+    """A sentence that says so, and one where an option is for simulated GPUs alone."""
+    command = ("--", sys.executable, "train.py", "{batch_size}")
+    for options, words in (((), "none is seen"), (("--gpu", "t4"), "--gpu")):
+        done = find(tmp_path, "", "--device", "cuda", *options, *command)
+        assert (done.code, done.out) == (2, "")
+        assert words in done.err

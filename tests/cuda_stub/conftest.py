@@ -114,7 +114,7 @@ def program(build: CudaBuild) -> Program:
     """`program(code, *cards, **settings)`: what the code answers; without cards there is one of 64 MiB."""
 
     def run(code: str, *cards: StubCard, **settings: Any) -> Any:
-        with StubSession(cards or [StubCard(total_bytes=64 << 20)], build=build, values=False, **settings) as session:
+        with StubSession(cards or [StubCard(total_bytes=64 << 20)], build=build, values="none", **settings) as session:
             return run_program(session, code)
 
     return run

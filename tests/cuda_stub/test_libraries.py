@@ -21,7 +21,7 @@ def test_what_nobody_wrote_fails_by_its_name(build: CudaBuild) -> None:
         answer([cuda.cudaNobodyWroteThis(), cuda.cudaNobodyWroteThis(), cuda.cublasGetNobodyWroteThis(blas),
                 cuda.cudnnGetNobodyWroteThis(), cuda.cublasSgemm_v2(blas)])
         """
-    with StubSession([StubCard()], build=build, values=False) as session:
+    with StubSession([StubCard()], build=build, values="none") as session:
         command = [sys.executable, "-S", "-c", PRELUDE + code.replace("\n        ", "\n")]
         done = subprocess.run(command, env={**os.environ, **session.variables()}, capture_output=True, text=True)
         assert done.stdout == "ANSWER[801, 801, 15, 3000, 0]\n"
@@ -176,7 +176,7 @@ def test_cards_as_nvml_and_nvidia_smi_tell_of_them(build: CudaBuild) -> None:
             seen.append([name.value.decode(), memory[0] >> 30, memory[2] >> 30])
         answer(seen)
         """
-    with StubSession(cards, build=build, values=False) as session:
+    with StubSession(cards, build=build, values="none") as session:
         assert run_program(session, code, CUDA_VISIBLE_DEVICES="1") == [["NVIDIA T4", 15, 2], ["NVIDIA H100", 80, 0]]
         environment = {**os.environ, **session.variables()}
         query = ["nvidia-smi", "--query-gpu=index,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
@@ -191,7 +191,7 @@ def test_cards_as_nvml_and_nvidia_smi_tell_of_them(build: CudaBuild) -> None:
 def test_properties_of_cuda_12(stub_dir: Path) -> None:
     """The same facts, where CUDA 12's structure has them."""
     build = small_build(stub_dir / "twelve", (12, 4))
-    with StubSession([StubCard(multiprocessors=84, l2_bytes=6 << 20)], build=build, values=False) as session:
+    with StubSession([StubCard(multiprocessors=84, l2_bytes=6 << 20)], build=build, values="none") as session:
         code = """
             at = ctypes.create_string_buffer(2048)
             ok(cuda.cudaGetDeviceProperties_v2(at, 0))

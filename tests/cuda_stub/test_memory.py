@@ -71,7 +71,7 @@ def test_visible_devices(build: CudaBuild, visible: str, seen: list[int]) -> Non
             sizes.append(info()[1] // MIB)
         answer([sizes, error])
         """
-    with StubSession(cards, build=build, values=False) as session:
+    with StubSession(cards, build=build, values="none") as session:
         assert run_program(session, code, CUDA_VISIBLE_DEVICES=visible) == [seen, 0 if seen else 100]
 
 
@@ -193,7 +193,7 @@ def test_virtual_memory(program: Program) -> None:
 def test_another_process_on_the_same_card(build: CudaBuild) -> None:
     """It sees what the first holds, its context too; not what one that was killed held."""
     card = StubCard(total_bytes=64 * MIB, context_bytes=4 * MIB)
-    with StubSession([card], build=build, values=False) as session:
+    with StubSession([card], build=build, values="none") as session:
         environment = {**os.environ, **session.variables()}
         code = PRELUDE + "assert malloc(30 * MIB) > 0; print('there', flush=True); sys.stdin.read()"
         command = [sys.executable, "-S", "-c", code]
@@ -247,13 +247,13 @@ def test_many_segments_are_found_quickly(program: Program) -> None:
 
 def test_without_a_setting_there_is_no_card(build: CudaBuild) -> None:
     """A process that the stub was not meant for finds none."""
-    with StubSession([StubCard()], build=build, values=False) as session:
+    with StubSession([StubCard()], build=build, values="none") as session:
         assert run_program(session, "n = c_int(7); answer([cuda.cudaGetDeviceCount(byref(n)), n.value])", BATCHFINDER_CUDA_STUB="") == [100, 0]  # fmt: skip
 
 
 def test_the_address_space_is_limited(build: CudaBuild) -> None:
     """Under `ulimit -v` a smaller range is taken, and a card that does not fit into it runs out of memory, and says so."""
-    with StubSession([StubCard(total_bytes=1 << 40)], build=build, values=False) as session:
+    with StubSession([StubCard(total_bytes=1 << 40)], build=build, values="none") as session:
         environment = {**os.environ, **session.variables()}
         code = PRELUDE + "answer([malloc(1 << 30) > 0, malloc(1 << 39)])"
         command = f"ulimit -v {40 << 20}; exec {sys.executable} -S -c '{code}'"
@@ -264,7 +264,7 @@ def test_the_address_space_is_limited(build: CudaBuild) -> None:
 
 def test_the_folder_is_gone_afterwards(build: CudaBuild) -> None:
     """Nothing of a session stays."""
-    with StubSession([StubCard()], build=build, values=False) as session:
+    with StubSession([StubCard()], build=build, values="none") as session:
         run_program(session, "answer(malloc(4 * MIB) > 0)")
         assert (session.folder / "memory").exists()
     assert not session.folder.exists()

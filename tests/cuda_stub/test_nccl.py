@@ -58,7 +58,7 @@ def run_ranks(session: StubSession, ranks: int, code: str) -> list[Any]:
 @pytest.fixture
 def cards(build: CudaBuild) -> Any:
     """Three cards for three ranks."""
-    with StubSession([StubCard()] * 3, build=build, values=False) as session:
+    with StubSession([StubCard()] * 3, build=build, values="none") as session:
         yield session
 
 
@@ -160,7 +160,7 @@ def test_large_buffers_are_not_moved(cards: StubSession) -> None:
 
 def test_a_rank_alone(build: CudaBuild) -> None:
     """All others are taken to be as it is: one process stands for sixty-four."""
-    with StubSession([StubCard()], build=build, values=False, ranks=False) as session:
+    with StubSession([StubCard()], build=build, values="none", ranks=False) as session:
         environment = {**os.environ, **session.variables()}
         code = """
             answer([call(cuda.ncclAllReduce, "int32", [3], 1, 0, comm), call(cuda.ncclAllReduce, "float", [3.0], 1, 4, comm),

@@ -39,6 +39,11 @@ def main(arguments):
     if not cards:
         print("No devices were found")
         return 1
+    chosen = "".join(each.partition("=")[2] for each in arguments if each.startswith(("--id=", "-i=")))
+    cards = [card for card in cards if chosen in ("", str(card["index"]), card["uuid"])]
+    if not cards:
+        print("No devices were found")
+        return 6
     if "-L" in arguments or "--list-gpus" in arguments:
         for card in cards:
             print(f"GPU {card['index']}: {card['name']} (UUID: {card['uuid']})")

@@ -1,4 +1,7 @@
-"""Runs at the start of every Python process on the stub, before anything else: it has a module imported after torch."""
+"""Runs at the start of every Python process on the stub, before anything else: it has modules imported after torch.
+
+Where it is asked to, it also notes which files the process opens to read them.
+"""
 
 import importlib.machinery
 import importlib.util
@@ -6,6 +9,7 @@ import os
 import sys
 
 _VARIABLE = "BATCHFINDER_STUB_AFTER_TORCH"
+opened = set()
 
 
 class _AfterTorch:
@@ -31,6 +35,11 @@ class _AfterTorch:
         return spec
 
 
+def _note_opened(event, arguments):
+    if event == "open" and isinstance(arguments[0], str) and arguments[2] & os.O_ACCMODE == os.O_RDONLY:
+        opened.add(arguments[0])
+
+
 def _run_hidden():
     """The environment's own sitecustomize, which this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -42,4 +51,6 @@ def _run_hidden():
 
 if os.environ.get(_VARIABLE):
     sys.meta_path.insert(0, _AfterTorch())
+if os.environ.get("BATCHFINDER_STUB_NOTE_OPENED"):
+    sys.addaudithook(_note_opened)
 _run_hidden()

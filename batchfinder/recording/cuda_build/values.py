@@ -22,7 +22,6 @@ import functools
 import itertools
 import os
 import sys
-import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from torch.library import Library
 from batchfinder.cuda_stub.launch import words_of_reads
 from batchfinder.recording.cuda_build.events import write_event
 from batchfinder.recording.cuda_build.host_operators import ON_HOST, RUNTIME, Attention
+from batchfinder.recording.user_code import PACKAGE_FOLDER, TORCH_FOLDER, is_library
 from batchfinder.recording.value_reads import (
     ANY_BYTES,
     CHOICES_ASSUMED,
@@ -116,31 +116,17 @@ class Reads:
                     write_event("value", f"{count} {line}")
 
 
-_LIBRARIES = tuple(
-    {os.path.dirname(torch.__file__), *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))}
-)
-
-
-_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  # the package's
-_NOT_THE_USERS = (*_LIBRARIES, _FOLDER, os.environ.get("TORCHINDUCTOR_CACHE_DIR", "<"), "<frozen")
-
-
-def is_library(file: str) -> bool:
-    """Whether a file is PyTorch's, the standard library's, an installed package's, batchfinder's or Inductor's code."""
-    return file.startswith(_NOT_THE_USERS) or "/site-packages/" in file or "/dist-packages/" in file
-
-
 def user_line() -> str:
     """The innermost line that is no library's, such as `train.py:31`; a library's where there is none."""
     frame: FrameType | None = sys._getframe(1)
     fallback = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_FOLDER, "<frozen")):
+        if not file.startswith((PACKAGE_FOLDER, "<frozen")):
             place = f"{os.path.basename(file)}:{frame.f_lineno}"
             if not is_library(file):
                 return place
-            if not fallback and not file.startswith(_LIBRARIES[0]) and os.sep + "torch" + os.sep not in file:
+            if not fallback and not file.startswith(TORCH_FOLDER) and os.sep + "torch" + os.sep not in file:
                 fallback = place
         frame = frame.f_back
     return fallback or "PyTorch itself"
