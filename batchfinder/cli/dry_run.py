@@ -21,7 +21,8 @@ from batchfinder.cuda_stub.launch import VALUES
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.programs import DryRun, ProcessMemory, dry_run, scratch_copy
 from batchfinder.programs.dry_run import FITS, INTERRUPTED, OUT_OF_MEMORY
-from batchfinder.report.dry_run import dry_run_tables
+from batchfinder.report.dry_run import dry_run_cell, dry_run_tables
+from batchfinder.report.page import check_page, page_of
 from batchfinder.report.terminal import tell, words_of
 from batchfinder.stub_cards import find_cuda_build
 
@@ -46,6 +47,9 @@ def _run(arguments: argparse.Namespace) -> int:
     argv = command_of(arguments)
     if arguments.snapshot is not None:
         check_file("--snapshot", arguments.snapshot)
+    if arguments.html is not None:
+        check_page("--html", arguments.html)
+        check_file("--html", arguments.html)
     numbers = {
         name: whole_number(f"--{name}", value)
         for name in ("steps", "epochs", "seconds")
@@ -70,6 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
             cards,
             **settings,
             snapshot=arguments.snapshot is not None,
+            timeline=arguments.html is not None,
             folder=folder,
             output=sys.stderr.fileno() if arguments.json else None,
             progress=_Progress() if sys.stderr.isatty() else None,
@@ -79,6 +84,9 @@ def _run(arguments: argparse.Namespace) -> int:
         roomy = _with_room(argv, cards, settings)
     if arguments.snapshot is not None and run.snapshot is not None:
         write_file("--snapshot", arguments.snapshot, run.snapshot)
+    if arguments.html is not None and run.timeline is not None:
+        cell = dry_run_cell(run)
+        write_file("--html", arguments.html, page_of(f"dry run of {cell.model}", cell.technique, [cell]))
     if arguments.json:
         print(json.dumps({**run.to_json(), "with_room": None if roomy is None else roomy.to_json()}, indent=1))
     else:

@@ -445,6 +445,7 @@ DRY_RUN = Command(
                 "help": "list what is assumed and what was read and not known",
             },
             "--snapshot": {"metavar": "FILE", "help": "also write a .pickle for pytorch.org/memory_viz"},
+            **_HTML,
         },
         "": {"argv": {"nargs": "...", "metavar": "COMMAND", "help": "what to run, after --"}},
     },

@@ -60,6 +60,7 @@ class WatchSettings:
         steps: to end after so many optimizer steps; None for when memory is steady.
         epochs: to end after so many epochs instead, evaluation and checkpoint included.
         snapshot: whether to write the allocator's history for PyTorch's memory viewer.
+        timeline: whether to write what held the memory over the last steps.
         alone: whether there is one rank, whatever the size of its process group.
     """
 
@@ -67,6 +68,7 @@ class WatchSettings:
     steps: int | None = None
     epochs: int | None = None
     snapshot: bool = False
+    timeline: bool = False
     alone: bool = False
 
     def written(self) -> str:
@@ -158,6 +160,8 @@ class DryRun:
         assumed: what was taken to be so, in words: values that were read and not known among it.
         world_size: of the training that the command was the first rank of, without the others; None where all ran.
         snapshot: of the allocator's history of the process that has the longest one, a pickle; None without.
+        timeline: what held the memory over the last two steps of the fullest process, as `memory_timeline` has it; None
+            without.
         read: files outside of installed packages that its processes read, and the folders of those packages; None where
             one of them was ended before it had said so.
     """
@@ -172,6 +176,7 @@ class DryRun:
     assumed: tuple[str, ...] = ()
     world_size: int | None = None
     snapshot: bytes | None = field(default=None, repr=False)
+    timeline: Mapping[str, Any] | None = field(default=None, repr=False)
     read: tuple[str, ...] | None = field(default=None, repr=False)
 
     @property
@@ -187,7 +192,7 @@ class DryRun:
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data, sizes in bytes."""
         plain = asdict(self)
-        del plain["snapshot"], plain["read"]
+        del plain["snapshot"], plain["timeline"], plain["read"]
         return plain
 
     @classmethod
@@ -216,6 +221,7 @@ def dry_run(
     seconds: float | None = None,
     online: bool = False,
     snapshot: bool = False,
+    timeline: bool = False,
     build: CudaBuild | None = None,
     folder: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
@@ -240,6 +246,7 @@ def dry_run(
         seconds: end it after so many, whatever it does.
         online: let loggers and the Hub use the network, as the command's environment has it.
         snapshot: take the allocator's history for PyTorch's memory viewer.
+        timeline: tell what held the memory over the last two steps, or until it ran out.
         build: the CUDA build of PyTorch; None for the one that is found.
         folder: to run it in; None for this one.
         environment: variables to set for it besides this process's.
@@ -258,7 +265,7 @@ def dry_run(
         words = "the script itself, as in python train.py: one rank is run alone, and a launcher would start several"
         raise InvalidValue("COMMAND", launcher, words)
     with open_session(cards, build=build, values=values, ranks=not alone) if cards else RealGpus() as session:
-        settings = WatchSettings(str(session.folder), steps, epochs, snapshot, alone)
+        settings = WatchSettings(str(session.folder), steps, epochs, snapshot, timeline, alone)
         variables = {**os.environ, **(environment or {})}
         variables |= {**session.variables(variables), WATCH_VARIABLE: settings.written(), NOTE_OPENED_VARIABLE: "1"}
         variables[AFTER_TORCH_VARIABLE] += f" {WATCH_MODULE}"
@@ -316,6 +323,7 @@ def dry_run(
             report.words(),
             world_size,
             _snapshot(session.folder),
+            _timeline(session.folder, processes),
             _read(session.folder),
         )
 
@@ -381,6 +389,16 @@ def _snapshot(folder: Path) -> bytes | None:
     """The largest: of the process that did most."""
     written = sorted(folder.glob("process-*.pickle"), key=lambda path: path.stat().st_size)
     return written[-1].read_bytes() if written else None
+
+
+def _timeline(folder: Path, processes: Sequence[ProcessMemory]) -> dict[str, Any] | None:
+    """That of the process with the highest peak, by its rank."""
+    fullest = max(processes, key=lambda each: (bool(each.out_of_memory), each.peak_reserved_bytes), default=None)
+    for written in sorted(folder.glob("process-*.timeline")) if fullest is not None else ():
+        found: dict[str, Any] = json.loads(written.read_text())
+        if found["rank"] == fullest.rank:  # type: ignore[union-attr]
+            return found
+    return None
 
 
 def _read(folder: Path) -> tuple[str, ...] | None:

@@ -55,12 +55,12 @@ class AllocatorHistory:
         seen = set()
         for event in events:
             if event["action"] == "free_requested" and event["addr"] not in seen:
-                before[event["addr"]] = AliveBlock(_rounded(event["size"]))
+                before[event["addr"]] = AliveBlock(rounded(event["size"]))
             seen.add(event["addr"])
         for segment in snapshot["segments"]:
             for block in segment["blocks"] if segment["device"] == device else ():
                 if block["state"] == "active_allocated" and block["address"] not in seen:
-                    size = _rounded(block.get("requested_size", block["size"]))
+                    size = rounded(block.get("requested_size", block["size"]))
                     before[block["address"]] = AliveBlock(size, frames=block.get("frames", ()))
         return cls(events, before)
 
@@ -70,7 +70,7 @@ class AllocatorHistory:
         changes = [sum(sizes.values())]
         for event in self.events:
             if event["action"] == "alloc":
-                sizes[event["addr"]] = _rounded(event["size"])
+                sizes[event["addr"]] = rounded(event["size"])
                 changes.append(sizes[event["addr"]])
             else:
                 changes.append(-sizes.pop(event["addr"], 0))
@@ -84,13 +84,14 @@ class AllocatorHistory:
         for number, event in enumerate(self.events[:after]):
             if event["action"] == "alloc":
                 noted = event.get("user_metadata") or ""
-                alive[event["addr"]] = AliveBlock(_rounded(event["size"]), number, noted, event.get("frames", ()))
+                alive[event["addr"]] = AliveBlock(rounded(event["size"]), number, noted, event.get("frames", ()))
             else:
                 alive.pop(event["addr"], None)
         return alive
 
 
-def _rounded(size: int) -> int:
+def rounded(size: int) -> int:
+    """A size as the allocator counts it."""
     return -(-size // _ROUNDED_TO) * _ROUNDED_TO
 
 

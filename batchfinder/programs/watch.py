@@ -6,6 +6,7 @@ that the processes share, in a file for each that has used a card, written anew 
 
 from __future__ import annotations
 
+import bisect
 import json
 import multiprocessing.util
 import os
@@ -27,11 +28,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from batchfinder.cuda_stub.launch import VALUES_MODULE
 from batchfinder.programs.dry_run import MOST_STEPS, WATCH_VARIABLE, WatchSettings, is_steady
 from batchfinder.programs.peak import AliveBlock, AllocatorHistory, Event, line_of, shown_path
+from batchfinder.programs.timeline import memory_timeline
 from batchfinder.recording.user_code import is_library
 
 _EVENTS_KEPT = 500_000
 """Of the allocator's history. A step of a model of 80 layers has some 20,000."""
 _LINES_TOLD = 5
+_STEPS_SHOWN = 2
 _SECONDS_TO_END = 20
 _POLLED_EVERY = 0.25
 
@@ -64,6 +67,8 @@ class Watch:
         self._epochs = 0
         self._enough = ""
         self._step_started: int | None = None
+        self._ends: list[int] = []  # the positions at which steps ended
+        self._gradients: dict[int, set[int]] = {}  # their addresses, by the positions at which they are there
 
     def _begin(self) -> None:
         """Be the watch of this process: of one that has been forked, its own."""
@@ -139,6 +144,7 @@ class Watch:
                 self._peak = self._taken_by(history, len(history.events), device)
                 if self._settings.snapshot:
                     self._dump()
+                self._write_timeline()
             self._step_started = None  # it may not come to its end
             self.write()
 
@@ -159,6 +165,10 @@ class Watch:
             return
         self._look_at_peak()
         self._step_started = self._position()
+        if self._settings.timeline:
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
+            parts = (part for each in parameters if each.grad is not None for part in _parts(each.grad))
+            self._gradients[self._step_started] = {part.untyped_storage().data_ptr() for part in parts}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not torch.cuda.is_initialized():
@@ -174,6 +184,7 @@ class Watch:
             return
         self._stepped = {id(optimizer)}
         device = self._device()
+        self._ends.append(self._position())
         self._steps.append(
             {
                 "seconds": round(time.monotonic() - self._start, 3),
@@ -330,6 +341,27 @@ class Watch:
                 json.dump(seen, file)
             os.replace(f"{self._path}.part", f"{self._path}.json")
 
+    def _write_timeline(self) -> None:
+        """Write what held the memory over the last steps, where it is asked for."""
+        if not self._settings.timeline:
+            return
+        with suppress(Exception):  # a picture is not worth the user's run
+            device = self._device()
+            history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
+            offset = self._position(device) - len(history.events)
+            ends = [end - offset for end in self._ends]
+            timeline = memory_timeline(
+                history,
+                max([0, *ends[:-_STEPS_SHOWN]]),
+                known=_known_tensors(),
+                gradients={place - offset: found for place, found in self._gradients.items()},
+                phase_of=lambda block: self._phase_of(block, offset),
+                line_of=lambda block: line_of(block.frames, is_library) or block.noted.partition(" ")[2],
+                step_of=lambda number: 1 + bisect.bisect_right(ends, number),
+            )
+            with open(f"{self._path}.timeline", "w") as file:
+                json.dump({"rank": self._rank, **timeline}, file)
+
     def _wait_for_stop(self) -> None:
         """End at once where the command is to be stopped from outside."""
         stop = os.path.join(self._settings.folder, "stop")
@@ -362,6 +394,8 @@ class Watch:
             self.write()
             if self._settings.snapshot and not self._ooms:
                 self._dump()
+            if not self._ooms:
+                self._write_timeline()
 
 
 def _known_tensors() -> dict[int, str]:

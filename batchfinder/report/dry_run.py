@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 from batchfinder.cuda_stub import StubCard
 from batchfinder.devices import Gpu, all_gpus
+from batchfinder.estimate.estimate import NAMES, OverTime
 from batchfinder.programs import DryRun, ProcessMemory
 from batchfinder.programs.dry_run import FAILED, FITS, INTERRUPTED, NO_GPU, OUT_OF_MEMORY
+from batchfinder.report.page import PageCell
 from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.simulator.trace import StageMark
 from batchfinder.units import format_bytes
 
 _PHASES = {
@@ -113,6 +116,36 @@ def _verdict(run: DryRun) -> str:
     if run.outcome == INTERRUPTED:
         return f"interrupted: {peak}"
     return f"no answer: the command failed by itself, {_end_of(run)}: {peak}"
+
+
+def dry_run_cell(run: DryRun) -> PageCell:
+    """What a page has of a run that used a card."""
+    process, seen = run.fullest, run.timeline
+    assert process is not None
+    assert seen is not None
+    card = run.cards[process.device]
+    by_kind = {kind: tuple(seen["by_kind"][kind]) for kind in NAMES if any(seen["by_kind"].get(kind, ()))}
+    totals = [sum(sizes) for sizes in zip(*by_kind.values(), strict=True)]
+    marks = tuple(StageMark(position, step, stage) for position, step, stage in seen["marks"])
+    peak = max(range(len(totals)), key=totals.__getitem__, default=0)
+    return PageCell(
+        model=process.program,
+        gpu=card.name.removeprefix("NVIDIA "),
+        seq_len=None,
+        technique=f"recorder: CUDA build {run.build}",
+        batch_size=0,
+        heading=_verdict(run),
+        peak_bytes=process.peak_reserved_bytes,
+        usable_bytes=card.total_bytes - card.context_bytes - card.held_bytes,
+        facts=[
+            ("command", " ".join(run.command)),
+            ("peak reserved", format_bytes(process.peak_reserved_bytes)),
+            ("peak allocated", format_bytes(process.peak_allocated_bytes)),
+            ("optimizer steps", str(len(process.steps))),
+        ],
+        unmodelled=run.assumed,
+        over_time=OverTime(by_kind, marks, peak, max(totals, default=0), tuple(seen["lines"])),
+    )
 
 
 def _would_fit(card: StubCard, roomy: DryRun) -> Iterator[str]:

@@ -121,6 +121,11 @@ print("near", all(abs(a - b) < 1e-4 for a, b in zip(on_cpu, on_card, strict=True
         (f"{STEPS}train(2); raise ValueError('my own')", 2, "failed by itself, with exit code 1"),
         (f"{STEPS}train(2)\nimport os; os.kill(os.getpid(), 9)", 2, "failed by itself, ended by SIGKILL"),
         ("print('no card')", 2, "ended without using a GPU"),
+        (
+            "from huggingface_hub import hf_hub_download; hf_hub_download('gpt2', 'config.json')",
+            2,
+            "the Hub and loggers are offline in a dry run: --online lets them be reached",
+        ),
         (f"{HELPERS}\nnet(torch.randn(64, 1024, device='cuda'))", 0, "no optimizer took a step"),
         (
             f"{STEPS}\ntry: torch.empty(1 << 36, device='cuda')\nexcept torch.OutOfMemoryError: train(20)",
@@ -202,11 +207,25 @@ def test_loggers_and_the_hub_are_offline(tmp_path: Path) -> None:
     assert "online 0" in online.out
 
 
-def test_a_snapshot_for_pytorchs_viewer(tmp_path: Path) -> None:
-    """It has the allocator's events, with the script's lines."""
+def test_a_snapshot_and_a_page(tmp_path: Path) -> None:
+    """PyTorch's viewer gets the allocator's events, and the page what holds the memory over two steps, to the peak."""
     import pickle
 
-    dry_run(tmp_path, TRAIN, "--snapshot", "memory.pickle", arguments=("64", "1", "12"))
+    done = dry_run(
+        tmp_path, TRAIN, "--snapshot", "memory.pickle", "--html", "page.html", "--json", arguments=("64", "1", "12")
+    )
+    page = (tmp_path / "page.html").read_text()
+    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
+    timeline = data["cells"][0]["timeline"]
+    totals = [sum(sizes) * timeline["unit"] for sizes in zip(*timeline["by_kind"].values(), strict=True)]
+    peak = process_of(done)["peak"]
+    assert max(totals) == pytest.approx(process_of(done)["peak_allocated_bytes"], rel=0.01)
+    at_peak = {kind: sizes[totals.index(max(totals))] for kind, sizes in timeline["by_kind"].items()}
+    names = {"weights": "parameters", "gradients": "gradients", "optimizer state": "optimizer state"}
+    for name, kind in names.items():
+        assert at_peak[kind] * timeline["unit"] == pytest.approx(peak["held"][name], rel=0.01), name
+    assert [stage for _, _, stage in timeline["marks"]].count("backward") == 2
+    assert timeline["names"][timeline["modules"][totals.index(max(totals))]] == peak["line"]
     snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
     files = {frame["filename"] for event in snapshot["device_traces"][0] for frame in event.get("frames", ())}
     assert str(tmp_path / "train.py") in files

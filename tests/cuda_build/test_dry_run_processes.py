@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,45 @@ def test_a_launchers_variables_without_a_process_group(tmp_path: Path) -> None:
     """They are of whatever shell it is: nothing waits for a rank that never comes."""
     process = process_of(dry_run(tmp_path, f"{STEPS}train(3000)", WORLD_SIZE="2", RANK="1"))
     assert (process["rank"], process["world_size"], process["ended"]) == (0, 1, "steady")
+
+
+@pytest.mark.exhaustive
+def test_two_at_once_with_one_port(tmp_path: Path) -> None:
+    """One has it; torchrun's own error says so to the other, which has no answer."""
+    (tmp_path / "train.py").write_text(RANKS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        port,
+        "train.py",
+    )
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(
+                run_command,
+                "dry-run",
+                "--count",
+                "2",
+                "--json",
+                "--",
+                *torchrun,
+                cache=tmp_path / each,
+                folder=tmp_path,
+            )
+            for each in ("first", "second")
+        ]
+    codes = {run.result().code: run.result() for run in runs}
+    assert sorted(codes) == [0, 2], [run.result().err for run in runs]
+    assert [each["world_size"] for each in json.loads(codes[0].out)["processes"]] == [2, 2]
+    assert json.loads(codes[2].out)["outcome"] == "failed"
+    assert port in codes[2].err
 
 
 def test_nothing_is_left_of_it(tmp_path: Path) -> None:

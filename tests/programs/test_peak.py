@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchfinder.programs.peak import AllocatorHistory, line_of
-from batchfinder.recording.cuda_build.values import is_library
+from batchfinder.recording.user_code import is_library
 
 FRAMES = [
     {"filename": "/libraries/torch/nn.py", "name": "forward", "line": 7},
