@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from batchfinder.loop.tune import tune_batch_size as tune_batch_size
     from batchfinder.probe import FunctionProbe as FunctionProbe
     from batchfinder.probe import Probe as Probe
+    from batchfinder.recording.simulate import SimulatedTraining as SimulatedTraining
+    from batchfinder.recording.simulate import simulate as simulate
     from batchfinder.results import Measurement as Measurement
     from batchfinder.results import SearchResult as SearchResult
     from batchfinder.results import Shape as Shape
@@ -45,6 +47,7 @@ _PUBLIC = {
     "loop.result": ("TunedBatchSize", "TunedBatchSizes"),
     "loop.tune": ("tune_batch_size",),
     "probe": ("FunctionProbe", "Probe"),
+    "recording.simulate": ("SimulatedTraining", "simulate"),
     "results": ("Measurement", "SearchResult", "Shape", "StopReason", "Trial", "Verdict"),
     "training.step": ("Workload",),
 }

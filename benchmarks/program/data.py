@@ -65,16 +65,13 @@ def pictures(folder: Path, each: int = 400) -> None:
 def language_model(folder: Path) -> None:
     """`model`, of the shape of Qwen2.5-0.5B with random weights in bf16 and a tokenizer; `text` with its samples."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<pad>", "<eos>", *WORDS])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
+    pairs = ByteLevelBPETokenizer()  # what transformers takes any tokenizer beside such a config to be
+    pairs.train_from_iterator([" ".join(WORDS)], vocab_size=300, special_tokens=["<unk>", "<pad>", "<eos>"])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>", model_max_length=32768
+        tokenizer_object=pairs._tokenizer, pad_token="<pad>", eos_token="<eos>", model_max_length=32768
     )
     fast.save_pretrained(folder / "model")
     shape = Qwen2Config(
@@ -91,10 +88,12 @@ def language_model(folder: Path) -> None:
     if not (folder / "model/config.json").exists():
         torch.manual_seed(0)
         Qwen2ForCausalLM(shape).to(torch.bfloat16).save_pretrained(folder / "model")
+    tokens = AutoTokenizer.from_pretrained(folder / "model")("word1515 word84")["input_ids"]
+    assert len(tokens) == 8, tokens  # `word`, four figures, `word` and two
     draw = random.Random(0)
     (folder / "text").mkdir(exist_ok=True)
     for split, count in (("train", 2000), ("test", 100)):
-        rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(50, 600)))} for _ in range(count)]
+        rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(10, 120)))} for _ in range(count)]
         (folder / f"text/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
