@@ -67,7 +67,8 @@ def find(program: dict[str, Any], sources: Path, work: Path) -> dict[str, Any]:
     """The largest batch size on each GPU, with how many runs and seconds that took."""
     folder, argv = prepare(program, sources, work)
     os.chdir(folder)  # which it is run in copies of
-    found = find_for_command(CommandTemplate((*argv, *program["find"])), [stub_card(gpu) for gpu in FOUND_ON])
+    template = CommandTemplate((*argv, *program["find"]))
+    found = find_for_command(template, [stub_card(gpu) for gpu in FOUND_ON], again=True)
     os.chdir(ROOT)
     kept = ("batch_size", "stop", "runs", "seconds")
     rows = [{name: row[name] for name in kept} for row in found_as_json(found)]

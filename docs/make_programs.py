@@ -10,7 +10,7 @@ RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "programs-2-core
 ABOVE, BELOW = "<!-- made by make_programs.py -->\n", "<!-- until here -->\n"
 
 WORDS = """\
-And the largest batch size that `find` comes to, two searches at a time on two cores:
+And the largest batch size that `find` comes to, two searches at a time on two cores, the last three beside other work:
 """
 
 

@@ -97,5 +97,18 @@ def language_model(folder: Path) -> None:
         (folder / f"text/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def preferences(folder: Path) -> None:
+    """The model, and `preferences` with prompts and two answers to each, of which one is chosen."""
+    language_model(folder)
+    draw = random.Random(0)
+    (folder / "preferences").mkdir(exist_ok=True)
+    for split, count in (("train", 400), ("test", 20)):
+        rows = [
+            {name: " ".join(draw.choices(WORDS, k=draw.randint(10, 60))) for name in ("prompt", "chosen", "rejected")}
+            for _ in range(count)
+        ]
+        (folder / f"preferences/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](Path(sys.argv[2]))
