@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -47,7 +48,13 @@ class Command:
 
 
 _MODEL = "NAME|PATH|MODULE:FACTORY"
+# Of the same destination as --model: what is not given leaves that alone.
+_NAMED: Options = {
+    "model": {"nargs": "?", "default": argparse.SUPPRESS, "metavar": "MODEL", "help": "the model, as by --model"}
+}
+_SEVERAL_NAMED: Options = {"model": {**_NAMED["model"], "nargs": "*", "help": "models, as by --model"}}
 _ONE_SIZE: Options = {
+    **_NAMED,
     "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
     "--batch-size": {"default": "8", "metavar": "N", "help": "samples in a GPU's micro-batch (default: 8)"},
     "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
@@ -128,6 +135,7 @@ SWEEP = Command(
     "print the largest batch size for each model, GPU and sequence length",
     {
         "what is swept": {
+            **_SEVERAL_NAMED,
             "--model": {
                 "action": "append",
                 "metavar": _MODEL,
@@ -284,6 +292,7 @@ PLAN = Command(
     "print the options under which a target batch trains on a GPU that change least, and what each costs and saves",
     {
         "what is planned": {
+            **_NAMED,
             "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
             "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
             "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
@@ -307,6 +316,7 @@ CHECK = Command(
     {
         "what is checked": {
             **_ONE_SIZE,
+            **_SEVERAL_NAMED,
             "--model": {
                 "action": "append",
                 "metavar": _MODEL,
@@ -535,6 +545,16 @@ STUB = Command(
         ),
     },
 )
+GPUS = Command(
+    "list the GPUs that can be named, with what each has",
+    {
+        "": {
+            "--min": {"metavar": "SIZE", "help": "those of at least this size, such as 24GB"},
+            "--has": {"action": "append", "default": [], "metavar": "TYPE", "help": "bf16 or fp8; repeatable"},
+            **_JSON,
+        }
+    },
+)
 COMMANDS = {
     "sweep": SWEEP,
     "estimate": ESTIMATE,
@@ -546,8 +566,23 @@ COMMANDS = {
     "reproduce": REPRODUCE,
     "cache": CACHE,
     "stub": STUB,
+    "gpus": GPUS,
     "page": PAGE,
 }
+
+
+class _Version(argparse.Action):
+    """Says which versions answer: batchfinder's, and those of what it records steps with."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = []
+        for name in ("batchfinder", "torch", "pytorch-lightning", "transformers"):
+            with suppress(PackageNotFoundError):
+                found.append(f"{name} {version(name)}")
+        print("\n".join(found))
+        parser.exit()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -580,6 +615,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which versions are installed")
 
     def add(parser: argparse.ArgumentParser, commands: Mapping[str, Command], dest: str) -> None:
         added = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")

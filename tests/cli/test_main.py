@@ -26,7 +26,7 @@ from tests.cli.command import COMMAND
         (["swep"], ". Did you mean sweep?"),
         (["cache", "shw"], ". Did you mean show?"),
         (["sweep", "--xyz"], "unrecognized arguments: --xyz\n"),
-        (["sweep", "--modle", "x"], "unrecognized arguments: --modle x. Did you mean --mode or --model?"),
+        (["sweep", "--modle", "x"], "unrecognized arguments: --modle. Did you mean --mode or --model?"),
         (["cache", "list", "--jsn=yes"], "unrecognized arguments: --jsn=yes. Did you mean --json?"),
         (["profile", "--batch-size"], "argument --batch-size: expected one argument"),
         (["cache"], "the following arguments are required: COMMAND"),
