@@ -14,7 +14,8 @@ HEAD = """\
 
 What batchfinder knows of {gpus} GPUs and {instances} cloud instances. Look-up is forgiving: `titan x`, `V100` and
 `v100-32gb` are found, and a miss names the nearest. A bare family name means its smaller card: what fits there fits the
-larger one too; `batchfinder gpus --min 24GB --has bf16` lists them at the prompt. `--budget 12GiB` names a limit instead, or lowers a card's.
+larger one too; `batchfinder gpus --min 24GB --has bf16` lists them.
+`--budget 12GiB` names a limit instead, or lowers a card's.
 
 *Total* is what the driver reports to PyTorch. *Usable* is that less what the CUDA context and libraries take before
 the first tensor, for one process and no display. A tilde marks a context that was not measured on this card but follows
