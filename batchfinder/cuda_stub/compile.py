@@ -191,6 +191,7 @@ def _compile_all(build: CudaBuild, libraries: Iterable[Path], compiler: list[str
         ]
         for each in done:
             each.result()
+    (folder / "libcuda.so").symlink_to(sonames["cuda"])  # Triton before 3.3 links what it compiles with -lcuda
     for file in folder.glob("*.[cm]*"):
         file.unlink()
 

@@ -68,6 +68,21 @@ def test_a_model_learns(cuda_stub: CudaStubFixture, older: CudaBuild, precision:
     assert seen.report.unwritten == ()
 
 
+def seed_of_all_ranks() -> list[int]:
+    """What torchtitan reads of a card, half of the time past int64, and a library that Triton before 3.3 links with."""
+    import ctypes
+
+    import torch
+
+    ctypes.CDLL("libcuda.so")
+    return [torch.full((8,), 255, dtype=torch.uint8, device=each).view(torch.uint64).item() for each in ("cpu", "cuda")]
+
+
+def test_what_programs_of_its_day_do(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
+    """A number of uint64 is read whole, and `libcuda.so` is there without its version."""
+    assert cuda_stub(build=older).run(seed_of_all_ranks).result == [2**64 - 1] * 2
+
+
 def test_its_allocator(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
     """Out of memory with its own words, fragments, expandable segments, pools, graphs, and a kernel of CUB's."""
     said, ooms, retries, again, (free, total) = (

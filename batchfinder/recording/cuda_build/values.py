@@ -661,4 +661,18 @@ def _follow_collectives() -> Library:
     return library
 
 
+def _read_past_int64() -> None:
+    """Let `item` read what an older PyTorch takes from no operator in Python: a number of uint64 past int64's."""
+    item = torch.Tensor.item
+
+    def item_of_any(tensor: torch.Tensor) -> Any:
+        return item(tensor.view(torch.int64)) % (1 << 64) if tensor.dtype is torch.uint64 else item(tensor)
+
+    try:
+        torch.tensor(-1).view(torch.uint64).item()
+    except RuntimeError:
+        torch.Tensor.item = item_of_any  # type: ignore[method-assign, assignment]
+
+
 followed = [follow("aten"), _override_factories(), _follow_collectives()]
+_read_past_int64()
