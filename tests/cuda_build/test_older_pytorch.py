@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batchfinder.cuda_stub import CudaBuild, StubUnavailable, find_build
+from batchfinder.programs import dry_run
 from batchfinder.simulator.alloc_conf import BEFORE_2_12
 from batchfinder.stub_cards import open_session, stub_card
 from batchfinder.testing import CudaStubFixture
@@ -81,6 +82,28 @@ def seed_of_all_ranks() -> list[int]:
 def test_what_programs_of_its_day_do(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
     """A number of uint64 is read whole, and `libcuda.so` is there without its version."""
     assert cuda_stub(build=older).run(seed_of_all_ranks).result == [2**64 - 1] * 2
+
+
+def test_a_dry_run_keeps_none_of_the_hosts_memory(older: CudaBuild, tmp_path: Path) -> None:
+    """What the allocator's history adds does not take the place of large blocks: 1.5 GB had been left."""
+    script = """
+import torch
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+torch.empty(1, device="cuda")
+before = resident()
+for _ in range(100):
+    for _ in range(30): torch.empty(1 << 10, device="cuda")
+    torch.ones(1 << 20, dtype=torch.int64) % 16
+print(resident() - before)
+"""
+    (tmp_path / "train.py").write_text(script)
+    with (tmp_path / "out").open("w+") as output:
+        dry_run([sys.executable, "train.py"], [stub_card("T4")], build=older, folder=tmp_path, output=output.fileno())
+        output.seek(0)
+        assert int(output.read()) < 200
 
 
 def test_its_allocator(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
