@@ -1,10 +1,12 @@
 """Public training programs, unchanged, on simulated GPUs: what `batchfinder dry-run` says of each, and its seconds.
 
 The programs, their commits and commands are in `program/programs.toml`; data and models are generated
-(`program/data.py`). Needs `batchfinder stub install`, git, and `pip install --no-deps -r
-benchmarks/programs-requirements.txt`. Run: `python benchmarks/programs.py`; `--only nanogpt` takes one, and
-`--sources FOLDER` takes the repositories that lie there, by their names, instead of cloning them. `--find` has
-`batchfinder find` look for the largest batch size of those that have words for it, on three GPUs.
+(`program/data.py`). Needs `batchfinder stub install`, also with `--torch 2.6.0` for torchtitan and `--torch 2.5.1` for
+torchtune, git, and `pip install --no-deps -r benchmarks/programs-requirements.txt`.
+
+Run: `python benchmarks/programs.py`; `--only nanogpt` takes one, and `--sources FOLDER` takes the repositories that lie
+there, by their names, instead of cloning them. `--find` has `batchfinder find` look for the largest batch size of those
+that have words for it, on three GPUs.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # import from the repository
 
+from batchfinder.cuda_stub import StubCard, find_build  # noqa: E402
 from batchfinder.programs import CommandTemplate, dry_run, find_for_command  # noqa: E402
 from batchfinder.report.find import found_as_json  # noqa: E402
 from batchfinder.stub_cards import stub_card  # noqa: E402
-from batchfinder.units import MIB  # noqa: E402
+from batchfinder.units import MIB, parse_bytes  # noqa: E402
 
 PROGRAMS: dict[str, dict[str, Any]] = tomllib.loads((ROOT / "benchmarks/program/programs.toml").read_text())
 FOUND_ON = ("T4", "RTX 4090", "A100 40GB")
@@ -53,14 +56,33 @@ def folder_of(program: dict[str, Any], sources: Path, work: Path) -> Path:
 def prepare(program: dict[str, Any], sources: Path, work: Path) -> tuple[Path, list[str]]:
     """Its data, the folder that it runs in, and its command."""
     clone = folder_of(program, sources, work)
-    if "data" in program:
+    for data in program.get("data", ()):
         where = clone / program["data_folder"] if "data_folder" in program else work
         # On the stub: torchvision is built for the CUDA build.
-        make = [sys.executable, "-m", "benchmarks.program.data", program["data"], str(where)]
+        make = [sys.executable, "-m", "benchmarks.program.data", str(where), *data.split()]
         stub = [sys.executable, "-m", "batchfinder", "stub", "run", "--"]
         subprocess.run([*stub, *make], cwd=ROOT, check=True)
     argv = [sys.executable, *(word.replace("{work}", str(work)) for word in program["argv"])]
     return clone / program.get("folder", ""), argv
+
+
+def cards(program: dict[str, Any]) -> list[StubCard]:
+    """What it sees: one card, or those of the first of its machines, which have eight."""
+    memory = parse_bytes(program["memory"], "memory") if "memory" in program else None
+    return [stub_card(program["gpu"], memory)] * min(program.get("num_gpus", 1), 8)
+
+
+def environment(program: dict[str, Any], work: Path) -> dict[str, str]:
+    """Its variables, with the packages of its own before those of this environment."""
+    variables = dict(program.get("environment", {}))
+    paths = [variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    if "packages" in program:
+        own = work / "packages" / "+".join(program["packages"])
+        if not own.exists():
+            install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(own)]
+            subprocess.run([*install, *program["packages"]], check=True)
+        paths.insert(1, str(own))
+    return variables | {"PYTHONPATH": os.pathsep.join(each for each in paths if each)}
 
 
 def find(program: dict[str, Any], sources: Path, work: Path) -> dict[str, Any]:
@@ -81,10 +103,13 @@ def run(name: str, program: dict[str, Any], sources: Path, work: Path, log: Path
     with log.open("w") as output:
         found = dry_run(
             argv,
-            [stub_card(program["gpu"])],
+            cards(program),
+            world_size=program.get("num_gpus"),
+            steps=program.get("steps"),
             seconds=280,
+            build=find_build(program.get("torch")),
             folder=folder,
-            environment=program.get("environment"),
+            environment=environment(program, work),
             stdin=subprocess.DEVNULL,
             output=output.fileno(),
         )
@@ -93,7 +118,7 @@ def run(name: str, program: dict[str, Any], sources: Path, work: Path, log: Path
         "program": name,
         "source": program["source"],
         "command": " ".join(["python", *program["argv"]]),
-        "gpu": program["gpu"],
+        **{key: program[key] for key in ("gpu", "memory", "num_gpus", "packages", "published") if key in program},
         "outcome": found.outcome,
         "exit_code": found.exit_code,
         "seconds": found.seconds,

@@ -1,13 +1,18 @@
 """Generated data and models in the formats that public training programs read: tokens, digits, pictures, text.
 
-`python -m benchmarks.program.data digits FOLDER` makes some.
+`python -m benchmarks.program.data FOLDER digits` makes some. Weights are zeros that take no room on the disk.
 """
 
 from __future__ import annotations
 
+import base64
+import itertools
 import json
+import math
 import random
+import struct
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +67,22 @@ def pictures(folder: Path, each: int = 400) -> None:
                 coarse.resize((256, 256)).save(where / f"{number}.jpg")
 
 
+def word_tokenizer(folder: Path) -> None:
+    """Hugging Face's files of a tokenizer that has a token for each word."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<pad>", "<eos>", *WORDS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>", model_max_length=32768
+    )
+    fast.save_pretrained(folder)
+
+
 def language_model(folder: Path) -> None:
     """`model`, of the shape of Qwen2.5-0.5B with random weights in bf16 and a tokenizer; `text` with its samples."""
     import torch
@@ -90,11 +111,138 @@ def language_model(folder: Path) -> None:
         Qwen2ForCausalLM(shape).to(torch.bfloat16).save_pretrained(folder / "model")
     tokens = AutoTokenizer.from_pretrained(folder / "model")("word1515 word84")["input_ids"]
     assert len(tokens) == 8, tokens  # `word`, four figures, `word` and two
+    text(folder)
+
+
+def text(folder: Path) -> None:
+    """`text/train.jsonl` and `text/test.jsonl` with samples of 10 to 120 words."""
     draw = random.Random(0)
     (folder / "text").mkdir(exist_ok=True)
     for split, count in (("train", 2000), ("test", 100)):
-        rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(10, 120)))} for _ in range(count)]
-        (folder / f"text/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        _write_rows(
+            folder / f"text/{split}.jsonl",
+            ({"text": " ".join(draw.choices(WORDS, k=draw.randint(10, 120)))} for _ in range(count)),
+        )
+
+
+def llama_tokenizer(folder: Path) -> None:
+    """`tokenizer.model` of as many ranks as Llama 3's, 128,000: all bytes, all pairs of them, and some triples."""
+    words = itertools.chain.from_iterable(itertools.product(range(256), repeat=length) for length in (1, 2, 3))
+    with (folder / "tokenizer.model").open("w") as file:
+        for rank, word in enumerate(itertools.islice(words, 128_000)):
+            file.write(f"{base64.b64encode(bytes(word)).decode()} {rank}\n")
+
+
+def instructions(folder: Path, repository: str) -> None:
+    """A folder with a dataset's name, which `load_dataset` takes for it: Alpaca's columns, every sample a long one."""
+    draw = random.Random(0)
+    (folder / repository).mkdir(parents=True, exist_ok=True)
+    said = (" ".join(draw.choices(WORDS, k=600)) for _ in range(2000))
+    _write_rows(
+        folder / repository / "train.jsonl", ({"instruction": "Say it.", "input": "", "output": each} for each in said)
+    )
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sparse_safetensors(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Weights in bf16 of which the file has the header alone, and a hole for the zeros."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+
+
+def llama32_3b(folder: Path, name: str) -> None:
+    """A folder with Hugging Face's files of Llama 3.2 3B, weights in two of them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    where = folder / name
+    word_tokenizer(where)
+    shape = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=28,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        pad_token_id=1,
+        eos_token_id=2,
+    )
+    shape.save_pretrained(where)
+    with torch.device("meta"):
+        weights = LlamaForCausalLM(shape).state_dict()
+    files: dict[str, dict[str, Sequence[int]]] = {f"model-0000{number}-of-00002.safetensors": {} for number in (1, 2)}
+    for place, (tensor, each) in enumerate(weights.items()):
+        if tensor != "lm_head.weight":  # which is the embedding's
+            files[list(files)[2 * place // len(weights)]][tensor] = each.shape
+    for file, shapes in files.items():
+        sparse_safetensors(where / file, shapes)
+    places = {tensor: file for file, shapes in files.items() for tensor in shapes}
+    (where / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def metamath(folder: Path) -> None:
+    """What peft's comparison on MetaMathQA loads, in folders of these names.
+
+    Of each 80 samples, which it sorts by length, four have about the 705 tokens that `benchmarks/measured/peft` has
+    found for the longest, the others 350 and fewer: some 208 on average, as its results say.
+    """
+    llama32_3b(folder, "meta-llama/Llama-3.2-3B")
+    template = 10  # tokens of `Question: x Think step by step.` and `Answer:`
+    lengths = [*range(705, 701, -1), *(350 - 9 * each // 2 for each in range(76))]
+    sums = [
+        {"type": "GSM_SV", "query": "x", "original_question": "x", "response": ("a." * 705)[: length - template]}
+        for length in lengths
+    ]
+    questions = [{"question": "x", "answer": "a"}] * 100
+    for name, rows in (
+        ("meta-math/MetaMathQA/train", sums * 25),
+        ("openai/gsm8k/train", questions),
+        ("openai/gsm8k/test", questions),
+        ("HuggingFaceFW/finewiki/train", [{"text": "x " * 600}] * 100),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        _write_rows(folder / f"{name}.jsonl", rows)
+    splits = "".join(f"\n  - split: {each}\n    path: {each}.jsonl" for each in ("train", "test"))
+    (folder / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:{splits}\n---\n")
+
+
+def litgpt(folder: Path, model: str) -> None:
+    """`checkpoints/MODEL` for the LitGPT that lies in a folder: its own model of that name, of one zero's weights."""
+    import torch
+
+    sys.path.insert(0, str(folder))
+    from litgpt import GPT, Config
+    from litgpt.utils import save_config
+
+    where = folder / "checkpoints" / model
+    word_tokenizer(where)
+    config = Config.from_name(where.name)
+    save_config(config, where)
+    with torch.device("meta"):
+        weights = GPT(config).state_dict()
+    zero = torch.zeros((), dtype=torch.bfloat16)
+    torch.save({name: zero.expand(each.shape) for name, each in weights.items()}, where / "lit_model.pth")
 
 
 def preferences(folder: Path) -> None:
@@ -111,4 +259,4 @@ def preferences(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    globals()[sys.argv[2]](Path(sys.argv[1]), *sys.argv[3:])

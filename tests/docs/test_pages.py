@@ -37,6 +37,7 @@ def test_the_tables_of_public_programs_are_the_results() -> None:
     """docs/programs.md has what `python docs/make_programs.py` writes into it."""
     page, made = (DOCS / "programs.md").read_text(encoding="utf-8"), _script("make_programs")
     assert made.table() in page
+    assert made.against() in page
     assert made.sizes() in page
 
 
