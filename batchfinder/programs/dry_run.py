@@ -190,7 +190,7 @@ class DryRun:
     @property
     def fullest(self) -> ProcessMemory | None:
         """The process with the highest peak; where memory ran out, one in which it did."""
-        return max(self.processes, key=lambda each: (bool(each.out_of_memory), each.peak_reserved_bytes), default=None)
+        return max(self.processes, key=_fullness, default=None)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain data, sizes in bytes."""
@@ -326,7 +326,7 @@ def dry_run(
             report.words(),
             world_size,
             _snapshot(session.folder),
-            _timeline(session.folder, processes),
+            _timeline(session.folder),
             _read(session.folder),
         )
 
@@ -394,14 +394,19 @@ def _snapshot(folder: Path) -> bytes | None:
     return written[-1].read_bytes() if written else None
 
 
-def _timeline(folder: Path, processes: Sequence[ProcessMemory]) -> dict[str, Any] | None:
-    """That of the process with the highest peak, by its rank."""
-    fullest = max(processes, key=lambda each: (bool(each.out_of_memory), each.peak_reserved_bytes), default=None)
-    for written in sorted(folder.glob("process-*.timeline")) if fullest is not None else ():
-        found: dict[str, Any] = json.loads(written.read_text())
-        if found["rank"] == fullest.rank:  # type: ignore[union-attr]
-            return found
-    return None
+def _timeline(folder: Path) -> dict[str, Any] | None:
+    """That of the fullest process."""
+    written = {path: ProcessMemory.read(path.with_suffix(".json")) for path in folder.glob("process-*.timeline")}
+    known = {path: _fullness(process) for path, process in written.items() if process is not None}
+    if not known:
+        return None
+    found: dict[str, Any] = json.loads(max(known, key=known.__getitem__).read_text())
+    return found
+
+
+def _fullness(process: ProcessMemory) -> tuple[bool, int]:
+    """By which processes are told apart: the fullest has run out of memory, or reserved most."""
+    return bool(process.out_of_memory), process.peak_reserved_bytes
 
 
 def _read(folder: Path) -> tuple[str, ...] | None:

@@ -266,8 +266,8 @@ def find_for_command(
     """
     stop = threading.Event()
     folder = Path.cwd()
-    # In the folder itself, what a run writes may change the next one.
     build = None if real else build or find_cuda_build()
+    # In the folder itself, what a run writes may change the next one.
     kept = KeptRuns(folder, build, anew=again) if scratch and build is not None else None
     known: dict[int | None, list[tuple[StubCard, SearchResult]]] = {}
 

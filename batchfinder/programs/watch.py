@@ -359,8 +359,9 @@ class Watch:
                 line_of=lambda block: line_of(block.frames, is_library) or block.noted.partition(" ")[2],
                 step_of=lambda number: 1 + bisect.bisect_right(ends, number),
             )
-            with open(f"{self._path}.timeline", "w") as file:
-                json.dump({"rank": self._rank, **timeline}, file)
+            with open(f"{self._path}.timeline.part", "w") as file:
+                json.dump(timeline, file)
+            os.replace(f"{self._path}.timeline.part", f"{self._path}.timeline")
 
     def _wait_for_stop(self) -> None:
         """End at once where the command is to be stopped from outside."""

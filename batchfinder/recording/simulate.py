@@ -19,6 +19,7 @@ from batchfinder.data.longest_samples import batches_of
 from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.errors import InvalidValue, OutOfMemory, RecordingFailed
 from batchfinder.models.build import build_workload, run_user_code, workload_from_object
+from batchfinder.models.catalog import check_model_name
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
 from batchfinder.recording import fake_device
 from batchfinder.recording.forked import NotRecordable, record_in_forks
@@ -236,7 +237,13 @@ def simulate(
     if not hasattr(os, "fork"):
         raise InvalidValue("simulate", os.name, "a system that can fork; batchfinder estimate does without")
     name = model if isinstance(model, str) else type(model).__name__
-    make_batch = _batches(model, batches, name)
+    if isinstance(model, str):
+        check_model_name(model)
+    before = ProcessState()
+    try:
+        make_batch = _batches(model, batches, name)
+    finally:
+        before.restore()
     trains_itself = isinstance(model, nn.Module) and has_training_step(model)
     if not isinstance(model, str) and not trains_itself and make_batch is None:
         workload_from_object(model, name)  # to say what is wrong with it
@@ -283,10 +290,6 @@ def _batches(model: object, batches: DataLoader[Any] | MakeBatch | None, name: s
         raise InvalidValue("batches", type(batches).__name__, "one DataLoader, or a function that makes a batch")
     if batches is None or not isinstance(batches, DataLoader):
         return batches
-    before = ProcessState()
-    try:
-        made = batches_of(batches)
-        run_user_code(f"{name}'s data", made.batch, 1)  # reads the samples
-    finally:
-        before.restore()
+    made = batches_of(batches)
+    run_user_code(f"{name}'s data", made.batch, 1)  # reads the samples
     return lambda batch_size, _: made.batch(batch_size)

@@ -154,7 +154,9 @@ def _would_fit(card: StubCard, roomy: DryRun) -> Iterator[str]:
     assert process is not None
     takes, held = process.peak_reserved_bytes, process.peak.get("held", {})
     usable = card.total_bytes - card.context_bytes - card.held_bytes
-    yield f"it takes {format_bytes(takes)} reserved where there is room, {format_bytes(takes - usable)} more than here"
+    more = takes - usable
+    missing = f"{format_bytes(more)} more than here" if more > 0 else "which is here, in pieces that are too small"
+    yield f"it takes {format_bytes(takes)} reserved where there is room, {missing}"
     activations = held.get("forward", 0)
     changes = {
         "half the batch size with twice the accumulation": (activations + held.get("backward", 0)) // 2,

@@ -48,6 +48,7 @@ class Classifier(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
     def train_dataloader(self) -> DataLoader[Any]:
+        torch.randperm(50)
         return DataLoader(Rows(), batch_size=4, shuffle=True)
 
 
@@ -153,6 +154,7 @@ def test_what_does_not_fit() -> None:
     [
         ({"model": nn.Linear(3, 3)}, InvalidValue, "neither"),
         ({"model": Classifier(), "gpu": "RTX 9999"}, UnknownName, "RTX 9999"),
+        ({"model": "bert-bse"}, UnknownName, "bert-base"),
         ({"model": Classifier(), "precision": "fp16"}, InvalidValue, "16-mixed"),
         ({"model": Classifier(), "optimizer": "adam-w"}, InvalidValue, "adamw"),
         ({"model": Classifier(), "lora": 8}, InvalidValue, "lora"),
