@@ -83,7 +83,7 @@ def find_cuda_build(torch_version: str | None = None) -> CudaBuild:
     """PyTorch's CUDA build that commands are to be run on.
 
     Raises:
-        CudaStubUnavailable: there is none of that version, or the stub cannot be had here.
+        CudaStubUnavailable: no CUDA build of that version is installed, or this machine cannot run the stub.
     """
     try:
         return find_build(torch_version)

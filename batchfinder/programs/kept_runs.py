@@ -24,6 +24,8 @@ from batchfinder.cuda_stub import CudaBuild, StubCard
 from batchfinder.programs.dry_run import DryRun
 from batchfinder.programs.scratch import files_in
 
+_PACKAGE = Path(__file__).parents[1]
+"""Which has the stub, and what computes values and watches a run."""
 _KEPT_SECONDS = 30 * 24 * 3600
 _OF_A_TERMINAL = re.compile(
     r"_|PWD|OLDPWD|SHLVL|TERM.*|COLUMNS|LINES|WINDOWID|SSH_.*|XDG_SESSION_.*|TMUX.*|STY|INVOCATION_ID|JOURNAL_STREAM|"
@@ -76,7 +78,7 @@ class KeptRuns:
         words = [word.rpartition("=")[2] for word in (*argv, *environment.values())]
         variables = {name: value for name, value in os.environ.items() if not _OF_A_TERMINAL.fullmatch(name)}
         parts = {
-            "code": _stats(Path(__file__).parent.glob("*.py")),  # what watches a run changes with the package
+            "code": _stats(each for each in _PACKAGE.rglob("*") if each.suffix in (".py", ".c", ".h")),
             "build": self._build.version,
             "argv": list(argv),
             "environment": {**variables, **environment},

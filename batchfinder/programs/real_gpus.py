@@ -42,7 +42,7 @@ def real_gpu() -> StubCard:
     """The first GPU of this machine, with what is in use of its memory.
 
     Raises:
-        InvalidValue: there is none.
+        InvalidValue: nvidia-smi and rocm-smi list no GPU that this process can see.
     """
     gpus = present_gpus()
     if not gpus:

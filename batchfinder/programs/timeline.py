@@ -47,46 +47,45 @@ def memory_timeline(
         `by_kind`: bytes after each event; `lines`: the user's line that allocated what each event allocates or
         releases; `marks`: number of the event, step and stage wherever these change. Events are numbered from `first`.
     """
-    alive = {address: _Held(block.size, "inputs", "") for address, block in history.before.items()}
+
+    def hold(block: AliveBlock) -> _Held:
+        phase = phase_of(block)
+        return _Held(block.size, _KIND_OF_PHASE.get(phase, "temporary"), line_of(block), phase)
+
+    alive = {address: hold(block) for address, block in history.alive(first).items()}
+    start = list(alive.values())
     changes: list[tuple[int, _Held]] = []
-    for number, event in enumerate(history.events):
+    for number, event in enumerate(history.events[first:], first):
         for address in gradients.get(number, ()):
             if address in alive:
                 alive[address].kind = "gradients"
         if event["action"] == "alloc":
             noted = event.get("user_metadata") or ""
-            block = AliveBlock(rounded(event["size"]), number, noted, event.get("frames", ()))
-            phase = phase_of(block)
-            held = _Held(block.size, _KIND_OF_PHASE.get(phase, "temporary"), line_of(block), phase)
+            held = hold(AliveBlock(rounded(event["size"]), number, noted, event.get("frames", ())))
             alive[event["addr"]] = held
             changes.append((held.size, held))
-        elif event["addr"] in alive:
-            held = alive.pop(event["addr"])
-            changes.append((-held.size, held))
         else:
-            changes.append((0, _Held(0, "inputs", "")))
+            held = alive.pop(event["addr"], _Held(0, "inputs", ""))
+            changes.append((-held.size, held))
     for address, kind in known.items():
         if address in alive:
             alive[address].kind = _KIND_OF_TENSOR.get(kind, kind)
 
-    now: dict[str, int] = {}
-    for held in alive.values():
-        now[held.kind] = now.get(held.kind, 0) + held.size
-    for change, held in changes:  # back to what was held before the first of them
-        now[held.kind] = now.get(held.kind, 0) - change
+    now = {held.kind: 0 for held in (*start, *(held for _, held in changes))}
+    for held in start:
+        now[held.kind] += held.size
     by_kind: dict[str, list[int]] = {kind: [] for kind in now}
     lines: list[str] = []
     marks: list[tuple[int, int, str]] = []
     stage = "forward"
     for number, (change, held) in enumerate(changes):
         now[held.kind] += change
-        if change > 0 and held.phase != "other":
-            stage = held.phase
-        if number < first:
-            continue
         for kind, size in now.items():
             by_kind[kind].append(size)
         lines.append(held.line)
-        if not marks or marks[-1][1:] != (step_of(number), stage):
-            marks.append((number - first, step_of(number), stage))
+        if change > 0 and held.phase != "other":
+            stage = held.phase
+        step = step_of(first + number)
+        if not marks or marks[-1][1:] != (step, stage):
+            marks.append((number, step, stage))
     return {"by_kind": by_kind, "lines": lines, "marks": marks}

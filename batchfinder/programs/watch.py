@@ -376,12 +376,12 @@ class Watch:
 
     def _write_read(self) -> None:
         """Write which files were read, but for those of installed packages, and the folders of these."""
-        modules = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
-        noted: set[str] = getattr(sys.modules.get("sitecustomize"), "opened", set()).copy()
-        opened = {each for each in noted if not each.startswith(("/proc/", "/sys/", "/dev/"))}
-        own = {os.path.realpath(each) for each in modules | opened if each and not each.endswith(".pyc")}
-        folders = {each for each in sys.path if each.endswith("-packages")}
-        with suppress(OSError):
+        with suppress(Exception):  # modules may be anything; a run without this is not kept
+            modules = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
+            noted: set[str] = getattr(sys.modules.get("sitecustomize"), "opened", set()).copy()
+            opened = {each for each in noted if not each.startswith(("/proc/", "/sys/", "/dev/"))}
+            own = {os.path.realpath(each) for each in modules | opened if each and not each.endswith(".pyc")}
+            folders = {each for each in sys.path if each.endswith("-packages")}
             with open(f"{self._path}.read.part", "w") as file:
                 json.dump([each for each in own if not is_library(each)] + sorted(folders), file)
             os.replace(f"{self._path}.read.part", f"{self._path}.read")

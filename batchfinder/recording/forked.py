@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from batchfinder.recording import fake_device
-from batchfinder.recording.user_code import is_library
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.child_process import ended, pipe
+from batchfinder.training.child_process import ended, line_of_user, pipe
 
 
 class NotRecordable(Exception):
@@ -103,19 +102,14 @@ def _fork(record: Callable[[int], Trace], batch_size: int, deadline: float) -> t
         try:
             answer: dict[str, Any] = {"trace": record(batch_size).to_json()}
         except BaseException as error:
-            answer = {"error": f"{type(error).__name__}: {error}{_place_of(error)}"}
+            line = line_of_user(traceback.extract_tb(error.__traceback__))
+            answer = {"error": f"{type(error).__name__}: {error} {line}".rstrip()}
         if os.getpid() != own:  # the step has forked and lets both sides go on
             os._exit(0)
         with os.fdopen(answers, "wb") as stream:
             stream.write(json.dumps(answer).encode())
     finally:
         os._exit(0)
-
-
-def _place_of(error: BaseException) -> str:
-    """The user's innermost line that an error came through."""
-    lines = [each for each in traceback.extract_tb(error.__traceback__) if not is_library(each.filename)]
-    return f" ({os.path.basename(lines[-1].filename)}:{lines[-1].lineno})" if lines else ""
 
 
 def _leave_parent_alone(answers: int, deadline: float) -> None:

@@ -39,6 +39,7 @@ from batchfinder.units import format_bytes
 
 MakeBatch = Callable[[int, int | None], Any]
 SECONDS = 120.0
+"""How long a recording may take."""
 
 
 class SimulatedTraining:
@@ -54,9 +55,9 @@ class SimulatedTraining:
         result: of the search, with each size that was looked at.
 
     Example:
-        >>> simulated = simulate(module, gpu="RTX 4090")  # doctest: +SKIP
-        >>> simulated.batch_size, simulated.on("T4").batch_size, str(simulated.plan(256))  # doctest: +SKIP
-        (61, 37, '52 x 5 = 260 (4 more than the target of 256)')
+        >>> simulated = simulate("bert-base", gpu="RTX 4090", seq_len=128, precision="16-mixed")  # doctest: +SKIP
+        >>> simulated.batch_size, simulated.on("T4").batch_size, str(simulated.plan(1024))  # doctest: +SKIP
+        (440, 265, '341 x 3 = 1023 (1 fewer than the target of 1024)')
     """
 
     def __init__(

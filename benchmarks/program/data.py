@@ -251,11 +251,11 @@ def preferences(folder: Path) -> None:
     draw = random.Random(0)
     (folder / "preferences").mkdir(exist_ok=True)
     for split, count in (("train", 400), ("test", 20)):
-        rows = [
+        rows = (
             {name: " ".join(draw.choices(WORDS, k=draw.randint(10, 60))) for name in ("prompt", "chosen", "rejected")}
             for _ in range(count)
-        ]
-        (folder / f"preferences/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        )
+        _write_rows(folder / f"preferences/{split}.jsonl", rows)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 import batchfinder
+from batchfinder.cli.main import main
 from batchfinder.devices import all_gpus
 from tests.cli.command import Done, Run
 
@@ -29,12 +32,16 @@ def test_the_gpus_that_can_be_named(run: Run) -> None:
     assert (wrong.code, "one of bf16, fp8" in wrong.err) == (1, True)
 
 
-def test_the_version(run: Run) -> None:
-    """The package's, as its metadata have it."""
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """The package's, as its metadata have it, and PyTorch's."""
     with pytest.raises(SystemExit) as ended:
-        run("--version")
+        main(["--version"])
     assert ended.value.code == 0
-    assert batchfinder.__version__
+    assert batchfinder.__version__ == version("batchfinder")
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"batchfinder {version('batchfinder')}",
+        f"torch {version('torch')}",
+    ]
 
 
 def test_a_model_without_its_option(run: Run) -> None:

@@ -86,6 +86,14 @@ def test_the_readme_has_the_figures_of_the_page_on_accuracy() -> None:
         assert words in readme
 
 
+def test_the_readme_has_how_near_dry_runs_come_to_published_figures() -> None:
+    """How many were published, and how many are within the share that it names."""
+    off = [abs(float(each)) for each in re.findall(r"\| ([+-][\d.]+) % \|", _script("make_programs").against())]
+    near, within = sorted(off)[:-1], max(sorted(off)[:-1])
+    words = f"come within {within} % of {len(near)} of {len(off)} figures that their authors published"
+    assert words in " ".join(README.read_text().split())
+
+
 def test_the_gallery_shows_its_scripts_commands() -> None:
     """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order, and they parse."""
     commands = [command for case in _script("make_gallery").CASES for command in case.commands]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,10 @@ def test_a_transformers_model_is_what_its_name_stands_for() -> None:
     named = simulate("bert-base", gpu="T4", seq_len=128, precision="16-mixed")
     checkpointed = simulate("bert-base", gpu="T4", seq_len=128, precision="16-mixed", gradient_checkpointing=True)
     assert (at_hand.batch_size, at_hand.peak_reserved_bytes) == (named.batch_size, named.peak_reserved_bytes)
-    assert at_hand.batch_size > 100
+    larger = at_hand.on("RTX 4090")
+    page = (Path(__file__).parents[2] / "docs/quickstart.md").read_text()
+    assert f"# {larger.batch_size}, {at_hand.batch_size}\n" in page
+    assert f"# '{larger.plan(1024)}'\n" in page
     assert checkpointed.batch_size > 2 * named.batch_size
     assert "BertForSequenceClassification" in at_hand._repr_html_()
     plain = named.to_json()
@@ -175,7 +179,7 @@ def test_errors_of_the_users_code() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             raise KeyError("labels")
 
-    with pytest.raises(RecordingFailed, match=r"KeyError: 'labels' \(test_simulate.py:\d+\)"):
+    with pytest.raises(RecordingFailed, match=r"KeyError: 'labels' at .*test_simulate.py:\d+, in training_step: raise"):
         simulate(Broken(), gpu="T4")
 
     class NoData(Classifier):

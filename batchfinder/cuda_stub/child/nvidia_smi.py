@@ -39,7 +39,7 @@ def main(arguments):
     if not cards:
         print("No devices were found")
         return 1
-    chosen = "".join(each.partition("=")[2] for each in arguments if each.startswith(("--id=", "-i=")))
+    chosen = "".join(each.partition("=")[2] for each in arguments if each.startswith("--id="))
     cards = [card for card in cards if chosen in ("", str(card["index"]), card["uuid"])]
     if not cards:
         print("No devices were found")
