@@ -52,8 +52,13 @@ def memory_timeline(
         phase = phase_of(block)
         return _Held(block.size, _KIND_OF_PHASE.get(phase, "temporary"), line_of(block), phase)
 
-    alive = {address: hold(block) for address, block in history.alive(first).items()}
+    blocks = history.alive(first)
+    alive = {address: hold(block) for address, block in blocks.items()}
     start = list(alive.values())
+    last = max((place for place in gradients if place <= first), default=0)
+    for address in gradients.get(last, ()):  # the last step's, which are released in the next
+        if address in blocks and (blocks[address].event or 0) < last:
+            alive[address].kind = "gradients"
     changes: list[tuple[int, _Held]] = []
     for number, event in enumerate(history.events[first:], first):
         for address in gradients.get(number, ()):
