@@ -23,6 +23,7 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.recording.what_fits import WhatFits
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
 from batchfinder.report.page import cell_of_estimate, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_estimate
@@ -106,7 +107,10 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
 
 
 def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFindings:
-    """Record the size asked for, and try other options where it does not fit, or where advice is asked for.
+    """Record the size asked for, and look for what trains where it does not fit.
+
+    Args:
+        advice: whether to try other options as well, one at a time.
 
     Raises:
         BatchFinderError: the model could not be built or recorded.
@@ -137,8 +141,14 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             simulation = stack.enter_context(Simulation(spec, step))
             probe = simulation.probe(card.device, [seq_len], request.allocator)
             unmodelled = (*unmodelled, "what other options would change is recorded on the fake device")
-        if advice or not alone.fits:
+        trains = request.options.mode == "train"
+        if advice or not (alone.fits or trains):
             alternatives = suggest(request, simulation, probe, alone, line)
+        changes = None
+        if trains and not alone.fits:
+            target = request.batch_size * request.accumulation * card.count
+            looking = WhatFits(request.model, request.options, card, target, Shape(seq_len), simulation, line.update)
+            changes = looking.find()
         strategies = {}
         if card.count > 1 and request.options.gpus == 1:
             line.update(f"recording what {card.count} GPUs can do")
@@ -153,7 +163,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             strategies = {name: estimated(recording.result(), among) for name, recording in asked_of.items()}
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer="its own"))
-    return EstimateFindings(request, alone, strategies, alternatives, unmodelled)
+    return EstimateFindings(request, alone, strategies, alternatives, unmodelled, changes)
 
 
 def suggest(

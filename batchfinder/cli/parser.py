@@ -305,7 +305,11 @@ PLAN = Command(
                 "metavar": "NAME",
                 "help": "leave this as it is: precision, optimizer, loss or checkpointing; repeatable",
             },
-            "--allow": {"action": "append", "metavar": "NAME", "help": "lora: train adapters, where all else fails"},
+            "--allow": {
+                "action": "append",
+                "metavar": "NAME",
+                "help": "lora or qlora: train adapters as a runner-up too, not only where nothing else trains",
+            },
         },
         "the step to start from": _STEP,
         "the output": {**_JSON, **_MARKDOWN, **_HTML, "--explain": _PLOT["--explain"]},

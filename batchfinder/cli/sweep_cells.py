@@ -39,6 +39,7 @@ from batchfinder.recording.simulation import (
     search_cards,
     search_simulated,
 )
+from batchfinder.recording.what_fits import WhatFits
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.report.terminal import words_of
@@ -55,6 +56,8 @@ T = TypeVar("T")
 _TITANS = ("Titan X Pascal", "GTX Titan X")
 _CARDS_WITH_CHANGES = 4
 """A page of more GPUs has no table of changes: each takes a search for each cell."""
+_CELLS_WITH_WHAT_FITS = 2
+"""Of a model's cells in which not one sample fits: those for which options are looked for under which it does."""
 CARDS_OF_A_POOL = 8
 """For fewer GPUs `search_pool` is of no use: its processes take as long to start."""
 _OBJECTS_OF_REPLAYS = 20_000
@@ -145,6 +148,9 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
     capabilities = sorted({card.device.compute_capability for card in request.place.cards})
     recorded: set[int] = set()
     limits = request.max_batch_size, request.min_batch_size, request.multiple_of
+    looked_at: list[Cell] = []
+    may_look = request.options.mode == "train" and request.min_batch_size == 1 and request.multiple_of == 1
+    may_look = may_look and not request.options.optimizer_in_backward
 
     def ask(cell: Cell) -> tuple[SimulatedProbe, ResultEntry | None]:
         simulation = simulations.get(cell.card.count, cells.simulation)
@@ -201,11 +207,20 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
         if request.page and len(request.place.cards) <= _CARDS_WITH_CHANGES:
             status(f"{cell}, with other options")
             changes = changes_of(cell, result, cells, changed)
+        what_fits = None
+        if not result.max_batch_size and may_look and len(looked_at) < _CELLS_WITH_WHAT_FITS:
+            looked_at.append(cell)
+            simulation, target = simulations.get(card.count, cells.simulation), cell.target_batch_size or card.count
+            usable = replace(card, device=card.device.with_headroom(cell.headroom_bytes))
+            looking = WhatFits(cells.model, request.options, usable, target, Shape(seq_len), simulation, status)
+            with suppress(BatchFinderError):  # the row stands without it
+                what_fits = looking.find(count=1)
         return SweepRow(
             cell,
             result,
             trials,
             seconds=time.perf_counter() - start,
+            what_fits=what_fits,
             cached=known is not None,
             unscaled=sum((trial.batch_size, seq_len) in probe.traces.unscaled for trial in trials),
             curve=curve,

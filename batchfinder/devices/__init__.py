@@ -14,6 +14,7 @@ from batchfinder.devices.catalog import (
     device_with_budget,
     find_gpu,
     find_instance,
+    smallest_gpus,
 )
 from batchfinder.devices.detect import PresentGpu, driver_version, host_name, mps_limit_bytes, present_gpus
 
@@ -34,4 +35,5 @@ __all__ = [
     "host_name",
     "mps_limit_bytes",
     "present_gpus",
+    "smallest_gpus",
 ]

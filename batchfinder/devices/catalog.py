@@ -150,6 +150,19 @@ def find_gpu(name: str) -> Gpu:
     raise UnknownName("GPU", name, nearest(key.text, {text: gpu.name for text, gpu in known.items()}))
 
 
+def smallest_gpus(usable_bytes: int, capability: tuple[int, int], count: int = 4) -> tuple[str, ...]:
+    """The smallest NVIDIA GPUs that have so much for the allocator, and are no older than a compute capability.
+
+    Returns:
+        Names, the smallest first, one of each size; empty where none has as much.
+    """
+    names: dict[int, str] = {}
+    for gpu in all_gpus():
+        if gpu.compute_capability is not None and gpu.compute_capability >= capability:
+            names.setdefault(gpu.usable_bytes, gpu.name)
+    return tuple(names[size] for size in sorted(names) if size >= usable_bytes)[:count]
+
+
 @cache
 def _gpus_by_key() -> dict[str, Gpu]:
     """Every key a GPU is found by: each name and alias, as it stands and with the card's size."""

@@ -101,6 +101,7 @@ def build_workload(
     lora_targets: str | None = None,
     quantization: str | None = None,
     precision: str = "fp32",
+    layers: int | None = None,
 ) -> Workload:
     """Build the model that a name, a path or a factory stands for.
 
@@ -122,6 +123,7 @@ def build_workload(
         lora_targets: the layers that get one, separated by commas, or `all-linear`; None for peft's own choice.
         quantization: one of `QUANTIZATION_NAMES`, for weights that do not train; None to leave them.
         precision: one of `PRECISION_NAMES`, which decides on the types of the frozen weights.
+        layers: how many are left of the model's longest stack of layers; None for all.
 
     Raises:
         MissingExtra: an option needs a package that is not installed.
@@ -153,6 +155,8 @@ def build_workload(
             row = None
         workload = workload_from_path(path, attention) if row is None else workload_from_row(row, attention)
     model: Any = workload.model
+    if layers is not None and (stack := longest_stack(model)) is not None:
+        del stack[layers:]
     if from_factory and attention is not None:
         if not hasattr(model, "set_attn_implementation"):
             expected = f"no --attention: {spec} chooses the attention of its model itself"
@@ -186,6 +190,19 @@ def build_workload(
     return workload
 
 
+def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
+    """Each `nn.ModuleList` of modules of one class, also one inside of another."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return [stack for stack in lists if len({type(layer) for layer in stack}) == 1]
+
+
+def longest_stack(model: nn.Module) -> nn.ModuleList | None:
+    """Of the stacks of layers that are in no other one, the longest; None where there is none."""
+    stacks = layer_stacks(model)
+    inner = {id(part) for stack in stacks for layer in stack for part in layer.modules()}
+    return max((stack for stack in stacks if id(stack) not in inner), key=len, default=None)
+
+
 def compile_workload(workload: Workload, what: str, spec: str) -> Workload:
     """Have torch.compile compile a model, or its layers, when they are first called; returns the workload to use.
 
@@ -210,11 +227,7 @@ def compile_workload(workload: Workload, what: str, spec: str) -> Workload:
         step: Any = workload.model.module  # Lightning compiles a module's steps, not the module
         step.training_step = torch.compile(step.training_step)
         return workload
-    lists = [
-        module
-        for module in workload.model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
-    ]
+    lists = layer_stacks(workload.model)
     inner = {part for layers in lists for layer in layers for part in layer.modules() if part is not layer}
     for layers in lists:
         for index, layer in enumerate(layers):

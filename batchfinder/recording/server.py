@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,6 +128,9 @@ class RecordingServer:
                     from batchfinder.recording import distributed
 
                     distributed.prepare()  # here once, and not in every fork
+                if (request["record"]["workload"] or {}).get("arguments", {}).get("lora") and self.workload is not None:
+                    with contextlib.suppress(Exception):  # raised again, and told, in the fork
+                        import_module("peft")
                 done, child_end = pipe()
                 process = os.fork()
                 if process == 0:
@@ -145,6 +149,7 @@ class RecordingServer:
         try:
             import torch
 
+            from batchfinder.models.build import longest_stack
             from batchfinder.models.fingerprint import fingerprint_workload
             from batchfinder.recording.fake_device import FakeDeviceMode
             from batchfinder.recording.modules import compiled_modules
@@ -174,6 +179,7 @@ class RecordingServer:
                 "warnings": self.warnings,
                 "parallelizes": self.workload.parallelize is not None,
                 "recorder": self.recorder,
+                "layers": len(longest_stack(self.workload.model) or ()),
             }
         except KeyboardInterrupt:
             raise

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 
 from batchfinder.cuda_stub import StubCard
-from batchfinder.devices import Gpu, all_gpus
+from batchfinder.devices import smallest_gpus
 from batchfinder.estimate.estimate import NAMES, OverTime
 from batchfinder.programs import DryRun, ProcessMemory
 from batchfinder.programs.dry_run import FAILED, FITS, INTERRUPTED, NO_GPU, OUT_OF_MEMORY
@@ -31,7 +31,6 @@ _HELD = {
 }
 _WORTH_TELLING = 50
 """A line that made one in so many bytes, or more."""
-_CARDS_NAMED = 4
 _ENDED = {
     "steady": "the last 5 added nothing to it",
     "most steps": "after which it was ended",
@@ -166,14 +165,9 @@ def _would_fit(card: StubCard, roomy: DryRun) -> Iterator[str]:
     for change, saved in changes.items():
         if saved * _WORTH_TELLING > takes:
             yield f"{change}: about {format_bytes(saved)} less{', enough' if takes - saved <= usable else ''}"
-    others = {gpu.usable_bytes: gpu.name for gpu in reversed(all_gpus()) if _as_new(gpu, card)}
-    enough = [others[size] for size in sorted(others) if size >= takes][:_CARDS_NAMED]
+    enough = smallest_gpus(takes, card.compute_capability)
     yield f"GPUs with as much memory: {', '.join(enough) or 'none of the catalogue'}"
     yield "batchfinder find finds the largest batch size that fits"
-
-
-def _as_new(gpu: Gpu, card: StubCard) -> bool:
-    return gpu.compute_capability is not None and gpu.compute_capability >= card.compute_capability
 
 
 def _end_of(run: DryRun) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 from batchfinder.devices import Card
 from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
+from batchfinder.recording.what_fits import Found
 from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.what_fits import what_fits_json, what_fits_table
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
@@ -68,6 +70,7 @@ class EstimateFindings:
         strategies: of each of several GPUs, by how they train together.
         alternatives: what other options would change; None where none were tried.
         unmodelled: what the figures leave out.
+        what_fits: options under which the same trains; None where it fits, or nothing trains.
     """
 
     request: EstimateRequest
@@ -75,6 +78,7 @@ class EstimateFindings:
     strategies: Mapping[str, Estimate] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] | None = None
     unmodelled: tuple[str, ...] = ()
+    what_fits: Found | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; the figures at the top are those of one GPU that trains alone."""
@@ -98,6 +102,7 @@ class EstimateFindings:
             "modules": module_tree(found.trace, found.alive).to_json(),
             "strategies": [{"strategy": name, **one.to_json()} for name, one in self.strategies.items()],
             "advice": None if self.alternatives is None else [asdict(one) for one in self.alternatives],
+            "what_fits": None if self.what_fits is None else what_fits_json(self.what_fits),
             "unmodelled": list(self.unmodelled),
         }
 
@@ -164,6 +169,10 @@ def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: b
         gpus = found.request.options.gpus
         title = f"Other options on {'one GPU' if gpus == 1 else f'{gpus} GPUs'}"
         tables.append(Table(title, (), columns, tuple(notes)))
+    if found.what_fits is not None:
+        samples = found.estimate.trace.batch_size * found.request.accumulation * found.request.card.count
+        title = f"What trains {samples} sample{'' if samples == 1 else 's'} at a time on {found.request.card.name}"
+        tables.append(what_fits_table(found.what_fits, found.request.card, title, explain))
     return tuple(tables)
 
 

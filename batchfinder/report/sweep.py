@@ -12,8 +12,10 @@ from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.estimate import OverTime
+from batchfinder.recording.what_fits import Found, changes_as_typed
 from batchfinder.report.estimate import Alternative
 from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.what_fits import what_fits_json, what_fits_lines
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
@@ -50,6 +52,14 @@ class Cell:
         return f"{self.where} on {self.card.name}"
 
     @property
+    def plan_command(self) -> str:
+        """What `batchfinder plan` is asked for the same."""
+        length = "" if self.seq_len is None else f"--seq-len {self.seq_len} "
+        asked = changes_as_typed(StepOptions(), self.options)
+        where = f'--model {self.model} --gpu "{self.card.device.name}"'
+        return f"{where} {length}--target-batch-size {self.target_batch_size or 8}{f' {asked}' if asked else ''}"
+
+    @property
     def where(self) -> str:
         """The model and the length, in words."""
         return self.model if self.seq_len is None else f"{self.model} at {self.seq_len}"
@@ -69,6 +79,7 @@ class SweepRow:
         over_time: the memory of the largest batch, for a page, where one was asked for; not part of the JSON.
         changes: what other options would change, likewise.
         throughput: the smallest size at full speed, where it was asked for.
+        what_fits: options under which it trains, where not one sample does; None where nobody looked.
         not_cached: why it, or one before it, could not be cached; empty where all could. Not part of the JSON.
     """
 
@@ -83,6 +94,7 @@ class SweepRow:
     over_time: OverTime | None = None
     changes: tuple[Alternative, ...] | None = None
     throughput: Throughput | None = None
+    what_fits: Found | None = None
     not_cached: str = ""
 
     @property
@@ -164,6 +176,8 @@ class SweepRow:
         }
         sizes = {"min_batch_size": cell.min_batch_size, "multiple_of": cell.multiple_of}
         row |= {name: size for name, size in sizes.items() if size > 1}
+        if self.what_fits is not None:
+            row["what_fits"] = what_fits_json(self.what_fits)
         if self.throughput is not None:
             found = self.throughput
             rate = found.rate(found.batch_size)
@@ -276,6 +290,10 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
             samples = "one sample" if row.cell.smallest == 1 else f"{row.cell.smallest} samples"
             words = " ".join(row.result.measurement.message.split())
             notes.append(f"{samples} of {row.cell.where} failed: {words}")
+    for row in rows:
+        if row.what_fits is not None:
+            lines = what_fits_lines(row.what_fits, row.cell.card, row.cell.plan_command)
+            notes += [f"{row.cell}: {line}" for line in lines]
     notes += [f"{row.cell.where} from 2 on, since batch size 1 raised {row.raised}" for row in rows if row.raised]
     if cached := sum(row.cached for row in rows):
         notes.append(f"from the cache: {cached} of {len(rows)} rows")

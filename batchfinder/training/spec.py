@@ -156,6 +156,7 @@ class WorkloadFacts:
         versions: of the libraries that took part.
         warnings: what the user is told of how it was built.
         recorder: what records its steps: one of `RECORDERS`.
+        layers: how many the model's longest stack of layers has; 0 where there is none.
     """
 
     fingerprint: str
@@ -166,6 +167,7 @@ class WorkloadFacts:
     warnings: tuple[str, ...] = ()
     parallelizes: bool = False
     recorder: str = FAKE_DEVICE
+    layers: int = 0
 
 
 @dataclass(frozen=True)

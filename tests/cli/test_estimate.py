@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def beyond(run: Run, row: dict[str, Any], folder: Path) -> Done:
     """One sample more, as tables, in the terminal and in a file."""
     size = str(row["max_batch_size"] + 1)
-    return run("estimate", *CELL, "--batch-size", size, "--by", "module", "--markdown", str(folder / "found.md"))
+    more = ("--by", "module", "--advice", "--markdown", str(folder / "found.md"))
+    return run("estimate", *CELL, "--batch-size", size, *more)
 
 
 def test_as_the_sweep_has_it(row: dict[str, Any], found: dict[str, Any]) -> None:
@@ -127,6 +129,7 @@ def test_tables(row: dict[str, Any], beyond: Done) -> None:
         "The 10 largest tensors at the peak",
         "By module, at the peak",
         "Other options on one GPU",
+        f"What trains {size} samples at a time on T4, 64.00 MiB budget",
     ]
     assert [line for line in lines if line != line.rstrip()] == []
     start = lines.index("By module, at the peak") + 4
@@ -155,6 +158,18 @@ def test_advice(row: dict[str, Any], beyond: Done) -> None:
     assert "mine:tiny enables it in its model (Tiny) itself" in said
 
 
+def test_what_trains(row: dict[str, Any], beyond: Done) -> None:
+    """Where a size does not fit, the first of what does is its micro-batches with accumulation, as asked for."""
+    lines = beyond.out.splitlines()
+    size = row["max_batch_size"] + 1
+    start = next(number for number, line in enumerate(lines) if line.startswith(f"What trains {size} samples"))
+    first = lines[start + 6]
+    micro, times = re.search(r"(\d+) x (\d+) = ", first).groups()  # type: ignore[union-attr]
+    assert first.startswith("as asked for ")
+    assert int(micro) <= row["max_batch_size"]
+    assert abs(int(micro) * int(times) - size) <= size / 20  # as `plan_accumulation` has it
+
+
 def test_markdown(beyond: Done, folder: Path) -> None:
     """The file has the same tables."""
     text = (folder / "found.md").read_text(encoding="utf-8")
@@ -169,7 +184,7 @@ def test_progress_is_on_stderr(beyond: Done) -> None:
     lines = beyond.err.splitlines()
     assert lines[:3] == ["building mine:tiny", "recording mine:tiny", "trying --accumulation"]
     assert "trying --optimizer sgd" in lines
-    assert all(line.startswith("trying ") for line in lines[2:])
+    assert all(line.startswith(("trying ", "recording ", "finding a micro-batch ")) for line in lines[2:])
 
 
 def test_beyond_the_model(run: Run) -> None:

@@ -1,0 +1,444 @@
+"""What trains where the options that were asked for do not: changes, from the mildest to the largest.
+
+Changes are in the order of what they alter about training, and those alike in that of what they compute again:
+
+    nothing      a fused attention, a chunked loss, checkpointing: the same gradients, but for rounding
+    precision    mixed precision
+    optimizer    8-bit states
+    weights      bf16 weights and states
+    LoRA         adapters train, and the model does not
+    QLoRA        the same beside weights of 4 bits
+
+All of them accumulate gradients up to the target. What cannot fit by its weights, gradients and optimizer state alone
+is not recorded. Of a deep model those with 2 and with 4 of its layers are: each layer adds as much in each stage of a
+step, so that the two say about what the whole one takes. What is answered was recorded whole, and trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, islice, pairwise, product
+from typing import Any
+
+from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.devices import Card, smallest_gpus
+from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
+from batchfinder.estimate.estimate import bytes_over_time
+from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.steady_state import SimulatedProbe
+from batchfinder.simulator.trace import Trace
+from batchfinder.training.spec import StepOptions
+
+LORA_RANK = 16
+KEEPABLE = ("precision", "optimizer", "loss", "checkpointing")
+ADAPTERS = ("lora", "qlora")
+COUNT = 3
+"""How many are found: the mildest, and two runners-up."""
+_BF16_CAPABILITY = (8, 0)
+_CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
+"""By what is computed again: no matrix products, and then all of those of the layers' forward."""
+
+_CHANGED = {"16-mixed": 1, "bf16-mixed": 1, "adamw-8bit": 2, "bf16-true": 4, "lora": 8, "qlora": 16}
+"""How much each choice changes about training: each is more than those before it together."""
+
+_WORDS = {
+    "precision": "--precision {}",
+    "optimizer": "--optimizer {}",
+    "lora": "--lora {}",
+    "lora_targets": "--lora-targets {}",
+    "quantization": "--quantization {}",
+    "attention": "--attention {}",
+    "gradient_checkpointing": "--gradient-checkpointing {}",
+    "loss": "--loss {}",
+}
+"""The options that may be changed, as they are typed."""
+
+_EIGHT_BIT_STATE_BYTES = 2
+"""Of Adam's two states, for each parameter that trains."""
+_SHARDED_OVER = (2, 4, 8)
+_FEW_LAYERS, _DEEP = (2, 4), 12
+"""Of which models a deep one is predicted, and from how many layers on a model is deep."""
+_PREDICTED_WITHIN = 0.05
+"""How far off a prediction by few layers may be, as a share, to be used."""
+_SMALLER = 8
+"""A micro-batch that does not train is made smaller by this part of it."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Options under which one sample trains.
+
+    Attributes:
+        change: what differs from the options asked for, as typed; empty where nothing does.
+        options: with the change.
+        plan: micro-batches about as large as fit, accumulated to the target.
+        peak_bytes: the process's whole memory with such a micro-batch, the CUDA context included.
+        flops: of a sample, in matrix products, convolutions and attention.
+        trains_adapters: whether LoRA's adapters train in place of the model.
+    """
+
+    change: str
+    options: StepOptions
+    plan: AccumulationPlan
+    peak_bytes: int
+    flops: int
+    trains_adapters: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for one target on one card.
+
+    Attributes:
+        asked: the options asked for.
+        sample_bytes: what one sample takes with them, in bytes, the CUDA context included.
+        flops: of a sample with them.
+        fits: from the mildest change on; empty where nothing trains.
+        tried: how many combinations of options were recorded.
+        ruled_out: how many were not, as their weights, gradients and optimizer state alone are too much.
+        larger_gpus: names of the smallest cards on which one sample trains as asked for; empty where it does here.
+        several_gpus: how many GPUs of this kind train it as asked for, sharded by FSDP2; None where it was not tried.
+        missing: what could not be tried, in words.
+        unmodelled: what the figures leave out, in words.
+    """
+
+    asked: StepOptions
+    sample_bytes: int
+    flops: int
+    fits: tuple[Fit, ...]
+    tried: int
+    ruled_out: int
+    larger_gpus: tuple[str, ...] = ()
+    several_gpus: int | None = None
+    missing: tuple[str, ...] = ()
+    unmodelled: tuple[str, ...] = ()
+
+
+class WhatFits:
+    """Looks for options under which a model trains on a card, by recordings of one sample.
+
+    Args:
+        model: as a user names it.
+        asked: the options asked for.
+        target: samples per optimizer step, on all GPUs together.
+        simulation: of the options asked for, which need not be recorded yet.
+        say: is given a line on what is being done.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        asked: StepOptions,
+        card: Card,
+        target: int,
+        shape: Shape,
+        simulation: Simulation,
+        say: Callable[[str], object],
+    ) -> None:
+        self.model, self.asked, self.card, self.target, self.shape = model, asked, card, target, shape
+        self._simulation, self._say = simulation, say
+        self._allocator = AllocatorSettings.from_environment()
+        layers = simulation.facts().layers
+        self._layers = layers if layers >= _DEEP else 0  # of a deep model; 0 for one that is not
+        self._refused: set[tuple[str, Any]] = set()
+        self._simulations: dict[tuple[StepOptions, int | None], Simulation] = {}
+        self._predicted: dict[tuple[StepOptions, int], int] = {}
+        self._missing: dict[str, None] = {}
+        self._held: dict[str, int] = {}  # at most by kind, with the options asked for
+
+    def find(self, keep: Collection[str] = (), allow: Collection[str] = (), count: int = COUNT) -> Found:
+        """Of each kind of training that fits, the mildest change and the one that saves most, up to so many.
+
+        Args:
+            keep: of `KEEPABLE`: what is left as it was asked for.
+            allow: of `ADAPTERS`: what may be among the runners-up; both are tried where nothing else trains.
+
+        Raises:
+            BatchFinderError: the options asked for cannot be recorded.
+        """
+        if self._simulation.facts().brings_optimizer:
+            keep = {*keep, "optimizer"}
+        asked = self.probe(self.asked)
+        self._say("recording the options that were asked for")
+        trains = asked.steady_state(1, self.shape, exact=True).fits
+        sample_bytes = asked.needed_bytes(1, self.shape) + self.card.device.context_bytes
+        over_time = bytes_over_time(asked.trace(1, self.shape, exact=True))
+        self._held = {kind: max(sizes) for kind, sizes in over_time.by_kind.items()}
+        self._check_prediction(over_time.peak_bytes)
+        candidates = self.candidates(keep)
+        ruled_out = [options for options in candidates if not self._may_fit(options)]
+        fits: list[Fit] = []
+        sharded = None if trains else self._sharded()
+        for _, group in groupby((one for one in candidates if one not in ruled_out), key=self._altered):
+            members = list(group)
+            adapters = self._adapters(members[0])
+            if fits and (len(fits) >= count or fits[-1].plan.accumulation == 1 or (adapters and adapters not in allow)):
+                continue  # there are enough, there is nothing to gain, or what trains is to stay
+            fits += islice(self._of_group(members, runner_up=len(fits) + 1 < count), count - len(fits))
+        several = None
+        if sharded is not None and all(fit.trains_adapters for fit in fits):
+            self._say(f"recording {sharded.gpus} GPUs with --strategy fsdp2")
+            usable = self.card.device.among_others(sharded.communicators).usable_bytes
+            several = sharded.gpus if self.probe(sharded).needed_bytes(1, self.shape) <= usable else None
+        return Found(
+            asked=self.asked,
+            sample_bytes=sample_bytes,
+            flops=self._flops(self.asked),
+            fits=tuple(fits),
+            tried=len({options for options, _ in self._simulations}),
+            ruled_out=len(ruled_out),
+            larger_gpus=() if trains else self._larger_gpus(sample_bytes),
+            several_gpus=several,
+            missing=tuple(self._missing),
+            unmodelled=self.probe(fits[0].options if fits else self.asked).unmodelled,
+        )
+
+    def _check_prediction(self, allocated: int) -> None:
+        """Predict no more by few layers where that fails for the options asked for, or is wrong."""
+        if self._layers:
+            predicted = None
+            with suppress(BatchFinderError, ValueError):  # code that counts on its layers, or has other stages then
+                predicted = self._allocated(self.asked)
+            if predicted is None or abs(predicted - allocated) > _PREDICTED_WITHIN * allocated:
+                self._layers = 0
+                self._predicted.clear()
+
+    def candidates(self, keep: Collection[str] = ()) -> list[StepOptions]:
+        """The options that may be used, the least change first, and of those the ones that compute least again."""
+        asked, how = self.asked, self.asked.gradient_checkpointing
+        bf16 = self.card.device.compute_capability >= _BF16_CAPABILITY
+        precisions, optimizers, losses = [asked.precision], [asked.optimizer], [asked.loss]
+        schemes: tuple[bool | str, ...] = (how,)
+        attentions = ["eager", "sdpa"] if asked.attention == "eager" else [asked.attention]
+        trained: list[dict[str, Any]] = [{}]
+        if "precision" not in keep:
+            precisions += ["bf16-mixed" if bf16 else "16-mixed"] if asked.precision == "fp32" else []
+            precisions += ["bf16-true"] if bf16 and asked.precision != "bf16-true" else []
+        if "optimizer" not in keep and asked.optimizer in ("adam", "adamw", "adamw-fused"):
+            optimizers += ["adamw-8bit"]
+        if "loss" not in keep and asked.loss == "default":
+            losses += ["chunked"]
+        if "checkpointing" not in keep and how in _CHECKPOINTING:
+            schemes = _CHECKPOINTING[_CHECKPOINTING.index(how) :]
+        if asked.lora is None:
+            trained += [{"lora": LORA_RANK, "lora_targets": "all-linear"}]
+        if asked.quantization is None:
+            trained += [{"lora": LORA_RANK, "lora_targets": "all-linear", "quantization": "nf4"}]
+            trained[-1].update({} if asked.lora is None else {"lora": asked.lora, "lora_targets": asked.lora_targets})
+        found = []
+        for kind, precision, optimizer, scheme, loss, attention in product(
+            trained, precisions, optimizers, schemes, losses, attentions
+        ):
+            if kind and (optimizer != asked.optimizer or (precision == "fp32" and len(precisions) > 1)):
+                continue  # adapters have next to no optimizer state, and their frozen model is held in 16 bits
+            one = replace(
+                asked, precision=precision, optimizer=optimizer, gradient_checkpointing=scheme, loss=loss,
+                attention=attention, **kind,
+            )  # fmt: skip
+            if one.refused_together() is None:
+                found.append(one)
+        return sorted(found, key=self._altered)  # stable: of those alike by checkpointing, then by loss
+
+    def probe(self, options: StepOptions, layers: int | None = None) -> SimulatedProbe:
+        """A probe of these options, with accumulation where the target is more than one sample on each GPU.
+
+        Args:
+            layers: how many the model has left; None for all.
+        """
+        if (options, layers) not in self._simulations:
+            micro_batches = 2 if self.target > self.card.count else 1
+            spec = options.workload(self.model)
+            if layers is not None:
+                spec = replace(spec, arguments={**spec.arguments, "layers": layers})
+            self._simulations[options, layers] = self._simulation.with_spec(spec, options.step(micro_batches))
+        device = self.card.device
+        return self._simulations[options, layers].probe(device, [self.shape.seq_len], self._allocator)
+
+    def _altered(self, one: StepOptions) -> int:
+        """How much options alter about the training that was asked for."""
+        asked, adapters = self.asked, self._adapters(one)
+        precision = _CHANGED[one.precision] if one.precision != asked.precision else 0
+        optimizer = _CHANGED[one.optimizer] if one.optimizer != asked.optimizer else 0
+        return precision + optimizer + (_CHANGED[adapters] if adapters else 0)
+
+    def _adapters(self, one: StepOptions) -> str:
+        """Which of `ADAPTERS` options add to what was asked for; empty for none."""
+        if one.quantization != self.asked.quantization:
+            return "qlora"
+        return "lora" if one.lora != self.asked.lora else ""
+
+    def _of_group(self, members: list[StepOptions], runner_up: bool) -> Iterator[Fit]:
+        """Of combinations that alter as much: the mildest that trains, and the one that saves most as a runner-up.
+
+        The last, of all and of those with one kind of checkpointing, is taken to save most: where it does not fit, the
+        others are not recorded.
+        """
+        may_train = False
+        for saving in reversed(members):
+            may_train = self._may_train(saving)
+            if not self._is_refused(saving):
+                break
+        if not may_train:
+            return
+        for _, alike in groupby(members, key=lambda one: one.gradient_checkpointing):
+            same = [one for one in alike if not self._is_refused(one)]
+            if not same or not self._may_train(same[-1]):
+                continue
+            for options in filter(self._may_train, same):
+                if runner_up and self._layers:  # looked at next, and recorded meanwhile
+                    self.probe(saving).traces.ask(self._planned(saving).micro_batch_size, self.shape.seq_len)
+                mildest = self._fit(options)
+                if mildest is None:
+                    continue
+                yield mildest
+                if options != saving and mildest.plan.accumulation > 1 and (most := self._fit(saving)) is not None:
+                    yield most
+                return
+
+    def _is_refused(self, options: StepOptions) -> bool:
+        """Whether the model is known to refuse one of the options."""
+        return any((name, getattr(options, name)) in self._refused for name in _WORDS)
+
+    def _may_train(self, options: StepOptions) -> bool:
+        """Whether what tensors hold with one sample leaves room for it; not where the model refuses the options.
+
+        Raises:
+            BatchFinderError: it cannot be recorded, or the options that were asked for are refused.
+        """
+        if self._is_refused(options):
+            return False
+        try:
+            return self._allocated(options) <= self.card.device.usable_bytes
+        except MissingExtra as error:
+            self._missing[str(error)] = None
+            name = "quantization" if options.quantization != self.asked.quantization else "lora"
+        except InvalidValue as error:
+            if error.option not in _WORDS or getattr(options, error.option) == getattr(self.asked, error.option):
+                raise
+            name = error.option
+        self._refused.add((name, getattr(options, name)))
+        return False
+
+    def _allocated(self, options: StepOptions, batch_size: int = 1) -> int:
+        """What tensors hold at most, in bytes; of a deep model about."""
+        if (options, batch_size) not in self._predicted:
+            self._say(f"trying {changes_as_typed(self.asked, options) or 'the options that were asked for'}")
+            few, more = self._with_few_layers(options, batch_size)
+            pairs = zip(_most(few), _most(more), strict=True)
+            most = max(round(self._beyond(*pair)) for pair in pairs) if self._layers else max(_most(more))
+            self._predicted[options, batch_size] = most
+        return self._predicted[options, batch_size]
+
+    def _with_few_layers(self, options: StepOptions, batch_size: int) -> tuple[Trace, Trace]:
+        """Of a deep model the two that it is predicted by; twice the whole of another."""
+        probes = [self.probe(options, count) for count in (_FEW_LAYERS if self._layers else (None,))]
+        for probe in probes:
+            probe.traces.ask(batch_size, self.shape.seq_len)
+        traces = [probe.trace(batch_size, self.shape, exact=True) for probe in probes]
+        return traces[0], traces[-1]
+
+    def _beyond(self, few: int, more: int) -> float:
+        """A figure of the whole model, of which each layer has as much, by those with few layers."""
+        low, high = _FEW_LAYERS
+        return few + (more - few) * (self._layers - low) / (high - low)
+
+    def _planned(self, options: StepOptions) -> AccumulationPlan:
+        """Micro-batches that fit; of a deep model about as large as do."""
+        share = -(-self.target // self.card.count)
+        if not self._layers:
+            most = search_simulated(self.probe(options), self.shape, share).max_batch_size
+            return plan_accumulation(self.target, max(1, most), self.card.count)
+        first, second = self._allocated(options), self._allocated(options, 2)
+        few = self.probe(options, _FEW_LAYERS[-1])
+        # What the allocator reserves beside tensors: it grows little with layers and samples.
+        beside = few.needed_bytes(1, self.shape) - max(_most(few.trace(1, self.shape, exact=True)))
+        left = self.card.device.usable_bytes - beside - first
+        most = min(share, 1 + max(0, left) // max(1, second - first))
+        return plan_accumulation(self.target, most, self.card.count)
+
+    def _fit(self, options: StepOptions) -> Fit | None:
+        """The largest micro-batches that are known to train; None where not one sample does."""
+        change = changes_as_typed(self.asked, options)
+        self._say(f"finding a micro-batch {f'with {change}' if change else 'as asked for'}")
+        plan, probe = self._planned(options), self.probe(options)
+        while not (steady := probe.steady_state(plan.micro_batch_size, self.shape, exact=True)).fits:
+            size = plan.micro_batch_size
+            if size == 1:
+                return None
+            plan = plan_accumulation(self.target, size - max(1, size // _SMALLER), self.card.count)
+        return Fit(
+            change=change,
+            options=options,
+            plan=plan,
+            peak_bytes=steady.timeline.max_reserved_bytes + self.card.device.context_bytes,
+            flops=self._flops(options),
+            trains_adapters=bool(self._adapters(options)),
+        )
+
+    def _may_fit(self, options: StepOptions) -> bool:
+        """Whether weights, gradients and optimizer state alone leave room, by those of the options asked for.
+
+        Adam's states are of the weights' type, and of 8 bits each in `adamw-8bit`. All three are there as it steps.
+        """
+        asked = self.asked
+        if options == asked or asked.quantization is not None or options.quantization is not None:
+            return True
+        width = {"bf16-true": 2}
+        narrower = width.get(options.precision, 4) / width.get(asked.precision, 4)
+        held = self._held.get("parameters", 0) * narrower
+        if options.lora == asked.lora and asked.mode == "train" and not asked.optimizer_in_backward:
+            gradients = self._held.get("gradients", 0)
+            held += gradients * narrower
+            if options.optimizer == asked.optimizer:
+                held += self._held.get("optimizer", 0) * min(1, narrower)
+            else:
+                held += gradients / width.get(asked.precision, 4) * _EIGHT_BIT_STATE_BYTES
+        return held <= self.card.device.usable_bytes
+
+    def _flops(self, options: StepOptions) -> int:
+        """Of a sample. PyTorch's chunked loss multiplies as often as one in one piece, which is what counts them."""
+        few, more = self._with_few_layers(replace(options, loss="default"), 1)
+        return round(self._beyond(few.flops, more.flops)) if self._layers else more.flops
+
+    def _larger_gpus(self, sample_bytes: int) -> tuple[str, ...]:
+        device = self.card.device
+        return smallest_gpus(sample_bytes - device.context_bytes, device.compute_capability)
+
+    def _sharded(self) -> StepOptions | None:
+        """The options asked for on the fewest GPUs of this kind that may train one sample each, sharded by FSDP2."""
+        if self.asked.strategy is not None or self.card.count > 1:
+            return None
+        states = sum(self._held.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+        for gpus in _SHARDED_OVER:
+            options = replace(self.asked, gpus=gpus, strategy="fsdp2")
+            usable = self.card.device.among_others(options.communicators).usable_bytes
+            if options.refused_together() is not None or states / gpus > usable:
+                continue
+            with suppress(BatchFinderError):  # not every model can be sharded here
+                if self._allocated(options) <= usable:
+                    self.probe(options).traces.ask(1, self.shape.seq_len)
+                    return options
+        return None
+
+
+def _most(trace: Trace) -> list[int]:
+    """The most that tensors hold between each mark of a trace and the next, in bytes."""
+    held = list(
+        accumulate(trace.sizes[event] if event >= 0 else -trace.sizes[~event] for event in trace.structure.order)
+    )
+    ends = [mark.position for mark in trace.structure.marks] + [len(held)]
+    return [max(held[start:end], default=0) for start, end in pairwise(ends)]
+
+
+def changes_as_typed(asked: StepOptions, options: StepOptions) -> str:
+    """The options that differ from those asked for, as they are typed."""
+    changed = [
+        (words, getattr(options, name))
+        for name, words in _WORDS.items()
+        if getattr(asked, name) != getattr(options, name)
+    ]
+    return " ".join(words.format("full" if value is True else value) for words, value in changed)

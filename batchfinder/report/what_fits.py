@@ -1,0 +1,123 @@
+"""What is said of options that train where those asked for do not: a table, JSON, and one line with a command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchfinder.devices import Card
+from batchfinder.recording.what_fits import Fit, Found
+from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.units import format_bytes
+
+_ADAPTERS = "adapters alone"
+
+
+def what_fits_table(found: Found, card: Card, title: str, explain: bool = False) -> Table:
+    """The options asked for, and those that train, from the mildest change on."""
+    device = card.device
+    has = f"{format_bytes(device.usable_bytes + device.context_bytes)}"
+    has += (
+        f", of which the CUDA context takes {format_bytes(device.context_bytes)}" if device.context_bytes else " usable"
+    )
+    details = (", ".join(found.asked.words()), has)
+    columns: Columns = {
+        "change": [],
+        "micro-batch x accumulation": [],
+        "peak": [],
+        "FLOPs": [],
+        "what trains": [],
+    }
+    if not any(fit.change == "" for fit in found.fits):
+        _add(columns, "as asked for", "1 does not fit", found.sample_bytes, "", _trained(found.asked.lora is not None))
+    for fit in found.fits:
+        more = f"{fit.flops / found.flops - 1:+.0%}" if fit.change and found.flops else ""
+        trained = _trained(fit.options.lora is not None)
+        _add(columns, fit.change or "as asked for", str(fit.plan), fit.peak_bytes, more, trained)
+    notes = []
+    if found.fits:
+        least = found.fits[0]
+        notes.append(
+            f"the least change that trains is {least.change or 'none'}: micro-batch x accumulation {least.plan}"
+        )
+        notes.append(
+            "peak: of such a micro-batch, with the CUDA context; FLOPs: of a sample, beside those as asked for"
+        )
+    else:
+        notes.append("nothing that was tried trains one sample on this GPU")
+    notes += _elsewhere(found, card)
+    notes.append(_counts(found))
+    notes += [f"not tried: {words}" for words in found.missing]
+    return Table(title, details, columns, (*notes, *assumptions(found.unmodelled, explain)))
+
+
+def _add(columns: Columns, change: str, plan: str, peak_bytes: int, flops: str, trained: str) -> None:
+    for heading, cell in zip(columns, (change, plan, format_bytes(peak_bytes), flops, trained), strict=True):
+        columns[heading].append(cell)
+
+
+def _trained(adapters: bool) -> str:
+    return _ADAPTERS if adapters else "the model"
+
+
+def _elsewhere(found: Found, card: Card) -> list[str]:
+    """Where else it trains as asked for."""
+    words = []
+    if found.several_gpus is not None:
+        sharded = f"--strategy fsdp2 --gpus {found.several_gpus}"
+        words.append(f"as asked for it trains on {found.several_gpus} of {card.name}, sharded: {sharded}")
+    if found.larger_gpus:
+        words.append(f"as asked for it trains on {', '.join(found.larger_gpus)}")
+    elif found.fits and found.fits[0].change == "":
+        return words
+    else:
+        words.append(f"no GPU of the catalogue has the {format_bytes(found.sample_bytes)} that it takes as asked for")
+    return words
+
+
+def _counts(found: Found) -> str:
+    tried = f"{found.tried} combinations were tried, those that change least about training first"
+    if not found.ruled_out:
+        return tried
+    return f"{tried}; {found.ruled_out} more do not fit by their weights, gradients and optimizer state alone"
+
+
+def what_fits_lines(found: Found, card: Card, command: str) -> list[str]:
+    """The same in lines below a table: what to change first, where else it trains, and the command that shows more.
+
+    Args:
+        command: the options of `batchfinder plan`.
+    """
+    lines = [_line(fit) for fit in found.fits[:1]]
+    return [*lines, *_elsewhere(found, card), f"batchfinder plan {command} shows what else would do"]
+
+
+def _line(fit: Fit) -> str:
+    adapters = ", which trains adapters alone" if fit.trains_adapters else ""
+    return f"trains with {fit.change or 'the options as they are'}{adapters}: micro-batch x accumulation {fit.plan}"
+
+
+def what_fits_json(found: Found) -> dict[str, Any]:
+    """All of it as JSON values; sizes in bytes."""
+    return {
+        "sample_bytes": found.sample_bytes,
+        "flops": found.flops,
+        "fits": [
+            {
+                "change": fit.change,
+                **fit.options.to_json(),
+                "micro_batch_size": fit.plan.micro_batch_size,
+                "accumulation": fit.plan.accumulation,
+                "effective_batch_size": fit.plan.effective_batch_size,
+                "peak_bytes": fit.peak_bytes,
+                "flops": fit.flops,
+                "trains_adapters": fit.trains_adapters,
+            }
+            for fit in found.fits
+        ],
+        "tried": found.tried,
+        "ruled_out": found.ruled_out,
+        "larger_gpus": list(found.larger_gpus),
+        "several_gpus": found.several_gpus,
+        "missing": list(found.missing),
+        "unmodelled": list(found.unmodelled),
+    }

@@ -1,0 +1,213 @@
+"""Tests of batchfinder/recording/what_fits.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from batchfinder.cli.options import card
+from batchfinder.errors import InvalidValue
+from batchfinder.estimate.estimate import bytes_over_time
+from batchfinder.recording.simulation import Simulation
+from batchfinder.recording.what_fits import WhatFits
+from batchfinder.results import Shape
+from batchfinder.training.spec import StepOptions
+
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+
+SIZES = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "vocab_size": 4000,
+}
+MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, **SIZES},
+    "deep-llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 14, **SIZES},
+    "wide-llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "vocab_size": 4000,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "intermediate_size": 2048,
+        "max_position_embeddings": 1024,
+    },
+    "bert": {"architectures": ["BertForMaskedLM"], "model_type": "bert", "num_hidden_layers": 2, **SIZES},
+}
+TARGET = 8
+KEPT = {"precision", "optimizer"}
+"""So that six combinations are left."""
+
+Looking = Callable[..., WhatFits]
+
+
+@pytest.fixture
+def looking(tmp_path: Path) -> Iterator[Looking]:
+    """Makes one for a small model at so many tokens, with so much of a GPU."""
+    with ExitStack() as stack:
+
+        def make(model: str, budget: str, seq_len: int = 1024, asked: StepOptions | None = None) -> WhatFits:
+            if model in MODELS:
+                file = tmp_path / f"{model}.json"
+                file.write_text(json.dumps(MODELS[model]))
+                model = str(file)
+            asked = asked or StepOptions()
+            simulation = stack.enter_context(Simulation(asked.workload(model), asked.step()))
+            return WhatFits(model, asked, card("a100 40gb", budget), TARGET, Shape(seq_len), simulation, lambda _: None)
+
+        yield make
+
+
+def all_that_train(look: WhatFits) -> list[StepOptions]:
+    """Of the combinations that train the model, each recorded whole, those that fit."""
+    trains = []
+    for options in look.candidates(KEPT):
+        if options.lora is None:
+            try:
+                steady = look.probe(options).steady_state(1, look.shape, exact=True)
+            except InvalidValue:  # no causal model
+                continue
+            if steady.fits:
+                trains.append(options)
+    return trains
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "change"),
+    [
+        ("llama", "93MiB", "--loss chunked"),
+        ("llama", "45MiB", "--gradient-checkpointing selective --loss chunked"),
+        pytest.param("bert", "78MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param("deep-llama", "110MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
+def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budget: str, change: str | None) -> None:
+    """By all combinations, each recorded whole; and its micro-batch trains."""
+    look = looking(model, budget)
+    found = look.find(KEPT)
+    trains = all_that_train(look)
+    assert trains, "a budget in which something trains"
+    assert StepOptions() not in trains, "and something has to change"
+    assert found.fits[0].options == trains[0]
+    assert change is None or found.fits[0].change == change
+    for fit in found.fits:
+        steady = look.probe(fit.options).steady_state(fit.plan.micro_batch_size, look.shape, exact=True)
+        assert steady.fits
+        assert fit.plan.effective_batch_size == TARGET
+        assert fit.peak_bytes == steady.timeline.max_reserved_bytes + look.card.device.context_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        StepOptions(),
+        StepOptions(precision="bf16-mixed", gradient_checkpointing="selective"),
+        StepOptions(precision="bf16-true", lora=16, lora_targets="all-linear", gradient_checkpointing=True),
+    ],
+    ids=lambda options: "-".join(options.words()),
+)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_deep_model_is_predicted_by_few_of_its_layers(
+    looking: Looking, options: StepOptions, batch_size: int
+) -> None:
+    """What tensors hold at most, to a percent of what the whole model's recording says, and its FLOPs."""
+    look = looking("deep-llama", "1GiB")
+    predicted, flops = look._allocated(options, batch_size), look._flops(options)
+    whole = look.probe(options).trace(batch_size, look.shape, exact=True)
+    assert predicted == pytest.approx(bytes_over_time(whole).peak_bytes, rel=0.01)
+    if batch_size == 1:
+        assert flops == pytest.approx(whole.flops, rel=0.001)
+
+
+@pytest.mark.parametrize("options", [StepOptions(precision="bf16-true"), StepOptions(optimizer="adamw-8bit")])
+def test_what_is_ruled_out_does_not_fit(looking: Looking, options: StepOptions) -> None:
+    """Weights, gradients and optimizer state are a lower bound, and no loose one."""
+    look = looking("wide-llama", "1GiB", seq_len=16)
+    look.find(KEPT)
+    assert look._may_fit(options)
+    trace = look.probe(options).trace(1, look.shape, exact=True)
+    held = {kind: max(sizes) for kind, sizes in bytes_over_time(trace).by_kind.items()}
+    states = sum(held[kind] for kind in ("parameters", "gradients", "optimizer"))
+    for budget, may_fit in ((states, True), (int(0.9 * states), False)):
+        look.card = card("a100 40gb", str(budget))
+        assert look._may_fit(options) == may_fit
+
+
+def test_adapters_are_for_where_nothing_else_trains(looking: Looking) -> None:
+    """They say so; and where they are allowed they come last."""
+    found = looking("wide-llama", "51MiB", seq_len=16).find({"checkpointing", "loss"})
+    assert found.fits
+    assert all(fit.trains_adapters and fit.options.lora == 16 for fit in found.fits)
+    assert found.ruled_out > 0
+    assert found.larger_gpus
+    roomy = looking("wide-llama", "80MiB", seq_len=16)
+    roomy.target = 2048  # more than fit at once
+    kept = roomy.find({"checkpointing", "loss"})
+    assert kept.fits
+    assert not any(fit.trains_adapters for fit in kept.fits)
+    assert roomy.find({"checkpointing", "loss"}, allow=("lora",), count=9).fits[-1].trains_adapters
+
+
+def test_runners_up_have_larger_micro_batches(looking: Looking) -> None:
+    """The one that computes most again, of the kind of training that the first is."""
+    first, second = looking("llama", "93MiB").find(KEPT).fits
+    assert second.plan.micro_batch_size > first.plan.micro_batch_size
+    assert second.flops > first.flops
+    assert second.options.gradient_checkpointing is True
+
+
+def test_what_fits_as_asked_is_left_as_it_is(looking: Looking) -> None:
+    """No change, no runners-up, no other GPU."""
+    found = looking("llama", "4GiB").find()
+    (only,) = found.fits
+    assert (only.change, only.options, only.plan.accumulation) == ("", StepOptions(), 1)
+    assert (found.larger_gpus, found.several_gpus) == ((), None)
+
+
+@pytest.mark.parametrize("keep", ["precision", "optimizer", "loss", "checkpointing"])
+def test_what_is_kept_is_in_no_candidate(looking: Looking, keep: str) -> None:
+    """Of the options that may be changed."""
+    name = "gradient_checkpointing" if keep == "checkpointing" else keep
+    look = looking("llama", "1GiB")
+    assert {getattr(options, name) for options in look.candidates()} != {getattr(StepOptions(), name)}
+    assert {getattr(options, name) for options in look.candidates({keep})} == {getattr(StepOptions(), name)}
+
+
+def test_a_model_that_counts_on_its_layers_is_recorded_whole(
+    looking: Looking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that indexes its layers by a number of its own fails with fewer: nothing is predicted then."""
+    code = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 32)
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(12)])
+        self.head = nn.Linear(32, 100)
+
+    def forward(self, input_ids, labels=None):
+        hidden = self.embed(input_ids)
+        for number in range(12):
+            hidden = self.layers[number](hidden).relu()
+        return self.head(hidden).mean()
+
+def net():
+    return Net()
+"""
+    (tmp_path / "counts.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    look = looking("counts:net", "1MiB")
+    assert look._layers == 12
+    found = look.find()
+    assert look._layers == 0
+    assert found.tried >= 1
