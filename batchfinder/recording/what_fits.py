@@ -10,16 +10,17 @@ Changes are in the order of what they alter about training, and those alike in t
     QLoRA        the same beside weights of 4 bits
 
 All of them accumulate gradients up to the target. What cannot fit by its weights, gradients and optimizer state alone
-is not recorded. Of a deep model those with 2 and with 4 of its layers are: each layer adds as much in each stage of a
-step, so that the two say about what the whole one takes. What is answered was recorded whole, and trains.
+is not recorded. Of a deep model those with 1 and with 3 of its layers are: each layer adds as much in each stage of a
+step, so that the two say about what the whole one takes. The answer was recorded whole, and trains; its runners-up are
+predicted then, with some room to spare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, islice, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
@@ -60,12 +61,14 @@ _WORDS = {
 _EIGHT_BIT_STATE_BYTES = 2
 """Of Adam's two states, for each parameter that trains."""
 _SHARDED_OVER = (2, 4, 8)
-_FEW_LAYERS, _DEEP = (2, 4), 12
+_FEW_LAYERS, _DEEP = (1, 3), 20
 """Of which models a deep one is predicted, and from how many layers on a model is deep."""
 _PREDICTED_WITHIN = 0.05
 """How far off a prediction by few layers may be, as a share, to be used."""
 _SMALLER = 8
 """A micro-batch that does not train is made smaller by this part of it."""
+_SPARED = 0.1
+"""Of a card: what is left free with a micro-batch that is predicted and not recorded."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Fit:
         options: with the change.
         plan: micro-batches about as large as fit, accumulated to the target.
         peak_bytes: the process's whole memory with such a micro-batch, the CUDA context included.
+        predicted: whether that was predicted, and not recorded.
         flops: of a sample, in matrix products, convolutions and attention.
         trains_adapters: whether LoRA's adapters train in place of the model.
     """
@@ -87,6 +91,7 @@ class Fit:
     peak_bytes: int
     flops: int
     trains_adapters: bool
+    predicted: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,8 @@ class WhatFits:
             keep = {*keep, "optimizer"}
         asked = self.probe(self.asked)
         self._say("recording the options that were asked for")
+        for probe in (asked, *self._few(self.asked)):
+            probe.traces.ask(1, self.shape.seq_len)
         trains = asked.steady_state(1, self.shape, exact=True).fits
         sample_bytes = asked.needed_bytes(1, self.shape) + self.card.device.context_bytes
         over_time = bytes_over_time(asked.trace(1, self.shape, exact=True))
@@ -178,7 +185,7 @@ class WhatFits:
             adapters = self._adapters(members[0])
             if fits and (len(fits) >= count or fits[-1].plan.accumulation == 1 or (adapters and adapters not in allow)):
                 continue  # there are enough, there is nothing to gain, or what trains is to stay
-            fits += islice(self._of_group(members, runner_up=len(fits) + 1 < count), count - len(fits))
+            fits += self._of_group(members, count - len(fits), runners_up=bool(fits))
         several = None
         if sharded is not None and all(fit.trains_adapters for fit in fits):
             self._say(f"recording {sharded.gpus} GPUs with --strategy fsdp2")
@@ -271,8 +278,8 @@ class WhatFits:
             return "qlora"
         return "lora" if one.lora != self.asked.lora else ""
 
-    def _of_group(self, members: list[StepOptions], runner_up: bool) -> Iterator[Fit]:
-        """Of combinations that alter as much: the mildest that trains, and the one that saves most as a runner-up.
+    def _of_group(self, members: list[StepOptions], room: int, runners_up: bool) -> list[Fit]:
+        """Of combinations that alter as much: the mildest that trains, and as a runner-up the one that saves most.
 
         The last, of all and of those with one kind of checkpointing, is taken to save most: where it does not fit, the
         others are not recorded.
@@ -283,21 +290,29 @@ class WhatFits:
             if not self._is_refused(saving):
                 break
         if not may_train:
-            return
-        for _, alike in groupby(members, key=lambda one: one.gradient_checkpointing):
-            same = [one for one in alike if not self._is_refused(one)]
-            if not same or not self._may_train(same[-1]):
+            return []
+        schemes = groupby(
+            (one for one in members if not self._is_refused(one)), key=lambda one: one.gradient_checkpointing
+        )
+        alike = [list(each) for _, each in schemes]
+        for probe in (probe for same in alike for probe in self._few(same[-1])):
+            probe.traces.ask(1, self.shape.seq_len)
+        for same in alike:
+            if not self._may_train(same[-1]):
                 continue
             for options in filter(self._may_train, same):
-                if runner_up and self._layers:  # looked at next, and recorded meanwhile
-                    self.probe(saving).traces.ask(self._planned(saving).micro_batch_size, self.shape.seq_len)
-                mildest = self._fit(options)
-                if mildest is None:
-                    continue
-                yield mildest
-                if options != saving and mildest.plan.accumulation > 1 and (most := self._fit(saving)) is not None:
-                    yield most
-                return
+                change = changes_as_typed(self.asked, options)
+                self._say(f"finding a micro-batch {f'with {change}' if change else 'as asked for'}")
+                plan = self._planned(options, spared=_SPARED if runners_up else 0)
+                if not runners_up:
+                    self.probe(options).traces.ask(plan.micro_batch_size, self.shape.seq_len)
+                second = None  # predicted while the first is recorded
+                if options != saving and plan.accumulation > 1 and room > 1:
+                    second = self._fit(saving, self._planned(saving, spared=_SPARED), whole=not self._layers)
+                first = self._fit(options, plan, whole=not (runners_up and self._layers))
+                if first is not None:
+                    return [first] if second is None else [first, second]
+        return []
 
     def _is_refused(self, options: StepOptions) -> bool:
         """Whether the model is known to refuse one of the options."""
@@ -333,12 +348,15 @@ class WhatFits:
             self._predicted[options, batch_size] = most
         return self._predicted[options, batch_size]
 
+    def _few(self, options: StepOptions) -> list[SimulatedProbe]:
+        """Of a deep model the two that it is predicted by; the whole of another."""
+        return [self.probe(options, count) for count in (_FEW_LAYERS if self._layers else (None,))]
+
     def _with_few_layers(self, options: StepOptions, batch_size: int) -> tuple[Trace, Trace]:
         """Of a deep model the two that it is predicted by; twice the whole of another."""
-        probes = [self.probe(options, count) for count in (_FEW_LAYERS if self._layers else (None,))]
-        for probe in probes:
+        for probe in self._few(options):
             probe.traces.ask(batch_size, self.shape.seq_len)
-        traces = [probe.trace(batch_size, self.shape, exact=True) for probe in probes]
+        traces = [probe.trace(batch_size, self.shape, exact=True) for probe in self._few(options)]
         return traces[0], traces[-1]
 
     def _beyond(self, few: int, more: int) -> float:
@@ -346,37 +364,50 @@ class WhatFits:
         low, high = _FEW_LAYERS
         return few + (more - few) * (self._layers - low) / (high - low)
 
-    def _planned(self, options: StepOptions) -> AccumulationPlan:
-        """Micro-batches that fit; of a deep model about as large as do."""
+    def _planned(self, options: StepOptions, spared: float = 0) -> AccumulationPlan:
+        """Micro-batches that fit; of a deep model about as large as do, with such a share of the card to spare."""
         share = -(-self.target // self.card.count)
         if not self._layers:
             most = search_simulated(self.probe(options), self.shape, share).max_batch_size
             return plan_accumulation(self.target, max(1, most), self.card.count)
         first, second = self._allocated(options), self._allocated(options, 2)
-        few = self.probe(options, _FEW_LAYERS[-1])
-        # What the allocator reserves beside tensors: it grows little with layers and samples.
-        beside = few.needed_bytes(1, self.shape) - max(_most(few.trace(1, self.shape, exact=True)))
-        left = self.card.device.usable_bytes - beside - first
-        most = min(share, 1 + max(0, left) // max(1, second - first))
+        left = (1 - spared) * self.card.device.usable_bytes - first - self._beside_tensors(options)
+        most = min(share, 1 + int(max(0, left) // max(1, second - first)))
         return plan_accumulation(self.target, most, self.card.count)
 
-    def _fit(self, options: StepOptions) -> Fit | None:
-        """The largest micro-batches that are known to train; None where not one sample does."""
-        change = changes_as_typed(self.asked, options)
-        self._say(f"finding a micro-batch {f'with {change}' if change else 'as asked for'}")
-        plan, probe = self._planned(options), self.probe(options)
-        while not (steady := probe.steady_state(plan.micro_batch_size, self.shape, exact=True)).fits:
-            size = plan.micro_batch_size
-            if size == 1:
+    def _beside_tensors(self, options: StepOptions) -> int:
+        """What the allocator reserves beside what tensors hold: it grows little with layers and samples."""
+        few = self.probe(options, _FEW_LAYERS[-1])
+        return few.needed_bytes(1, self.shape) - max(_most(few.trace(1, self.shape, exact=True)))
+
+    def _fit(self, options: StepOptions, plan: AccumulationPlan, whole: bool) -> Fit | None:
+        """A plan, with micro-batches that train: as large as it has, or smaller; None where not one sample does.
+
+        Args:
+            whole: whether to record the whole model with them; else they are taken to train.
+        """
+        context = self.card.device.context_bytes
+        if whole:
+            probe = self.probe(options)
+            while not (steady := probe.steady_state(plan.micro_batch_size, self.shape, exact=True)).fits:
+                size = plan.micro_batch_size
+                if size == 1:
+                    return None
+                plan = plan_accumulation(self.target, size - max(1, size // _SMALLER), self.card.count)
+            peak = steady.timeline.max_reserved_bytes
+        else:
+            first, second = self._allocated(options), self._allocated(options, 2)
+            peak = first + (plan.micro_batch_size - 1) * (second - first) + self._beside_tensors(options)
+            if peak > (1 - _SPARED) * self.card.device.usable_bytes:
                 return None
-            plan = plan_accumulation(self.target, size - max(1, size // _SMALLER), self.card.count)
         return Fit(
-            change=change,
+            change=changes_as_typed(self.asked, options),
             options=options,
             plan=plan,
-            peak_bytes=steady.timeline.max_reserved_bytes + self.card.device.context_bytes,
+            peak_bytes=peak + context,
             flops=self._flops(options),
             trains_adapters=bool(self._adapters(options)),
+            predicted=not whole,
         )
 
     def _may_fit(self, options: StepOptions) -> bool:

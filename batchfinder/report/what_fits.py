@@ -32,7 +32,7 @@ def what_fits_table(found: Found, card: Card, title: str, explain: bool = False)
     for fit in found.fits:
         more = f"{fit.flops / found.flops - 1:+.0%}" if fit.change and found.flops else ""
         trained = _trained(fit.options.lora is not None)
-        _add(columns, fit.change or "as asked for", str(fit.plan), fit.peak_bytes, more, trained)
+        _add(columns, fit.change or "as asked for", str(fit.plan), fit.peak_bytes, more, trained, fit.predicted)
     notes = []
     if found.fits:
         least = found.fits[0]
@@ -42,6 +42,8 @@ def what_fits_table(found: Found, card: Card, title: str, explain: bool = False)
         notes.append(
             "peak: of such a micro-batch, with the CUDA context; FLOPs: of a sample, beside those as asked for"
         )
+        if any(fit.predicted for fit in found.fits):
+            notes.append("about: predicted by few of the model's layers, with a tenth of the GPU to spare")
     else:
         notes.append("nothing that was tried trains one sample on this GPU")
     notes += _elsewhere(found, card)
@@ -50,8 +52,11 @@ def what_fits_table(found: Found, card: Card, title: str, explain: bool = False)
     return Table(title, details, columns, (*notes, *assumptions(found.unmodelled, explain)))
 
 
-def _add(columns: Columns, change: str, plan: str, peak_bytes: int, flops: str, trained: str) -> None:
-    for heading, cell in zip(columns, (change, plan, format_bytes(peak_bytes), flops, trained), strict=True):
+def _add(
+    columns: Columns, change: str, plan: str, peak_bytes: int, flops: str, trained: str, predicted: bool = False
+) -> None:
+    peak = f"{'about ' if predicted else ''}{format_bytes(peak_bytes)}"
+    for heading, cell in zip(columns, (change, plan, peak, flops, trained), strict=True):
         columns[heading].append(cell)
 
 
@@ -93,7 +98,8 @@ def what_fits_lines(found: Found, card: Card, command: str) -> list[str]:
 
 def _line(fit: Fit) -> str:
     adapters = ", which trains adapters alone" if fit.trains_adapters else ""
-    return f"trains with {fit.change or 'the options as they are'}{adapters}: micro-batch x accumulation {fit.plan}"
+    plan = f": micro-batch x accumulation {fit.plan}" if fit.plan.target_batch_size > 1 else ""
+    return f"trains with {fit.change or 'the options as they are'}{adapters}{plan}"
 
 
 def what_fits_json(found: Found) -> dict[str, Any]:
@@ -111,6 +117,7 @@ def what_fits_json(found: Found) -> dict[str, Any]:
                 "peak_bytes": fit.peak_bytes,
                 "flops": fit.flops,
                 "trains_adapters": fit.trains_adapters,
+                "predicted": fit.predicted,
             }
             for fit in found.fits
         ],

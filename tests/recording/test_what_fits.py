@@ -28,7 +28,7 @@ SIZES = {
 }
 MODELS = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, **SIZES},
-    "deep-llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 14, **SIZES},
+    "deep-llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 20, **SIZES},
     "wide-llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -85,7 +85,7 @@ def all_that_train(look: WhatFits) -> list[StepOptions]:
         ("llama", "93MiB", "--loss chunked"),
         ("llama", "45MiB", "--gradient-checkpointing selective --loss chunked"),
         pytest.param("bert", "78MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        pytest.param("deep-llama", "110MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param("deep-llama", "140MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budget: str, change: str | None) -> None:
@@ -97,7 +97,8 @@ def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budg
     assert StepOptions() not in trains, "and something has to change"
     assert found.fits[0].options == trains[0]
     assert change is None or found.fits[0].change == change
-    for fit in found.fits:
+    for fit in found.fits[:1] if look._layers else found.fits:
+        assert not fit.predicted
         steady = look.probe(fit.options).steady_state(fit.plan.micro_batch_size, look.shape, exact=True)
         assert steady.fits
         assert fit.plan.effective_batch_size == TARGET
@@ -192,12 +193,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(100, 32)
-        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(12)])
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(20)])
         self.head = nn.Linear(32, 100)
 
     def forward(self, input_ids, labels=None):
         hidden = self.embed(input_ids)
-        for number in range(12):
+        for number in range(20):
             hidden = self.layers[number](hidden).relu()
         return self.head(hidden).mean()
 
@@ -207,7 +208,7 @@ def net():
     (tmp_path / "counts.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     look = looking("counts:net", "1MiB")
-    assert look._layers == 12
+    assert look._layers == 20
     found = look.find()
     assert look._layers == 0
     assert found.tried >= 1
