@@ -115,6 +115,17 @@ _STEP: Options = {
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}
+# Appended so that a second one can be refused rather than win.
+_ONE_GPU: Mapping[str, Any] = {
+    "action": "append",
+    "metavar": "NAME",
+    "help": "default: Titan X, unless an instance or a budget is given",
+}
+_ONE_INSTANCE: Mapping[str, Any] = {
+    "action": "append",
+    "metavar": "NAME",
+    "help": "a cloud instance's GPUs, such as p4d.24xlarge",
+}
 _CONTEXT: Options = {
     "--context": {
         "metavar": "SIZE",
@@ -144,7 +155,7 @@ SWEEP = Command(
             },
             "--seq-len": {
                 "action": "append",
-                "metavar": "N",
+                "metavar": "N[,N]",
                 "help": "tokens, or pixels for images; repeatable",
             },
             "--device": {
@@ -156,10 +167,15 @@ SWEEP = Command(
             },
             "--gpu": {
                 "action": "append",
-                "metavar": "NAME",
-                "help": "a GPU to simulate; repeatable (default: this machine's, or a Titan X)",
+                "metavar": "NAME[,NAME]",
+                "help": "a GPU to simulate, 24GB+ for all of at least that size, or all; repeatable (default: this "
+                "machine's, or a Titan X)",
             },
-            "--instance": {"metavar": "NAME", "help": "simulate a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--instance": {
+                "action": "append",
+                "metavar": "NAME[,NAME]",
+                "help": "simulate a cloud instance's GPUs, such as p4d.24xlarge; repeatable",
+            },
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, or of the RAM, such as 12GiB"},
             **_CONTEXT,
         },
@@ -249,8 +265,8 @@ ESTIMATE = Command(
     {
         "what is estimated": {
             **_ONE_SIZE,
-            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
-            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--gpu": _ONE_GPU,
+            "--instance": _ONE_INSTANCE,
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
             **_CONTEXT,
         },
@@ -274,8 +290,8 @@ PROFILE = Command(
                 "metavar": "N[,N]",
                 "help": "tokens, or pixels for images (default: 128 or 224); 96,128: of one step after the other",
             },
-            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
-            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--gpu": _ONE_GPU,
+            "--instance": _ONE_INSTANCE,
             "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},
             **_CONTEXT,
         },
@@ -296,8 +312,8 @@ PLAN = Command(
             "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
             "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
             "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
-            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
-            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, each with a copy of the model"},
+            "--gpu": _ONE_GPU,
+            "--instance": {**_ONE_INSTANCE, "help": "a cloud instance's GPUs, each with a copy of the model"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
             **_CONTEXT,
             "--keep": {

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import one_of, whole_number
+from batchfinder.cli.options import catalog_gpu, one_of, whole_number
 from batchfinder.cuda_stub import (
     CudaBuild,
     StubCard,
@@ -108,7 +108,8 @@ def cards_of(arguments: argparse.Namespace) -> list[StubCard]:
     held = 0 if arguments.held is None else parse_bytes(arguments.held, "--held")
     count = whole_number("--count", arguments.count)
     kinds = arguments.gpu or [None if memory is not None else "A100 80GB"]
-    return [stub_card(gpu, memory, held) for gpu in kinds for _ in range(count)]
+    found = [None if gpu is None else catalog_gpu(gpu, "--memory") for gpu in kinds]
+    return [stub_card(gpu, memory, held) for gpu in found for _ in range(count)]
 
 
 def ranks_of(arguments: argparse.Namespace) -> tuple[int, int] | None:

@@ -61,16 +61,17 @@ def instance_key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text[prefix.end() :] if prefix else text)
 
 
-def nearest(key: str, names: Mapping[str, str], limit: int = 5) -> tuple[str, ...]:
+def nearest(key: str, names: Mapping[str, str], limit: int = 5, cutoff: float = 0.5) -> tuple[str, ...]:
     """Find the known names most like one that is not known.
 
     Args:
         names: every known key and the name it stands for; several keys may stand for one name.
+        cutoff: how alike they must be, from 0 to 1, as `difflib` counts.
 
     Returns:
         Names, best first, each once; empty when none is like it.
     """
-    close = difflib.get_close_matches(key, names, n=4 * limit, cutoff=0.5)
+    close = difflib.get_close_matches(key, names, n=4 * limit, cutoff=cutoff)
     return tuple(dict.fromkeys(names[match] for match in close))[:limit]
 
 
@@ -133,7 +134,8 @@ def find_gpu(name: str) -> Gpu:
         name: `v100-32gb`, `Tesla T4`, `NVIDIA GeForce RTX 3090`, `titan x maxwell`.
 
     Raises:
-        UnknownName: there is no such GPU; after a wrong size, the cards of its family are named.
+        UnknownName: there is no such GPU; after a wrong size, the cards of its family are named, and for another name
+            with a size those of that size with a name like it.
     """
     key = gpu_key(name)
     known = _gpus_by_key()
@@ -147,7 +149,12 @@ def find_gpu(name: str) -> Gpu:
         family = [gpu.name for gpu in all_gpus() if {gpu_key(each).model for each in (gpu.name, *gpu.aliases)} & models]
         if family:
             raise UnknownName("GPU", name, family)
-    raise UnknownName("GPU", name, nearest(key.text, {text: gpu.name for text, gpu in known.items()}))
+    of_size = {text: gpu.name for text, gpu in known.items() if key.size_gb in (None, gpu.class_gb)}
+    raise UnknownName("GPU", name, nearest(key.text if key.size_gb is None else key.model, of_size, cutoff=_ALIKE))
+
+
+_ALIKE = 0.65
+"""How alike a GPU's name must be to be named for another: `m2-max` is not to be answered with `MI250X`."""
 
 
 @cache
