@@ -13,7 +13,7 @@ from batchfinder.units import GIB, format_bytes, parse_bytes
 
 _SINCE = {"bf16": (8, 0), "fp8": (8, 9)}
 """The first compute capability whose tensor cores multiply numbers of a type."""
-_AMDS = {"bf16": ("CDNA2", "CDNA3"), "fp8": ("CDNA3",)}
+_AMDS = {"bf16": ("CDNA2", "CDNA3", "CDNA4", "RDNA3", "RDNA4"), "fp8": ("CDNA3", "CDNA4", "RDNA4")}
 """AMD's architectures whose matrix cores do."""
 
 

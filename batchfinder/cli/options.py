@@ -10,6 +10,7 @@ import select
 import stat
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -182,7 +183,11 @@ def catalog_gpu(name: str, way_out: str) -> Gpu:
     except UnknownName as error:
         size = f"{gpu_key(name).size_gb or 16}GiB"
         hint = f"For any other card of {size.removesuffix('GiB')} GiB: {way_out} {size}. `batchfinder gpus` lists all."
-        raise UnknownName(error.kind, error.name, error.matches, hint) from None
+        matches = error.matches
+        if way_out == "--budget":
+            with suppress(UnknownName):
+                hint, matches = f"It is an instance: --instance {find_instance(name).name}.", ()
+        raise UnknownName(error.kind, error.name, matches, hint) from None
 
 
 def card(gpu: str | None, budget: str | None, count: int = 1, context: str | None = None) -> Card:
