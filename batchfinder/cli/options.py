@@ -9,12 +9,23 @@ import re
 import select
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from batchfinder.devices import Card, Gpu, all_gpus, device_for, device_with_budget, find_gpu, find_instance
+from batchfinder.devices import (
+    Card,
+    Gpu,
+    Price,
+    all_gpus,
+    device_for,
+    device_with_budget,
+    find_gpu,
+    find_instance,
+    known_prices,
+    parse_prices,
+)
 from batchfinder.devices.catalog import gpu_key
 from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.training.spec import (
@@ -169,7 +180,7 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     return options
 
 
-def catalog_gpu(name: str, way_out: str) -> Gpu:
+def catalog_gpu(name: str, way_out: str = "--budget") -> Gpu:
     """A GPU of the catalogue.
 
     Args:
@@ -197,7 +208,7 @@ def card(gpu: str | None, budget: str | None, count: int = 1, context: str | Non
         UnknownName: no such GPU.
         InvalidValue: the budget or the context is not a size, the context leaves nothing, or there is no GPU for it.
     """
-    found = None if gpu is None else catalog_gpu(gpu, "--budget")
+    found = None if gpu is None else catalog_gpu(gpu)
     context_bytes = None if context is None else parse_bytes(context, "--context")
     if context_bytes is not None and (found is None or context_bytes >= found.memory_bytes):
         named = "a --gpu or an --instance with it, of whose memory it is taken"
@@ -240,6 +251,16 @@ def asked_card(arguments: argparse.Namespace, count: int | None = None) -> Card:
     if gpu is not None:
         raise InvalidValue("--gpu", gpu, "either a --gpu or an --instance, not both")
     return instance_card(instance, arguments.budget, count, arguments.context)
+
+
+def read_prices(path: str | None) -> Mapping[str, Price]:
+    """What instances cost, by their names: those that are known, and those of a file instead where it has them.
+
+    Raises:
+        InvalidValue: the file cannot be read, or is no list of prices.
+    """
+    known = known_prices()
+    return known if path is None else {**known, **parse_prices("--prices", path, read_file("--prices", path))}
 
 
 def only_one(option: str, values: Sequence[str] | None) -> str | None:

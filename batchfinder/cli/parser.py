@@ -133,6 +133,13 @@ _CONTEXT: Options = {
         "today's CUDA, which loads kernels as they are used; it was 1 GiB and more before CUDA 11.7)",
     }
 }
+_PRICES: Options = {
+    "--prices": {
+        "metavar": "FILE",
+        "help": "what instances cost, instead of the prices that come with batchfinder: CSV or TOML with instance and "
+        "usd_per_hour",
+    }
+}
 _PLOT: Options = {
     "--plot": {"metavar": "FILE", "help": "also draw the results: a .png or .svg (needs matplotlib)"},
     "--explain": {"action": "store_true", "help": "list what the figures assume and leave out"},
@@ -178,6 +185,7 @@ SWEEP = Command(
             },
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, or of the RAM, such as 12GiB"},
             **_CONTEXT,
+            **_PRICES,
         },
         "the step": _STEP,
         "the search": {
@@ -571,6 +579,17 @@ GPUS = Command(
         }
     },
 )
+INSTANCES = Command(
+    "list the cloud instances that can be named, the cheapest first",
+    {
+        "": {
+            "--gpu": {"metavar": "NAME", "help": "those with this GPU"},
+            "--min": {"metavar": "SIZE", "help": "those whose GPUs are of at least this size, such as 24GB"},
+            **_PRICES,
+            **_JSON,
+        }
+    },
+)
 COMMANDS = {
     "sweep": SWEEP,
     "estimate": ESTIMATE,
@@ -583,6 +602,7 @@ COMMANDS = {
     "cache": CACHE,
     "stub": STUB,
     "gpus": GPUS,
+    "instances": INSTANCES,
     "page": PAGE,
 }
 

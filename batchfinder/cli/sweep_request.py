@@ -8,7 +8,16 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 
 from batchfinder.cache import Store
-from batchfinder.cli.options import DEFAULT_GPU, card, instance_card, named_gpus, split, step_options, whole_number
+from batchfinder.cli.options import (
+    DEFAULT_GPU,
+    card,
+    instance_card,
+    named_gpus,
+    read_prices,
+    split,
+    step_options,
+    whole_number,
+)
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import (
     Card,
@@ -81,6 +90,8 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         raise InvalidValue("--device", asked, "auto, simulated, cuda, cuda:1 (or another number) or cpu")
     budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
     gpus, instances = named_gpus(arguments.gpu or ()), _instances(arguments)
+    if arguments.prices is not None and not instances:
+        raise InvalidValue("--prices", arguments.prices, "an --instance with it, whose price it has")
     if arguments.engine == "ray":
         if asked not in ("auto", SIMULATED, "cuda"):
             raise InvalidValue("--device", asked, "simulated or cuda with --engine ray")
@@ -98,7 +109,10 @@ def choose_place(arguments: argparse.Namespace) -> Place:
             )
         count = None if arguments.strategy is not None else whole_number("--gpus", arguments.gpus)
         cards = [card(gpu, arguments.budget, count or 1, arguments.context) for gpu in gpus]
-        cards += [instance_card(name, arguments.budget, count, arguments.context) for name in instances]
+        prices = read_prices(arguments.prices)
+        for name in instances:
+            one = instance_card(name, arguments.budget, count, arguments.context)
+            cards.append(replace(one, price=prices.get(find_instance(name).name)))
         if asked == "cuda":
             return _on_stub(tuple({one.name: one for one in cards}.values()))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
@@ -346,6 +360,7 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
                 device=one.device.among_others(each.communicators),
                 name=f"{each.gpus} x {one.name}" if len(options) > 1 and one.count != each.gpus else one.name,
                 count=each.gpus,
+                price=one.price and one.price.times(-(-each.gpus // one.count)),
             )
             for one in request.place.cards
             for each in options

@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -265,17 +266,53 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Price:
+    """What an instance costs.
+
+    Attributes:
+        usd_per_hour: on demand; None where only a spot price is known.
+        spot_usd_per_hour: for one that may be taken back; None where none is known.
+        region: that it is for; empty where it is the same in all, or not said.
+        as_of: when it was so; None where that is not said.
+        source: where it is from.
+    """
+
+    usd_per_hour: float | None
+    spot_usd_per_hour: float | None
+    region: str
+    as_of: date | None
+    source: str
+
+    @property
+    def words(self) -> str:
+        """Where and when it is so: `in us-east-1 as of 2026-07-20`, or where it is from."""
+        where = f"in {self.region} " if self.region else ""
+        return f"{where}as of {self.as_of}" if self.as_of is not None else f"{where}by {self.source}"
+
+    def times(self, count: int) -> Price:
+        """The price of so many of them."""
+        on_demand, spot = self.usd_per_hour, self.spot_usd_per_hour
+        return replace(
+            self,
+            usd_per_hour=None if on_demand is None else count * on_demand,
+            spot_usd_per_hour=None if spot is None else count * spot,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """A device as tables show it.
 
     Attributes:
         name: as it is shown: an instance's card by the instance's name, a real one by its short name.
         count: how many of it train side by side.
+        price: of the instances that these are in; None where they are in none, or it is not known.
     """
 
     device: Device
     name: str
     count: int = 1
+    price: Price | None = None
 
 
 def device_for(gpu: Gpu, context_bytes: int | None = None) -> Device:

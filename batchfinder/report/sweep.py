@@ -16,7 +16,7 @@ from batchfinder.report.estimate import Alternative
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
-from batchfinder.units import format_bytes
+from batchfinder.units import format_bytes, format_dollars
 
 SCHEMA = 1
 
@@ -171,6 +171,8 @@ class SweepRow:
             row["samples_per_second"] = rate.samples_per_second
             row["samples_per_second_spread"] = rate.spread
             row["throughput"] = asdict(found)
+        if cell.card.price is not None:
+            row["usd_per_hour"] = cell.card.price.usd_per_hour
         if cell.options.packed:
             row["tokens_per_step"] = self.tokens_per_step
         if cell.target_batch_size is not None:
@@ -242,8 +244,15 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
                 devices = f" x {plan.num_devices}" if plan.num_devices > 1 else ""
                 words = f"{plan.micro_batch_size} x {plan.accumulation}{devices} = {plan.effective_batch_size}"
             plans.append(words)
+    prices = {cell.card.name: cell.card.price for cell in cells if cell.card.price is not None}
+    if prices:
+        paid = [None if cell.card.price is None else cell.card.price.usd_per_hour for cell in cells]
+        columns["$/h"] = [format_dollars(dollars) for dollars in paid]
     columns["source"] = [row.result.source for row in rows]
     notes = []
+    if prices:
+        when = ", ".join(dict.fromkeys(price.words for price in prices.values()))
+        notes.append(f"$/h: on demand {when}, for all GPUs of a row; --prices takes your own")
     if any(row.cell.published is not None for row in rows):
         notes.append(
             "published: by google-research/bert in 2018 for a 12 GB Titan X: TensorFlow 1.11, Adam in fp32. The "

@@ -27,7 +27,8 @@ LARGEST = max(gpu.class_gb for gpu in all_gpus())
 AT_ONCE = [
     (
         "--gpu v1000",
-        f"unknown GPU 'v1000'. Did you mean V100 16GB, P100 16GB, H100 80GB, A100 40GB, GTX 1080? {ANY_CARD % (16, 16)}",
+        "unknown GPU 'v1000'. Did you mean V100 16GB, P100 16GB, H100 80GB, A100 40GB, GTX 1080? "
+        f"{ANY_CARD % (16, 16)}",
     ),
     ("--gpu v100-24gb", f"unknown GPU 'v100-24gb'. Did you mean V100 16GB, V100 32GB? {ANY_CARD % (24, 24)}"),
     ("--gpu kaggle", "unknown GPU 'kaggle'. It is an instance: --instance kaggle-t4x2."),
