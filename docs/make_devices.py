@@ -15,8 +15,8 @@ HEAD = """\
 What batchfinder knows of {gpus} GPUs and {instances} cloud instances. Look-up is forgiving: `titan x`, `V100` and
 `v100-32gb` are found, and a miss names the nearest. A bare family name means its smaller card: what fits there fits the
 larger one too; `batchfinder gpus --min 24GB --has bf16` lists them. A sweep takes several (`--gpu t4,v100`), all of at
-least a size (`--gpu 24GB+`) or `--gpu all`. `--budget 12GiB` names a limit instead, or lowers a card's: that is also how
-to ask for a card that is not here.
+least a size (`--gpu 24GB+`) or `--gpu all`. `--budget 12GiB` names a limit instead, or lowers a card's, and asks for a
+card that is not here.
 
 *Total* is what the driver reports to PyTorch. *Usable* is that less what the CUDA context and libraries take before
 the first tensor, for one process and no display. A tilde marks a context that was not measured on this card but follows
@@ -33,10 +33,10 @@ those of a CUDA that loads kernels as they are used, which is usual since 11.7; 
 INSTANCES = """
 ## Instances
 
-`batchfinder instances` lists them with what each costs, the cheapest first, and takes `--gpu` and `--min`. `sweep` takes
-several (`--instance p4d.24xlarge,p5.48xlarge`), and says what each costs. The prices are on demand, without disks and
-traffic, of the region and day that `batchfinder/devices/prices.toml` names with their source; `docs/make_prices.py` made
-it from public price lists. They change: `--prices mine.csv` takes your own, with a first line of
+`batchfinder instances` lists them with what each costs, the cheapest first, and takes `--gpu` and `--min`. A sweep of
+several (`--instance p4d.24xlarge,p5.48xlarge`) says what each costs. The prices are on demand, without disks and
+traffic, of the region and day that `batchfinder/devices/prices.toml` names with their source; `docs/make_prices.py`
+made that file from public price lists. They change: `--prices mine.csv` takes your own, with a first line of
 `instance,usd_per_hour` (and `spot_usd_per_hour`, `region`, `as_of`), or the same as TOML in `[[price]]` tables. What is
 not sold by the hour, such as Colab and Kaggle, has none.
 

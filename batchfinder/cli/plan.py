@@ -35,7 +35,7 @@ from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
-from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.table import Columns, Table, assumptions, without_bf16
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe
@@ -299,6 +299,7 @@ def plan_table(
         f"{found.plan}",
         f"peaks are those of a micro-batch of {micro}, the CUDA context included; FLOPs are per sample",
         f"{found.tried} combinations were tried, those that change least about training first",
+        *without_bf16(asked.precision, [card.device]),
         *assumptions(found.unmodelled, explain),
     )
     return Table(title, details, columns, notes)

@@ -14,7 +14,7 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_profile
 from batchfinder.report.progress import StatusLine
-from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.table import Columns, Table, assumptions, without_bf16
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
@@ -112,6 +112,7 @@ def main(arguments: argparse.Namespace) -> int:
         notes.append(f"out of memory in {oom.moment.stage} of step {oom.moment.step}: {words}")
     if not later.settled:
         notes.append("thrashing: every further step has to free the allocator's cache, which counts as not fitting")
+    notes += without_bf16(options.precision, [device])
     notes += assumptions(probe.unmodelled, arguments.explain)
     details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable")
     Table(title, details, columns, tuple(notes)).show()

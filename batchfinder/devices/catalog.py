@@ -76,6 +76,12 @@ def nearest(key: str, names: Mapping[str, str], limit: int = 5, cutoff: float = 
     return tuple(dict.fromkeys(names[match] for match in close))[:limit]
 
 
+CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
+"""The first compute capability whose tensor cores multiply numbers of a type."""
+_AMDS = {"bf16": ("CDNA2", "CDNA3", "CDNA4", "RDNA3", "RDNA4"), "fp8": ("CDNA3", "CDNA4", "RDNA4")}
+"""AMD's architectures whose matrix cores do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU as software sees it; a card with two of them (K80, MI250X) counts as two.
@@ -109,6 +115,12 @@ class Gpu:
     def usable_bytes(self) -> int:
         """What is left for the caching allocator of one process that has the card to itself."""
         return self.memory_bytes - self.context_bytes
+
+    def multiplies(self, kind: str) -> bool:
+        """Whether its tensor or matrix cores multiply numbers of a type: `bf16` or `fp8`."""
+        if self.compute_capability is None:
+            return self.architecture.startswith(_AMDS[kind])
+        return self.compute_capability >= CAPABILITIES[kind]
 
 
 @cache
@@ -254,6 +266,11 @@ class Device:
     communicator_bytes: int = 0
     spare_bytes: int = 0
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether its tensor cores multiply bf16; so it is taken where the capability is assumed."""
+        return self.compute_capability >= CAPABILITIES["bf16"]
+
     def among_others(self, communicators: int) -> Device:
         """The same as one of several GPUs that train together, with so many communicators of NCCL."""
         taken = communicators * self.communicator_bytes
@@ -362,6 +379,8 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None, context_bytes:
     if budget_bytes <= 0:
         raise InvalidValue("budget", budget_bytes, "a positive number of bytes")
     budget = f"{format_bytes(budget_bytes)} budget"
+    if gpu is not None and budget_bytes > gpu.memory_bytes:
+        budget += " (more than it has)"
     if gpu is None:
         return Device(budget, budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY, assumed_capability=True)
     card = device_for(gpu, context_bytes)

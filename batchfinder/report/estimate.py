@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchfinder.devices import Card
+from batchfinder.devices import Card, Gpu, all_gpus, device_for
 from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
-from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.table import Columns, Table, assumptions, without_bf16
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
@@ -91,6 +91,7 @@ class EstimateFindings:
             "accumulation": asked.accumulation,
             **found.to_json(),
             "peak": None if found.peak is None else found.peak.to_json(),
+            "smallest_gpus": [gpu.name for gpu in smallest_gpus(self)],
             "last_segment": None if last is None else last.to_json(),
             "num_alloc_retries": found.num_alloc_retries,
             "oom": None if found.oom is None else found.oom.message,
@@ -107,6 +108,29 @@ _LEAST_SHARE = 0.001
 _STATES = ("parameters", "gradients", "optimizer")
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _SHARDING_ASSUMPTIONS = ("NCCL's own memory is what one communicator was measured to take",)
+
+
+_SMALLEST = 3
+_OLDEST = (7, 5)
+"""The compute capability that PyTorch's builds for CUDA 13 begin with."""
+
+
+def smallest_gpus(found: EstimateFindings) -> list[Gpu]:
+    """The GPUs of the catalogue with the least memory of those that have enough for it, whole and not too old.
+
+    A bf16 precision wants units for it.
+    """
+    device, options = found.request.card.device, found.request.options
+    needed = found.estimate.required_bytes - device.context_bytes
+    enough = [
+        gpu
+        for gpu in all_gpus()
+        if device_for(gpu).among_others(options.communicators).usable_bytes >= needed
+        and "MIG" not in gpu.name
+        and (gpu.compute_capability or _OLDEST) >= _OLDEST
+        and (gpu.multiplies("bf16") or not options.precision.startswith("bf16"))
+    ]
+    return sorted(enough, key=lambda gpu: (gpu.usable_bytes, gpu.name))[:_SMALLEST]
 
 
 def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: bool = False) -> tuple[Table, ...]:
@@ -194,9 +218,12 @@ def _by_kind(found: EstimateFindings, explain: bool) -> Table:
         since = _stage(one.last_segment)
         notes.append(f"reserved memory is highest from {since} on; fragmentation: reserved, in no tensor at the peak")
     saved = ", where PyTorch has to free cached memory for it" if one.required_bytes < one.peak_bytes else ""
+    smallest = ", ".join(gpu.name for gpu in smallest_gpus(found)) or "none of the catalogue"
     notes.append(f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}")
+    notes.append(f"smallest with so much, by memory alone: {smallest}")
     if one.num_alloc_retries:
         notes.append(f"allocation retries: {one.num_alloc_retries}; each frees the allocator's cache, which takes time")
+    notes += without_bf16(asked.options.precision, [asked.card.device])
     context = () if one.kinds.context else ("the CUDA context, as no GPU was named",)
     notes += assumptions((*context, *found.unmodelled), explain)
     title = f"{asked.model} at {at} on {asked.card.name}, simulated"

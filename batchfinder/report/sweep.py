@@ -13,7 +13,7 @@ from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.estimate import OverTime
 from batchfinder.report.estimate import Alternative
-from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.table import Columns, Table, assumptions, without_bf16
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes, format_dollars
@@ -286,6 +286,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
             words = " ".join(row.result.measurement.message.split())
             notes.append(f"{samples} of {row.cell.where} failed: {words}")
     notes += [f"{row.cell.where} from 2 on, since batch size 1 raised {row.raised}" for row in rows if row.raised]
+    notes += without_bf16(first.options.precision, [cell.card.device for cell in cells])
     if cached := sum(row.cached for row in rows):
         notes.append(f"from the cache: {cached} of {len(rows)} rows")
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)
