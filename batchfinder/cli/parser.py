@@ -99,7 +99,8 @@ _STEP: Options = {
         "help": f"compile with torch.compile: {' or '.join(COMPILED_PARTS)} (default of --compile: model)",
     },
     "--strategy": {"metavar": "NAME", "help": f"{', '.join(STRATEGIES)}: how several GPUs train together, simulated"},
-    "--gpus --num-gpus": {
+    "--num-gpus --gpus": {
+        "dest": "gpus",
         "metavar": "N",
         "help": "how many train together, each with a batch of its own (default: the instance's, or 1); a sweep takes "
         "several numbers, as 8,64,512",

@@ -22,6 +22,7 @@ from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import (
     Card,
     Device,
+    driver_is_here,
     driver_version,
     find_gpu,
     find_instance,
@@ -124,7 +125,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         return real_gpu(asked, budget_bytes)
     present = present_gpus()
     unusable = ""
-    if asked == "auto" and present:
+    if asked == "auto" and (present or driver_is_here()):
         try:
             place = real_gpu("cuda", budget_bytes)
         except BatchFinderError as error:
@@ -136,7 +137,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         return Place(SIMULATED, (card(None, arguments.budget),))
     if not present:
         chosen = card(DEFAULT_GPU, None)
-        note = f"no GPU was found here, and no --gpu is named: simulating {chosen.name}"
+        note = f"no GPU was found here, and no --gpu is named: simulating {chosen.name}{unusable}"
         return Place(SIMULATED, (chosen,), notes=(note,))
     here: dict[str, Card] = {}
     for gpu in present:

@@ -16,7 +16,14 @@ from batchfinder.devices.catalog import (
     find_gpu,
     find_instance,
 )
-from batchfinder.devices.detect import PresentGpu, driver_version, host_name, mps_limit_bytes, present_gpus
+from batchfinder.devices.detect import (
+    PresentGpu,
+    driver_is_here,
+    driver_version,
+    host_name,
+    mps_limit_bytes,
+    present_gpus,
+)
 from batchfinder.devices.prices import known_prices, parse_prices
 
 __all__ = [
@@ -31,6 +38,7 @@ __all__ = [
     "all_instances",
     "device_for",
     "device_with_budget",
+    "driver_is_here",
     "driver_version",
     "find_gpu",
     "find_instance",

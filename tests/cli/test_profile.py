@@ -85,7 +85,7 @@ def test_table(run: Run) -> None:
     ]
     assert lines[22] == ""
     assert len(explained) == 1
-    assert lines[23:] == ["1 assumption; --explain says which"]
+    assert lines[23:] == [lacking, "1 assumption; --explain says which"]
     assert [line for line in lines if line != line.rstrip()] == []
 
 
