@@ -7,8 +7,8 @@ import json
 import math
 
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import catalog_gpu, read_prices
-from batchfinder.devices import Instance, Price, all_instances
+from batchfinder.cli.options import read_prices
+from batchfinder.devices import Instance, Price, all_instances, find_gpu
 from batchfinder.report.table import Columns, Table
 from batchfinder.units import GIB, format_bytes, format_dollars, parse_bytes
 
@@ -16,7 +16,7 @@ from batchfinder.units import GIB, format_bytes, format_dollars, parse_bytes
 def main(arguments: argparse.Namespace) -> int:
     """List them, the cheapest first, and last what has no price."""
     least = 0 if arguments.min is None else round(parse_bytes(arguments.min, "--min") / GIB)
-    gpu = None if arguments.gpu is None else catalog_gpu(arguments.gpu)
+    gpu = None if arguments.gpu is None else find_gpu(arguments.gpu)
     prices = read_prices(arguments.prices)
     found = [each for each in all_instances() if gpu in (None, each.gpu) and each.gpu.class_gb >= least]
 

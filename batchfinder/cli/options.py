@@ -10,13 +10,11 @@ import select
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from batchfinder.devices import (
     Card,
-    Gpu,
     Price,
     all_gpus,
     device_for,
@@ -26,8 +24,7 @@ from batchfinder.devices import (
     known_prices,
     parse_prices,
 )
-from batchfinder.devices.catalog import gpu_key
-from batchfinder.errors import InvalidValue, UnknownName
+from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
     CHECKPOINTING_NAMES,
@@ -129,9 +126,9 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     """
     rank = whole_number("--lora", arguments.lora)
     gpus = whole_number("--gpus", arguments.gpus)
-    instance = only_one("--instance", arguments.instance)
-    if gpus is None and arguments.strategy is not None and instance is not None:
-        gpus = find_instance(instance).num_gpus
+    if gpus is None and arguments.strategy is not None:
+        instance = only_one("--instance", arguments.instance)
+        gpus = None if instance is None else find_instance(instance).num_gpus
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
@@ -180,27 +177,6 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     return options
 
 
-def catalog_gpu(name: str, way_out: str = "--budget") -> Gpu:
-    """A GPU of the catalogue.
-
-    Args:
-        way_out: the option that takes the memory of a card that is not in it.
-
-    Raises:
-        UnknownName: it is not in it; what to type for any card is said.
-    """
-    try:
-        return find_gpu(name)
-    except UnknownName as error:
-        size = f"{gpu_key(name).size_gb or 16}GiB"
-        hint = f"For any other card of {size.removesuffix('GiB')} GiB: {way_out} {size}. `batchfinder gpus` lists all."
-        matches = error.matches
-        if way_out == "--budget":
-            with suppress(UnknownName):
-                hint, matches = f"It is an instance: --instance {find_instance(name).name}.", ()
-        raise UnknownName(error.kind, error.name, matches, hint) from None
-
-
 def card(gpu: str | None, budget: str | None, count: int = 1, context: str | None = None) -> Card:
     """A GPU by name, a budget alone, or a budget on a GPU; `context` is what the CUDA context takes of a named one.
 
@@ -208,7 +184,7 @@ def card(gpu: str | None, budget: str | None, count: int = 1, context: str | Non
         UnknownName: no such GPU.
         InvalidValue: the budget or the context is not a size, the context leaves nothing, or there is no GPU for it.
     """
-    found = None if gpu is None else catalog_gpu(gpu)
+    found = None if gpu is None else find_gpu(gpu, "--budget")
     context_bytes = None if context is None else parse_bytes(context, "--context")
     if context_bytes is not None and (found is None or context_bytes >= found.memory_bytes):
         named = "a --gpu or an --instance with it, of whose memory it is taken"
@@ -269,15 +245,10 @@ def only_one(option: str, values: Sequence[str] | None) -> str | None:
     Raises:
         InvalidValue: it names several.
     """
-    several = list(dict.fromkeys(each for value in values or () for each in split(value)))
+    several = list(dict.fromkeys(each for value in values or () for each in value.split(",")))
     if len(several) > 1 or several == ["all"] or (several and several[0].endswith("+")):
         raise InvalidValue(option, ",".join(several), "a single one: `batchfinder sweep` takes several")
     return several[0] if several else None
-
-
-def split(value: str) -> list[str]:
-    """The parts of a value with commas in it; an empty one stays, to be refused like any other."""
-    return [part.strip() for part in value.split(",")]
 
 
 _AT_LEAST = re.compile(r"(\d{1,6})\s*(?:gib|gb|g)?\+", re.IGNORECASE)
@@ -290,7 +261,7 @@ def named_gpus(values: Sequence[str]) -> list[str]:
         InvalidValue: no GPU of the catalogue is as large.
     """
     named: list[str] = []
-    for value in (part for each in values for part in split(each)):
+    for value in (part.strip() for each in values for part in each.split(",")):
         if value.lower() == "all":
             named += [gpu.name for gpu in all_gpus()]
         elif found := _AT_LEAST.fullmatch(value):

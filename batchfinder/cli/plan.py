@@ -29,13 +29,13 @@ from batchfinder.cli.options import (
     whole_number,
     write_file,
 )
-from batchfinder.devices import Card
+from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
-from batchfinder.report.table import Columns, Table, assumptions, without_bf16
+from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
+from batchfinder.devices import without_bf16
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_profile
 from batchfinder.report.progress import StatusLine
-from batchfinder.report.table import Columns, Table, assumptions, without_bf16
+from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator

@@ -9,11 +9,11 @@ from typing import Any
 
 from batchfinder.cli.options import check_file, whole_number, write_file
 from batchfinder.cli.sweep_request import SIMULATED, SweepRequest, read_request
-from batchfinder.devices import Card
+from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.recording.simulation import Simulation, search_seq_len
 from batchfinder.report.progress import StatusLine
-from batchfinder.report.table import Columns, Table, assumptions, without_bf16
+from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.terminal import tell
 from batchfinder.results import SearchResult
 from batchfinder.training.spec import StepOptions

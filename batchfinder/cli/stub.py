@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import catalog_gpu, one_of, whole_number
+from batchfinder.cli.options import one_of, whole_number
 from batchfinder.cuda_stub import (
     CudaBuild,
     StubCard,
@@ -23,6 +23,7 @@ from batchfinder.cuda_stub import (
 )
 from batchfinder.cuda_stub.builds import stub_folder
 from batchfinder.cuda_stub.launch import ADDRESSES, EVENTS, VALUES
+from batchfinder.devices import find_gpu
 from batchfinder.errors import CudaStubUnavailable, InvalidValue
 from batchfinder.report.terminal import tell
 from batchfinder.stub_cards import open_session, stub_card
@@ -108,7 +109,7 @@ def cards_of(arguments: argparse.Namespace) -> list[StubCard]:
     held = 0 if arguments.held is None else parse_bytes(arguments.held, "--held")
     count = whole_number("--count", arguments.count)
     kinds = arguments.gpu or [None if memory is not None else "A100 80GB"]
-    found = [None if gpu is None else catalog_gpu(gpu, "--memory") for gpu in kinds]
+    found = [None if gpu is None else find_gpu(gpu, "--memory") for gpu in kinds]
     return [stub_card(gpu, memory, held) for gpu in found for _ in range(count)]
 
 

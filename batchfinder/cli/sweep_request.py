@@ -14,7 +14,6 @@ from batchfinder.cli.options import (
     instance_card,
     named_gpus,
     read_prices,
-    split,
     step_options,
     whole_number,
 )
@@ -90,7 +89,8 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     if asked not in ("auto", SIMULATED, CPU) and not CUDA_DEVICE.fullmatch(asked):
         raise InvalidValue("--device", asked, "auto, simulated, cuda, cuda:1 (or another number) or cpu")
     budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
-    gpus, instances = named_gpus(arguments.gpu or ()), _instances(arguments)
+    gpus = named_gpus(arguments.gpu) if arguments.gpu else []
+    instances = [name for value in arguments.instance or () for name in value.split(",")]
     if arguments.prices is not None and not instances:
         raise InvalidValue("--prices", arguments.prices, "an --instance with it, whose price it has")
     if arguments.engine == "ray":
@@ -153,10 +153,6 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         here[one.name] = one
     note = f"this machine has {', '.join(here)}; its figures are simulated, not measured{unusable}"
     return Place(SIMULATED, tuple(here.values()), notes=(note,))
-
-
-def _instances(arguments: argparse.Namespace) -> list[str]:
-    return list(dict.fromkeys(name for value in arguments.instance or () for name in split(value)))
 
 
 def real_gpu(asked: str, budget_bytes: int | None) -> Place:
@@ -321,10 +317,10 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
     if arguments.gpus is not None:
         counts = list(dict.fromkeys(arguments.gpus.split(",")))
     elif arguments.strategy is not None and arguments.instance:  # all GPUs of each instance take part
-        counts = list(dict.fromkeys(str(find_instance(name).num_gpus) for name in _instances(arguments)))
+        counts = list(dict.fromkeys(str(one.count) for one in place.cards))
     of_each = [{**vars(arguments), "gpus": count, "instance": None} for count in counts]
     options = [step_options(argparse.Namespace(**one)) for one in of_each]
-    seq_lens = [whole_number("--seq-len", part) for value in arguments.seq_len or () for part in split(value)]
+    seq_lens = [whole_number("--seq-len", part) for value in arguments.seq_len or () for part in value.split(",")]
     request = SweepRequest(
         models=models,
         seq_lens=tuple(dict.fromkeys(seq_lens)),
@@ -365,7 +361,7 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
             )
             for one in request.place.cards
             for each in options
-            if arguments.gpus is not None or one.count in (1, each.gpus)
+            if arguments.gpus is not None or one.count == each.gpus
         )
         request = replace(request, place=replace(request.place, cards=cards))
     target, step = request.target_batch_size, request.multiple_of

@@ -15,6 +15,7 @@ from batchfinder.devices.catalog import (
     device_with_budget,
     find_gpu,
     find_instance,
+    without_bf16,
 )
 from batchfinder.devices.detect import (
     PresentGpu,
@@ -47,4 +48,5 @@ __all__ = [
     "mps_limit_bytes",
     "parse_prices",
     "present_gpus",
+    "without_bf16",
 ]

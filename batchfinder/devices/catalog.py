@@ -10,7 +10,8 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
@@ -137,7 +138,7 @@ def all_gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, way_out: str = "") -> Gpu:
     """Find a GPU by a name as typed, or as a driver prints it.
 
     Case, spaces, hyphens, underscores and vendor words do not matter. A memory size must be the card's own. A family
@@ -145,6 +146,7 @@ def find_gpu(name: str) -> Gpu:
 
     Args:
         name: `v100-32gb`, `Tesla T4`, `NVIDIA GeForce RTX 3090`, `titan x maxwell`.
+        way_out: the option that takes the memory of a card that is not in the catalog, which the error then tells.
 
     Raises:
         UnknownName: there is no such GPU; after a wrong size, the cards of its family are named, and for another name
@@ -161,9 +163,22 @@ def find_gpu(name: str) -> Gpu:
         models = {key.model, bare.model}
         family = [gpu.name for gpu in all_gpus() if {gpu_key(each).model for each in (gpu.name, *gpu.aliases)} & models]
         if family:
-            raise UnknownName("GPU", name, family)
+            raise _unknown_gpu(name, family, way_out)
     of_size = {text: gpu.name for text, gpu in known.items() if key.size_gb in (None, gpu.class_gb)}
-    raise UnknownName("GPU", name, nearest(key.text if key.size_gb is None else key.model, of_size, cutoff=_ALIKE))
+    like = nearest(key.text if key.size_gb is None else key.model, of_size, cutoff=_ALIKE)
+    raise _unknown_gpu(name, like, way_out)
+
+
+def _unknown_gpu(name: str, matches: Sequence[str], way_out: str) -> UnknownName:
+    """The error; with an option as the way out, what to type for any card, or for the instance that was meant."""
+    if not way_out:
+        return UnknownName("GPU", name, matches)
+    with suppress(UnknownName):
+        found = find_instance(name)
+        return UnknownName("GPU", name, (), f"{found.name} is an instance, of {found.num_gpus} x {found.gpu.name}.")
+    size_gb = gpu_key(name).size_gb or 16
+    hint = f"For any other card of {size_gb} GiB: {way_out} {size_gb}GiB. `batchfinder gpus` lists all."
+    return UnknownName("GPU", name, matches, hint)
 
 
 _ALIKE = 0.65
@@ -390,6 +405,17 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None, context_bytes:
         total_bytes=min(budget_bytes, card.total_bytes),
         usable_bytes=min(budget_bytes, card.usable_bytes),
         spare_bytes=max(0, card.usable_bytes - budget_bytes),
+    )
+
+
+def without_bf16(precision: str, devices: Iterable[Device]) -> tuple[str, ...]:
+    """The note on GPUs that are asked for bf16 and have no units for it, if there are any."""
+    lacking = dict.fromkeys(device.name.partition(",")[0] for device in devices if not device.has_bf16)
+    if not precision.startswith("bf16") or not lacking:
+        return ()
+    return (
+        f"no bf16 units and no fused attention in bf16: {', '.join(lacking)}; --precision 16-mixed, fp16 with a loss "
+        "scale, is for such GPUs",
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchfinder.devices import Card, Gpu, all_gpus, device_for
+from batchfinder.devices import Card, Gpu, all_gpus, device_for, without_bf16
 from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
-from batchfinder.report.table import Columns, Table, assumptions, without_bf16
+from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes

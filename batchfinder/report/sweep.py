@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
-from batchfinder.devices import Card
+from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.estimate import OverTime
 from batchfinder.report.estimate import Alternative
-from batchfinder.report.table import Columns, Table, assumptions, without_bf16
+from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes, format_dollars

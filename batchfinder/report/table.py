@@ -14,7 +14,6 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from batchfinder.devices import Device
 from batchfinder.report.terminal import printable
 
 Columns = dict[str, list[str]]
@@ -94,17 +93,6 @@ class Table:
         blocks = [f"**{self.title}**", *self.details, table]
         blocks += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n\n".join(blocks) + "\n"
-
-
-def without_bf16(precision: str, devices: Iterable[Device]) -> tuple[str, ...]:
-    """The note on GPUs that are asked for bf16 and have no units for it, if there are any."""
-    lacking = dict.fromkeys(device.name.partition(",")[0] for device in devices if not device.has_bf16)
-    if not precision.startswith("bf16") or not lacking:
-        return ()
-    return (
-        f"no bf16 units and no fused attention in bf16: {', '.join(lacking)}; --precision 16-mixed, fp16 with a loss "
-        "scale, is for such GPUs",
-    )
 
 
 def assumptions(unmodelled: Iterable[str], explain: bool) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ AT_ONCE = [
         f"{ANY_CARD % (16, 16)}",
     ),
     ("--gpu v100-24gb", f"unknown GPU 'v100-24gb'. Did you mean V100 16GB, V100 32GB? {ANY_CARD % (24, 24)}"),
-    ("--gpu kaggle", "unknown GPU 'kaggle'. It is an instance: --instance kaggle-t4x2."),
+    ("--gpu kaggle", "unknown GPU 'kaggle'. kaggle-t4x2 is an instance, of 2 x T4."),
     ("--gpu t4,m2-max", f"unknown GPU 'm2-max'. {ANY_CARD % (16, 16)}"),
     (
         "--gpu 9000GB+",
