@@ -220,7 +220,7 @@ def _by_kind(found: EstimateFindings, explain: bool) -> Table:
     saved = ", where PyTorch has to free cached memory for it" if one.required_bytes < one.peak_bytes else ""
     smallest = ", ".join(gpu.name for gpu in smallest_gpus(found)) or "none of the catalogue"
     notes.append(f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}")
-    notes.append(f"smallest with so much, by memory alone: {smallest}")
+    notes.append(f"GPUs with as much memory: {smallest}")
     if one.num_alloc_retries:
         notes.append(f"allocation retries: {one.num_alloc_retries}; each frees the allocator's cache, which takes time")
     notes += without_bf16(asked.options.precision, [asked.card.device])

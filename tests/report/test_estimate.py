@@ -92,7 +92,7 @@ all                   2.40 GiB  100.0%
 peak: step 0, loss, no module, where _log_softmax allocates 60.00 MiB; 1.42 GiB allocated
 reserved memory is highest from step 0, optimizer on; fragmentation: reserved, in no tensor at the peak
 the smallest GPU that runs it has 1.92 GiB, where PyTorch has to free cached memory for it
-smallest with so much, by memory alone: RTX 3050 Laptop, RTX 3050 Ti Laptop, RTX 4050 Laptop
+GPUs with as much memory: RTX 3050 Laptop, RTX 3050 Ti Laptop, RTX 4050 Laptop
 1 assumption; --explain says which
 """
     )
@@ -174,7 +174,7 @@ def test_the_smallest_card_itself() -> None:
     assert table.details[1] == "fits: takes 1.92 GiB of 1.92 GiB with the CUDA context, 0 B free"
     assert table.notes[2:5] == (
         "the smallest GPU that runs it has 1.92 GiB",
-        "smallest with so much, by memory alone: RTX 3050 Laptop, RTX 3050 Ti Laptop, RTX 4050 Laptop",
+        "GPUs with as much memory: RTX 3050 Laptop, RTX 3050 Ti Laptop, RTX 4050 Laptop",
         "allocation retries: 1; each frees the allocator's cache, which takes time",
     )
 
@@ -192,7 +192,7 @@ def test_the_smallest_cards_have_enough() -> None:
     assert smallest_gpus(replace(one, request=replace(one.request, options=several)))[0].name != "A100 40GB"
     assert one.to_json()["smallest_gpus"] == names
     none = findings(replace(on(64 * GIB), required_bytes=1 << 50))
-    assert "smallest with so much, by memory alone: none of the catalogue" in estimate_tables(none)[0].notes
+    assert "GPUs with as much memory: none of the catalogue" in estimate_tables(none)[0].notes
 
 
 def test_the_smallest_cards_do_what_is_asked() -> None:
