@@ -1,4 +1,4 @@
-"""Bytes and shares to text and back: the only place that formats memory and that reads `12GiB` and `5%`."""
+"""Bytes, shares and dollars to text and back: the only place that formats memory and that reads `12GiB` and `5%`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def format_bytes(size: int) -> str:
         if size >= factor:
             return f"{sign}{size / factor:.2f} {unit}"
     return f"{sign}{size} B"
+
+
+def format_dollars(dollars: float | None) -> str:
+    """Write US dollars with their cents; a dash for what is not known."""
+    return "-" if dollars is None else f"{dollars:.2f}"
 
 
 def parse_bytes(value: int | str, option: str = "size") -> int:

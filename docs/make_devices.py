@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchfinder.devices import all_gpus, all_instances, device_for
-from batchfinder.units import format_bytes
+from batchfinder.devices import all_gpus, all_instances, device_for, known_prices
+from batchfinder.units import format_bytes, format_dollars
 
 PAGE = Path(__file__).with_name("devices.md")
 
@@ -14,8 +14,9 @@ HEAD = """\
 
 What batchfinder knows of {gpus} GPUs and {instances} cloud instances. Look-up is forgiving: `titan x`, `V100` and
 `v100-32gb` are found, and a miss names the nearest. A bare family name means its smaller card: what fits there fits the
-larger one too; `batchfinder gpus --min 24GB --has bf16` lists them.
-`--budget 12GiB` names a limit instead, or lowers a card's.
+larger one too; `batchfinder gpus --min 24GB --has bf16` lists them. A sweep takes several (`--gpu t4,v100`), all of at
+least a size (`--gpu 24GB+`) or `--gpu all`. `--budget 12GiB` names a limit instead, or lowers a card's, and asks for a
+card that is not here.
 
 *Total* is what the driver reports to PyTorch. *Usable* is that less what the CUDA context and libraries take before
 the first tensor, for one process and no display. A tilde marks a context that was not measured on this card but follows
@@ -29,6 +30,20 @@ those of a CUDA that loads kernels as they are used, which is usual since 11.7; 
 |---|---:|---:|---|
 """
 
+INSTANCES = """
+## Instances
+
+`batchfinder instances` lists them with what each costs, the cheapest first, and takes `--gpu` and `--min`. A sweep of
+several (`--instance p4d.24xlarge,p5.48xlarge`) says what each costs. The prices are on demand, without disks and
+traffic, of the region and day that `batchfinder/devices/prices.toml` names with their source; `docs/make_prices.py`
+made that file from public price lists. They change: `--prices mine.csv` takes your own, with a first line of
+`instance,usd_per_hour` (and `spot_usd_per_hour`, `region`, `as_of`), or the same as TOML in `[[price]]` tables. What is
+not sold by the hour, such as Colab and Kaggle, has none.
+
+| name | provider | GPUs | $/h |
+|---|---|---|---:|
+"""
+
 
 def page() -> str:
     """The page's text."""
@@ -39,9 +54,13 @@ def page() -> str:
         capability = gpu.architecture if gpu.compute_capability is None else ".".join(map(str, gpu.compute_capability))
         usable = f"{mark}{format_bytes(device.usable_bytes)}"
         lines.append(f"| {gpu.name} | {format_bytes(device.total_bytes)} | {usable} | {capability} |\n")
-    lines.append("\n## Instances\n\n| name | provider | GPUs |\n|---|---|---|\n")
+    lines.append(INSTANCES)
+    prices = known_prices()
     for instance in all_instances():
-        lines.append(f"| {instance.name} | {instance.provider} | {instance.num_gpus} x {instance.gpu.name} |\n")
+        price = prices.get(instance.name)
+        dollars = format_dollars(None if price is None else price.usd_per_hour)
+        gpus = f"{instance.num_gpus} x {instance.gpu.name}"
+        lines.append(f"| {instance.name} | {instance.provider} | {gpus} | {dollars} |\n")
     return "".join(lines)
 
 

@@ -8,20 +8,16 @@ import json
 from batchfinder.cli.main import OK
 from batchfinder.cli.options import one_of
 from batchfinder.devices import Gpu, all_gpus
+from batchfinder.devices.catalog import CAPABILITIES
 from batchfinder.report.table import Columns, Table
 from batchfinder.units import GIB, format_bytes, parse_bytes
-
-_SINCE = {"bf16": (8, 0), "fp8": (8, 9)}
-"""The first compute capability whose tensor cores multiply numbers of a type."""
-_AMDS = {"bf16": ("CDNA2", "CDNA3"), "fp8": ("CDNA3",)}
-"""AMD's architectures whose matrix cores do."""
 
 
 def main(arguments: argparse.Namespace) -> int:
     """List them."""
     least = 0 if arguments.min is None else round(parse_bytes(arguments.min, "--min") / GIB)
-    needed = [one_of("--has", each, tuple(_SINCE)) for each in arguments.has]
-    found = [gpu for gpu in all_gpus() if gpu.class_gb >= least and all(_has(gpu, each) for each in needed)]
+    needed = [one_of("--has", each, tuple(CAPABILITIES)) for each in arguments.has]
+    found = [gpu for gpu in all_gpus() if gpu.class_gb >= least and all(gpu.multiplies(each) for each in needed)]
     found.sort(key=lambda gpu: (gpu.memory_bytes, gpu.name))
     if arguments.json:
         print(json.dumps([_as_json(gpu) for gpu in found], indent=1))
@@ -31,19 +27,13 @@ def main(arguments: argparse.Namespace) -> int:
         "memory": [format_bytes(gpu.memory_bytes) for gpu in found],
         "usable": [format_bytes(gpu.usable_bytes) for gpu in found],
         "architecture": [gpu.architecture for gpu in found],
-        "bf16": ["yes" if _has(gpu, "bf16") else "-" for gpu in found],
-        "fp8": ["yes" if _has(gpu, "fp8") else "-" for gpu in found],
+        "bf16": ["yes" if gpu.multiplies("bf16") else "-" for gpu in found],
+        "fp8": ["yes" if gpu.multiplies("fp8") else "-" for gpu in found],
         "also called": [", ".join(gpu.aliases) for gpu in found],
     }
     notes = ("usable is what the caching allocator can reserve beside the CUDA context",)
     Table(f"{len(found)} GPUs that --gpu takes", (), columns, notes).show()
     return OK
-
-
-def _has(gpu: Gpu, kind: str) -> bool:
-    if gpu.compute_capability is None:
-        return gpu.architecture.startswith(_AMDS[kind])
-    return gpu.compute_capability >= _SINCE[kind]
 
 
 def _as_json(gpu: Gpu) -> dict[str, object]:

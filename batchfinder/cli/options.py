@@ -5,14 +5,25 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import select
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchfinder.devices import Card, device_for, device_with_budget, find_gpu, find_instance
+from batchfinder.devices import (
+    Card,
+    Price,
+    all_gpus,
+    device_for,
+    device_with_budget,
+    find_gpu,
+    find_instance,
+    known_prices,
+    parse_prices,
+)
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import (
     ATTENTION_NAMES,
@@ -115,8 +126,9 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     """
     rank = whole_number("--lora", arguments.lora)
     gpus = whole_number("--gpus", arguments.gpus)
-    if gpus is None and arguments.strategy is not None and arguments.instance is not None:
-        gpus = find_instance(arguments.instance).num_gpus
+    if gpus is None and arguments.strategy is not None:
+        instance = only_one("--instance", arguments.instance)
+        gpus = None if instance is None else find_instance(instance).num_gpus
     options = StepOptions(
         mode=arguments.mode,
         precision=arguments.precision,
@@ -172,7 +184,7 @@ def card(gpu: str | None, budget: str | None, count: int = 1, context: str | Non
         UnknownName: no such GPU.
         InvalidValue: the budget or the context is not a size, the context leaves nothing, or there is no GPU for it.
     """
-    found = find_gpu(gpu) if gpu is not None else None
+    found = None if gpu is None else find_gpu(gpu, "--budget")
     context_bytes = None if context is None else parse_bytes(context, "--context")
     if context_bytes is not None and (found is None or context_bytes >= found.memory_bytes):
         named = "a --gpu or an --instance with it, of whose memory it is taken"
@@ -205,15 +217,62 @@ def asked_card(arguments: argparse.Namespace, count: int | None = None) -> Card:
     """What `--gpu`, `--budget`, `--context` and `--instance` ask for, of a Titan X by default; `count` is of GPUs.
 
     Raises:
-        InvalidValue: a GPU and an instance, or more GPUs than the instance has, or no size for a budget.
+        InvalidValue: several GPUs or instances, more GPUs than the instance has, or no size for a budget.
         UnknownName: no such GPU or instance.
     """
-    if arguments.instance is None:
-        gpu = arguments.gpu or (None if arguments.budget else DEFAULT_GPU)
+    gpu, instance = only_one("--gpu", arguments.gpu), only_one("--instance", arguments.instance)
+    if instance is None:
+        gpu = gpu or (None if arguments.budget else DEFAULT_GPU)
         return card(gpu, arguments.budget, count or 1, arguments.context)
-    if arguments.gpu is not None:
-        raise InvalidValue("--gpu", arguments.gpu, "either a --gpu or an --instance, not both")
-    return instance_card(arguments.instance, arguments.budget, count, arguments.context)
+    if gpu is not None:
+        raise InvalidValue("--gpu", gpu, "either a --gpu or an --instance, not both")
+    return instance_card(instance, arguments.budget, count, arguments.context)
+
+
+def read_prices(path: str | None) -> Mapping[str, Price]:
+    """What instances cost, by their names: those that are known, and those of a file instead where it has them.
+
+    Raises:
+        InvalidValue: the file cannot be read, or is no list of prices.
+    """
+    known = known_prices()
+    return known if path is None else {**known, **parse_prices("--prices", path, read_file("--prices", path))}
+
+
+def only_one(option: str, values: Sequence[str] | None) -> str | None:
+    """The value of an option that was given once, or each time with the same; None where it was not given.
+
+    Raises:
+        InvalidValue: it names several.
+    """
+    several = list(dict.fromkeys(each for value in values or () for each in value.split(",")))
+    if len(several) > 1 or several == ["all"] or (several and several[0].endswith("+")):
+        raise InvalidValue(option, ",".join(several), "a single one: `batchfinder sweep` takes several")
+    return several[0] if several else None
+
+
+_AT_LEAST = re.compile(r"(\d{1,6})\s*(?:gib|gb|g)?\+", re.IGNORECASE)
+
+
+def named_gpus(values: Sequence[str]) -> list[str]:
+    """The GPUs that values of `--gpu` name in a sweep: `t4,v100`, `all`, or `24GB+` for all of at least that size.
+
+    Raises:
+        InvalidValue: no GPU of the catalogue is as large.
+    """
+    named: list[str] = []
+    for value in (part.strip() for each in values for part in each.split(",")):
+        if value.lower() == "all":
+            named += [gpu.name for gpu in all_gpus()]
+        elif found := _AT_LEAST.fullmatch(value):
+            large = [gpu.name for gpu in all_gpus() if gpu.class_gb >= int(found[1])]
+            if not large:
+                largest = max(gpu.class_gb for gpu in all_gpus())
+                raise InvalidValue("--gpu", value, f"at most {largest}GB+: no GPU of the catalogue is as large")
+            named += large
+        else:
+            named.append(value)
+    return named
 
 
 def one_of(option: str, value: str, allowed: Sequence[str]) -> str:

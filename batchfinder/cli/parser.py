@@ -99,7 +99,8 @@ _STEP: Options = {
         "help": f"compile with torch.compile: {' or '.join(COMPILED_PARTS)} (default of --compile: model)",
     },
     "--strategy": {"metavar": "NAME", "help": f"{', '.join(STRATEGIES)}: how several GPUs train together, simulated"},
-    "--gpus --num-gpus": {
+    "--num-gpus --gpus": {
+        "dest": "gpus",
         "metavar": "N",
         "help": "how many train together, each with a batch of its own (default: the instance's, or 1); a sweep takes "
         "several numbers, as 8,64,512",
@@ -115,11 +116,29 @@ _STEP: Options = {
 }
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}
+# Appended so that a second one can be refused rather than win.
+_ONE_GPU: Mapping[str, Any] = {
+    "action": "append",
+    "metavar": "NAME",
+    "help": "default: Titan X, unless an instance or a budget is given",
+}
+_ONE_INSTANCE: Mapping[str, Any] = {
+    "action": "append",
+    "metavar": "NAME",
+    "help": "a cloud instance's GPUs, such as p4d.24xlarge",
+}
 _CONTEXT: Options = {
     "--context": {
         "metavar": "SIZE",
         "help": "what the CUDA context takes of a GPU with a name, such as 1.3GiB (default: the catalogue's, of "
         "today's CUDA, which loads kernels as they are used; it was 1 GiB and more before CUDA 11.7)",
+    }
+}
+_PRICES: Options = {
+    "--prices": {
+        "metavar": "FILE",
+        "help": "what instances cost, instead of the prices that come with batchfinder: CSV or TOML with instance and "
+        "usd_per_hour",
     }
 }
 _PLOT: Options = {
@@ -144,7 +163,7 @@ SWEEP = Command(
             },
             "--seq-len": {
                 "action": "append",
-                "metavar": "N",
+                "metavar": "N[,N]",
                 "help": "tokens, or pixels for images; repeatable",
             },
             "--device": {
@@ -156,12 +175,18 @@ SWEEP = Command(
             },
             "--gpu": {
                 "action": "append",
-                "metavar": "NAME",
-                "help": "a GPU to simulate; repeatable (default: this machine's, or a Titan X)",
+                "metavar": "NAME[,NAME]",
+                "help": "a GPU to simulate, 24GB+ for all of at least that size, or all; repeatable (default: this "
+                "machine's, or a Titan X)",
             },
-            "--instance": {"metavar": "NAME", "help": "simulate a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--instance": {
+                "action": "append",
+                "metavar": "NAME[,NAME]",
+                "help": "simulate a cloud instance's GPUs, such as p4d.24xlarge; repeatable",
+            },
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, or of the RAM, such as 12GiB"},
             **_CONTEXT,
+            **_PRICES,
         },
         "the step": _STEP,
         "the search": {
@@ -249,8 +274,8 @@ ESTIMATE = Command(
     {
         "what is estimated": {
             **_ONE_SIZE,
-            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
-            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--gpu": _ONE_GPU,
+            "--instance": _ONE_INSTANCE,
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
             **_CONTEXT,
         },
@@ -274,8 +299,8 @@ PROFILE = Command(
                 "metavar": "N[,N]",
                 "help": "tokens, or pixels for images (default: 128 or 224); 96,128: of one step after the other",
             },
-            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
-            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
+            "--gpu": _ONE_GPU,
+            "--instance": _ONE_INSTANCE,
             "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},
             **_CONTEXT,
         },
@@ -296,8 +321,8 @@ PLAN = Command(
             "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
             "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
             "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
-            "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
-            "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, each with a copy of the model"},
+            "--gpu": _ONE_GPU,
+            "--instance": {**_ONE_INSTANCE, "help": "a cloud instance's GPUs, each with a copy of the model"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
             **_CONTEXT,
             "--keep": {
@@ -559,6 +584,17 @@ GPUS = Command(
         }
     },
 )
+INSTANCES = Command(
+    "list the cloud instances that can be named, the cheapest first",
+    {
+        "": {
+            "--gpu": {"metavar": "NAME", "help": "those with this GPU"},
+            "--min": {"metavar": "SIZE", "help": "those whose GPUs are of at least this size, such as 24GB"},
+            **_PRICES,
+            **_JSON,
+        }
+    },
+)
 COMMANDS = {
     "sweep": SWEEP,
     "estimate": ESTIMATE,
@@ -571,6 +607,7 @@ COMMANDS = {
     "cache": CACHE,
     "stub": STUB,
     "gpus": GPUS,
+    "instances": INSTANCES,
     "page": PAGE,
 }
 

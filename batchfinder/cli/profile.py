@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
+from batchfinder.devices import without_bf16
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
@@ -112,6 +113,7 @@ def main(arguments: argparse.Namespace) -> int:
         notes.append(f"out of memory in {oom.moment.stage} of step {oom.moment.step}: {words}")
     if not later.settled:
         notes.append("thrashing: every further step has to free the allocator's cache, which counts as not fitting")
+    notes += without_bf16(options.precision, [device])
     notes += assumptions(probe.unmodelled, arguments.explain)
     details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable")
     Table(title, details, columns, tuple(notes)).show()

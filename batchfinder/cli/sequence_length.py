@@ -9,7 +9,7 @@ from typing import Any
 
 from batchfinder.cli.options import check_file, whole_number, write_file
 from batchfinder.cli.sweep_request import SIMULATED, SweepRequest, read_request
-from batchfinder.devices import Card
+from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.recording.simulation import Simulation, search_seq_len
 from batchfinder.report.progress import StatusLine
@@ -149,6 +149,7 @@ def length_table(rows: list[LengthRow], step: int, explain: bool = False) -> Tab
         if row.result.max_batch_size == row.longest:
             limit = "the most that its positions allow" if row.allowed else "no longer one was tried"
             notes.append(f"{row.model} at batch size {row.batch_size}: {row.longest} is {limit}")
+    notes += without_bf16(rows[0].options.precision, [row.card.device for row in rows])
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)
     each = "usable: " + ", ".join(f"{size} of {gpu}" for gpu, size in usable.items())
     details = (", ".join(rows[0].options.words()), each if len(usable) > 1 else f"{usable[rows[0].card.name]} usable")

@@ -23,6 +23,7 @@ from batchfinder.cuda_stub import (
 )
 from batchfinder.cuda_stub.builds import stub_folder
 from batchfinder.cuda_stub.launch import ADDRESSES, EVENTS, VALUES
+from batchfinder.devices import find_gpu
 from batchfinder.errors import CudaStubUnavailable, InvalidValue
 from batchfinder.report.terminal import tell
 from batchfinder.stub_cards import open_session, stub_card
@@ -108,7 +109,8 @@ def cards_of(arguments: argparse.Namespace) -> list[StubCard]:
     held = 0 if arguments.held is None else parse_bytes(arguments.held, "--held")
     count = whole_number("--count", arguments.count)
     kinds = arguments.gpu or [None if memory is not None else "A100 80GB"]
-    return [stub_card(gpu, memory, held) for gpu in kinds for _ in range(count)]
+    found = [None if gpu is None else find_gpu(gpu, "--memory") for gpu in kinds]
+    return [stub_card(gpu, memory, held) for gpu in found for _ in range(count)]
 
 
 def ranks_of(arguments: argparse.Namespace) -> tuple[int, int] | None:

@@ -8,9 +8,27 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 
 from batchfinder.cache import Store
-from batchfinder.cli.options import DEFAULT_GPU, card, instance_card, step_options, whole_number
+from batchfinder.cli.options import (
+    DEFAULT_GPU,
+    card,
+    instance_card,
+    named_gpus,
+    read_prices,
+    step_options,
+    whole_number,
+)
 from batchfinder.cuda_stub import StubUnavailable, find_build
-from batchfinder.devices import Card, Device, driver_version, find_gpu, host_name, mps_limit_bytes, present_gpus
+from batchfinder.devices import (
+    Card,
+    Device,
+    driver_is_here,
+    driver_version,
+    find_gpu,
+    find_instance,
+    host_name,
+    mps_limit_bytes,
+    present_gpus,
+)
 from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.errors import BatchFinderError, CudaStubUnavailable, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
@@ -71,25 +89,31 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     if asked not in ("auto", SIMULATED, CPU) and not CUDA_DEVICE.fullmatch(asked):
         raise InvalidValue("--device", asked, "auto, simulated, cuda, cuda:1 (or another number) or cpu")
     budget_bytes = None if arguments.budget is None else parse_budget(arguments.budget, "--budget")
+    gpus = named_gpus(arguments.gpu) if arguments.gpu else []
+    instances = [name for value in arguments.instance or () for name in value.split(",")]
+    if arguments.prices is not None and not instances:
+        raise InvalidValue("--prices", arguments.prices, "an --instance with it, whose price it has")
     if arguments.engine == "ray":
         if asked not in ("auto", SIMULATED, "cuda"):
             raise InvalidValue("--device", asked, "simulated or cuda with --engine ray")
         if asked == "cuda":  # on the GPUs of the cluster, or those of them that are named
-            if arguments.instance is not None:
-                raise InvalidValue("--instance", arguments.instance, "--gpu with --device cuda, or neither")
-            named = [card(gpu, arguments.budget) for gpu in arguments.gpu or ()]
+            if instances:
+                raise InvalidValue("--instance", instances[0], "--gpu with --device cuda, or neither")
+            named = [card(gpu, arguments.budget) for gpu in gpus]
             return Place(asked, tuple({one.name: one for one in named}.values()), budget_bytes=budget_bytes)
-        if not arguments.gpu and arguments.instance is None:
+        if not gpus and not instances:
             return Place(SIMULATED, (card(None if arguments.budget else DEFAULT_GPU, arguments.budget),))
-    if arguments.gpu or arguments.instance is not None:
+    if gpus or instances:
         if asked not in ("auto", SIMULATED, "cuda"):
             raise InvalidValue(
                 "--device", asked, "simulated, cuda or auto with --gpu or --instance, which are not here"
             )
         count = None if arguments.strategy is not None else whole_number("--gpus", arguments.gpus)
-        cards = [card(gpu, arguments.budget, count or 1, arguments.context) for gpu in arguments.gpu or ()]
-        if arguments.instance is not None:
-            cards.append(instance_card(arguments.instance, arguments.budget, count, arguments.context))
+        cards = [card(gpu, arguments.budget, count or 1, arguments.context) for gpu in gpus]
+        prices = read_prices(arguments.prices)
+        for name in instances:
+            one = instance_card(name, arguments.budget, count, arguments.context)
+            cards.append(replace(one, price=prices.get(find_instance(name).name)))
         if asked == "cuda":
             return _on_stub(tuple({one.name: one for one in cards}.values()))
         return Place(SIMULATED, tuple({one.name: one for one in cards}.values()))
@@ -101,7 +125,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         return real_gpu(asked, budget_bytes)
     present = present_gpus()
     unusable = ""
-    if asked == "auto" and present:
+    if asked == "auto" and (present or driver_is_here()):
         try:
             place = real_gpu("cuda", budget_bytes)
         except BatchFinderError as error:
@@ -113,7 +137,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         return Place(SIMULATED, (card(None, arguments.budget),))
     if not present:
         chosen = card(DEFAULT_GPU, None)
-        note = f"no GPU was found here, and no --gpu is named: simulating {chosen.name}"
+        note = f"no GPU was found here, and no --gpu is named: simulating {chosen.name}{unusable}"
         return Place(SIMULATED, (chosen,), notes=(note,))
     here: dict[str, Card] = {}
     for gpu in present:
@@ -288,12 +312,19 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
     models = tuple(dict.fromkeys(arguments.model or DEFAULT_MODELS))
     for model in models:
         check_model_name(model)
-    counts = [None] if arguments.gpus is None else list(dict.fromkeys(arguments.gpus.split(",")))
-    options = [step_options(argparse.Namespace(**{**vars(arguments), "gpus": count})) for count in counts]
+    place = choose_place(arguments)
+    counts: list[str | None] = [None]
+    if arguments.gpus is not None:
+        counts = list(dict.fromkeys(arguments.gpus.split(",")))
+    elif arguments.strategy is not None and arguments.instance:  # all GPUs of each instance take part
+        counts = list(dict.fromkeys(str(one.count) for one in place.cards))
+    of_each = [{**vars(arguments), "gpus": count, "instance": None} for count in counts]
+    options = [step_options(argparse.Namespace(**one)) for one in of_each]
+    seq_lens = [whole_number("--seq-len", part) for value in arguments.seq_len or () for part in value.split(",")]
     request = SweepRequest(
         models=models,
-        seq_lens=tuple(dict.fromkeys(whole_number("--seq-len", seq_len) for seq_len in arguments.seq_len or ())),
-        place=choose_place(arguments),
+        seq_lens=tuple(dict.fromkeys(seq_lens)),
+        place=place,
         options=options[0],
         allocator=AllocatorSettings.from_environment(),
         target_batch_size=whole_number("--target-batch-size", arguments.target_batch_size),
@@ -324,11 +355,13 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
             replace(
                 one,
                 device=one.device.among_others(each.communicators),
-                name=f"{each.gpus} x {one.name}" if len(options) > 1 else one.name,
+                name=f"{each.gpus} x {one.name}" if len(options) > 1 and one.count != each.gpus else one.name,
                 count=each.gpus,
+                price=one.price and one.price.times(-(-each.gpus // one.count)),
             )
             for one in request.place.cards
             for each in options
+            if arguments.gpus is not None or one.count == each.gpus
         )
         request = replace(request, place=replace(request.place, cards=cards))
     target, step = request.target_batch_size, request.multiple_of

@@ -1,4 +1,4 @@
-"""The GPUs and cloud instances that batchfinder knows, how much of one may be used, and which are in this machine."""
+"""The GPUs and cloud instances that batchfinder knows, how much of one may be used and costs, and which are here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from batchfinder.devices.catalog import (
     Device,
     Gpu,
     Instance,
+    Price,
     all_gpus,
     all_instances,
     device_for,
@@ -15,8 +16,17 @@ from batchfinder.devices.catalog import (
     find_gpu,
     find_instance,
     smallest_gpus,
+    without_bf16,
 )
-from batchfinder.devices.detect import PresentGpu, driver_version, host_name, mps_limit_bytes, present_gpus
+from batchfinder.devices.detect import (
+    PresentGpu,
+    driver_is_here,
+    driver_version,
+    host_name,
+    mps_limit_bytes,
+    present_gpus,
+)
+from batchfinder.devices.prices import known_prices, parse_prices
 
 __all__ = [
     "DEFAULT_COMPUTE_CAPABILITY",
@@ -25,15 +35,20 @@ __all__ = [
     "Gpu",
     "Instance",
     "PresentGpu",
+    "Price",
     "all_gpus",
     "all_instances",
     "device_for",
     "device_with_budget",
+    "driver_is_here",
     "driver_version",
     "find_gpu",
     "find_instance",
     "host_name",
+    "known_prices",
     "mps_limit_bytes",
+    "parse_prices",
     "present_gpus",
     "smallest_gpus",
+    "without_bf16",
 ]

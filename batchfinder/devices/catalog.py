@@ -10,8 +10,10 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -61,17 +63,24 @@ def instance_key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text[prefix.end() :] if prefix else text)
 
 
-def nearest(key: str, names: Mapping[str, str], limit: int = 5) -> tuple[str, ...]:
+def nearest(key: str, names: Mapping[str, str], limit: int = 5, cutoff: float = 0.5) -> tuple[str, ...]:
     """Find the known names most like one that is not known.
 
     Args:
         names: every known key and the name it stands for; several keys may stand for one name.
+        cutoff: how alike they must be, from 0 to 1, as `difflib` counts.
 
     Returns:
         Names, best first, each once; empty when none is like it.
     """
-    close = difflib.get_close_matches(key, names, n=4 * limit, cutoff=0.5)
+    close = difflib.get_close_matches(key, names, n=4 * limit, cutoff=cutoff)
     return tuple(dict.fromkeys(names[match] for match in close))[:limit]
+
+
+CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
+"""The first compute capability whose tensor cores multiply numbers of a type."""
+_AMDS = {"bf16": ("CDNA2", "CDNA3", "CDNA4", "RDNA3", "RDNA4"), "fp8": ("CDNA3", "CDNA4", "RDNA4")}
+"""AMD's architectures whose matrix cores do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,12 @@ class Gpu:
         """What is left for the caching allocator of one process that has the card to itself."""
         return self.memory_bytes - self.context_bytes
 
+    def multiplies(self, kind: str) -> bool:
+        """Whether its tensor or matrix cores multiply numbers of a type: `bf16` or `fp8`."""
+        if self.compute_capability is None:
+            return self.architecture.startswith(_AMDS[kind])
+        return self.compute_capability >= CAPABILITIES[kind]
+
 
 @cache
 def all_gpus() -> tuple[Gpu, ...]:
@@ -123,7 +138,7 @@ def all_gpus() -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, way_out: str = "") -> Gpu:
     """Find a GPU by a name as typed, or as a driver prints it.
 
     Case, spaces, hyphens, underscores and vendor words do not matter. A memory size must be the card's own. A family
@@ -131,9 +146,11 @@ def find_gpu(name: str) -> Gpu:
 
     Args:
         name: `v100-32gb`, `Tesla T4`, `NVIDIA GeForce RTX 3090`, `titan x maxwell`.
+        way_out: the option that takes the memory of a card that is not in the catalog, which the error then tells.
 
     Raises:
-        UnknownName: there is no such GPU; after a wrong size, the cards of its family are named.
+        UnknownName: there is no such GPU; after a wrong size, the cards of its family are named, and for another name
+            with a size those of that size with a name like it.
     """
     key = gpu_key(name)
     known = _gpus_by_key()
@@ -146,21 +163,54 @@ def find_gpu(name: str) -> Gpu:
         models = {key.model, bare.model}
         family = [gpu.name for gpu in all_gpus() if {gpu_key(each).model for each in (gpu.name, *gpu.aliases)} & models]
         if family:
-            raise UnknownName("GPU", name, family)
-    raise UnknownName("GPU", name, nearest(key.text, {text: gpu.name for text, gpu in known.items()}))
+            raise _unknown_gpu(name, family, way_out)
+    of_size = {text: gpu.name for text, gpu in known.items() if key.size_gb in (None, gpu.class_gb)}
+    like = nearest(key.text if key.size_gb is None else key.model, of_size, cutoff=_ALIKE)
+    raise _unknown_gpu(name, like, way_out)
 
 
-def smallest_gpus(usable_bytes: int, capability: tuple[int, int], count: int = 4) -> tuple[str, ...]:
-    """The smallest NVIDIA GPUs that have so much for the allocator, and are no older than a compute capability.
+def _unknown_gpu(name: str, matches: Sequence[str], way_out: str) -> UnknownName:
+    """The error; with an option as the way out, what to type for any card, or for the instance that was meant."""
+    if not way_out:
+        return UnknownName("GPU", name, matches)
+    with suppress(UnknownName):
+        found = find_instance(name)
+        return UnknownName("GPU", name, (), f"{found.name} is an instance, of {found.num_gpus} x {found.gpu.name}.")
+    size_gb = gpu_key(name).size_gb or 16
+    hint = f"For any other card of {size_gb} GiB: {way_out} {size_gb}GiB. `batchfinder gpus` lists all."
+    return UnknownName("GPU", name, matches, hint)
+
+
+_ALIKE = 0.65
+"""How alike a GPU's name must be to be named for another: `m2-max` is not to be answered with `MI250X`."""
+
+
+_OLDEST = (7, 5)
+"""The compute capability that PyTorch's builds for CUDA 13 begin with."""
+
+
+def smallest_gpus(
+    usable_bytes: int, *, bf16: bool = False, oldest: tuple[int, int] = _OLDEST, communicators: int = 0, count: int = 3
+) -> list[Gpu]:
+    """The GPUs of the catalogue with the least memory of those that have so much for the allocator, whole ones.
+
+    Args:
+        bf16: whether they need units for bf16.
+        oldest: the least compute capability.
+        communicators: of NCCL, in which each takes part.
 
     Returns:
-        Names, the smallest first, one of each size; empty where none has as much.
+        At most `count`, the smallest first.
     """
-    names: dict[int, str] = {}
-    for gpu in all_gpus():
-        if gpu.compute_capability is not None and gpu.compute_capability >= capability:
-            names.setdefault(gpu.usable_bytes, gpu.name)
-    return tuple(names[size] for size in sorted(names) if size >= usable_bytes)[:count]
+    enough = [
+        gpu
+        for gpu in all_gpus()
+        if device_for(gpu).among_others(communicators).usable_bytes >= usable_bytes
+        and "MIG" not in gpu.name
+        and (gpu.compute_capability or oldest) >= oldest
+        and (gpu.multiplies("bf16") or not bf16)
+    ]
+    return sorted(enough, key=lambda gpu: (gpu.usable_bytes, gpu.name))[:count]
 
 
 @cache
@@ -259,6 +309,11 @@ class Device:
     communicator_bytes: int = 0
     spare_bytes: int = 0
 
+    @property
+    def has_bf16(self) -> bool:
+        """Whether its tensor cores multiply bf16; so it is taken where the capability is assumed."""
+        return self.compute_capability >= CAPABILITIES["bf16"]
+
     def among_others(self, communicators: int) -> Device:
         """The same as one of several GPUs that train together, with so many communicators of NCCL."""
         taken = communicators * self.communicator_bytes
@@ -271,17 +326,53 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Price:
+    """What an instance costs.
+
+    Attributes:
+        usd_per_hour: on demand; None where only a spot price is known.
+        spot_usd_per_hour: for one that may be taken back; None where none is known.
+        region: that it is for; empty where it is the same in all, or not said.
+        as_of: when it was so; None where that is not said.
+        source: where it is from.
+    """
+
+    usd_per_hour: float | None
+    spot_usd_per_hour: float | None
+    region: str
+    as_of: date | None
+    source: str
+
+    @property
+    def words(self) -> str:
+        """Where and when it is so: `in us-east-1 as of 2026-07-20`, or where it is from."""
+        where = f"in {self.region} " if self.region else ""
+        return f"{where}as of {self.as_of}" if self.as_of is not None else f"{where}by {self.source}"
+
+    def times(self, count: int) -> Price:
+        """The price of so many of them."""
+        on_demand, spot = self.usd_per_hour, self.spot_usd_per_hour
+        return replace(
+            self,
+            usd_per_hour=None if on_demand is None else count * on_demand,
+            spot_usd_per_hour=None if spot is None else count * spot,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """A device as tables show it.
 
     Attributes:
         name: as it is shown: an instance's card by the instance's name, a real one by its short name.
         count: how many of it train side by side.
+        price: of the instances that these are in; None where they are in none, or it is not known.
     """
 
     device: Device
     name: str
     count: int = 1
+    price: Price | None = None
 
 
 def device_for(gpu: Gpu, context_bytes: int | None = None) -> Device:
@@ -331,6 +422,8 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None, context_bytes:
     if budget_bytes <= 0:
         raise InvalidValue("budget", budget_bytes, "a positive number of bytes")
     budget = f"{format_bytes(budget_bytes)} budget"
+    if gpu is not None and budget_bytes > gpu.memory_bytes:
+        budget += " (more than it has)"
     if gpu is None:
         return Device(budget, budget_bytes, budget_bytes, DEFAULT_COMPUTE_CAPABILITY, assumed_capability=True)
     card = device_for(gpu, context_bytes)
@@ -340,6 +433,17 @@ def device_with_budget(budget_bytes: int, gpu: Gpu | None = None, context_bytes:
         total_bytes=min(budget_bytes, card.total_bytes),
         usable_bytes=min(budget_bytes, card.usable_bytes),
         spare_bytes=max(0, card.usable_bytes - budget_bytes),
+    )
+
+
+def without_bf16(precision: str, devices: Iterable[Device]) -> tuple[str, ...]:
+    """The note on GPUs that are asked for bf16 and have no units for it, if there are any."""
+    lacking = dict.fromkeys(device.name.partition(",")[0] for device in devices if not device.has_bf16)
+    if not precision.startswith("bf16") or not lacking:
+        return ()
+    return (
+        f"no bf16 units and no fused attention in bf16: {', '.join(lacking)}; --precision 16-mixed, fp16 with a loss "
+        "scale, is for such GPUs",
     )
 
 

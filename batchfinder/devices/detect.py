@@ -1,7 +1,8 @@
-"""The GPUs of this machine, asked of nvidia-smi or rocm-smi so that torch need not be imported, and its CPU's name."""
+"""The GPUs of this machine, by NVML, nvidia-smi or rocm-smi so that torch need not be imported, and its CPU's name."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,20 +46,55 @@ class PresentGpu:
 def present_gpus(timeout_seconds: float = _TIMEOUT_SECONDS) -> tuple[PresentGpu, ...]:
     """The GPUs that this process can see: NVIDIA's, or AMD's where there are none.
 
+    NVML is asked first, where nvidia-ml-py is installed: containers may have the driver without nvidia-smi.
     `CUDA_VISIBLE_DEVICES` (`HIP_VISIBLE_DEVICES` for AMD) hides the others.
 
     Returns:
-        The GPUs in CUDA's order of that variable, else by index; empty when neither nvidia-smi nor rocm-smi is there,
-        or it fails or does not answer in time.
+        The GPUs in CUDA's order of that variable, else by index; empty when neither NVML, nvidia-smi nor rocm-smi is
+        there, or it fails or does not answer in time.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = parse_nvidia_smi(_ask("nvidia-smi", _NVIDIA_QUERY, timeout_seconds))
+    gpus = nvml_gpus() or parse_nvidia_smi(_ask("nvidia-smi", _NVIDIA_QUERY, timeout_seconds))
     if visible is not None and visible.startswith("MIG-"):
         return mig_slices(_ask("nvidia-smi", ("-L",), timeout_seconds), gpus, visible) or gpus
     if not gpus:
         gpus = parse_rocm_smi(_ask("rocm-smi", _ROCM_QUERY, timeout_seconds))
         visible = os.environ.get("HIP_VISIBLE_DEVICES", visible)
     return visible_gpus(gpus, visible)
+
+
+def nvml_gpus() -> tuple[PresentGpu, ...]:
+    """What NVML has, NVIDIA's library below nvidia-smi; empty without nvidia-ml-py, the driver or a GPU."""
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    gpus = []
+    try:
+        pynvml.nvmlInit()
+        try:
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+                total = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+                capability = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+                gpus.append(PresentGpu(index, name, total, tuple(capability), uuid))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return ()
+    return tuple(gpus)
+
+
+def driver_is_here() -> bool:
+    """Whether a GPU's driver can be loaded, and nothing hides all GPUs: PyTorch may see one that nothing else lists."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    for library in ("libcuda.so.1", "libamdhip64.so"):
+        with suppress(OSError):
+            ctypes.CDLL(library)
+            return True
+    return False
 
 
 def visible_gpus(gpus: Sequence[PresentGpu], visible: str | None) -> tuple[PresentGpu, ...]:

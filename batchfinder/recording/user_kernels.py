@@ -43,6 +43,7 @@ TYPICAL_CARDS = {
     (8, 9): "RTX 4090",
     (9, 0): "H100 80GB",
     (10, 0): "B200",
+    (10, 3): "B300",
     (12, 0): "RTX 5090",
 }
 """A recording is for all cards of a compute capability. What Inductor and libraries of kernels decide by the number of

@@ -436,8 +436,8 @@ class WhatFits:
         return round(self._beyond(few.flops, more.flops)) if self._layers else more.flops
 
     def _larger_gpus(self, sample_bytes: int) -> tuple[str, ...]:
-        device = self.card.device
-        return smallest_gpus(sample_bytes - device.context_bytes, device.compute_capability)
+        needed, bf16 = sample_bytes - self.card.device.context_bytes, self.asked.precision.startswith("bf16")
+        return tuple(gpu.name for gpu in smallest_gpus(needed, bf16=bf16, communicators=self.asked.communicators))
 
     def _sharded(self) -> StepOptions | None:
         """The options asked for on the fewest GPUs of this kind that may train one sample each, sharded by FSDP2."""

@@ -165,7 +165,7 @@ def _would_fit(card: StubCard, roomy: DryRun) -> Iterator[str]:
     for change, saved in changes.items():
         if saved * _WORTH_TELLING > takes:
             yield f"{change}: about {format_bytes(saved)} less{', enough' if takes - saved <= usable else ''}"
-    enough = smallest_gpus(takes, card.compute_capability)
+    enough = [gpu.name for gpu in smallest_gpus(takes, oldest=card.compute_capability)]
     yield f"GPUs with as much memory: {', '.join(enough) or 'none of the catalogue'}"
     yield "batchfinder find finds the largest batch size that fits"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchfinder.devices import Card
+from batchfinder.devices import Card, Gpu, smallest_gpus, without_bf16
 from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
 from batchfinder.recording.what_fits import Found
 from batchfinder.report.table import Columns, Table, assumptions
@@ -95,6 +95,7 @@ class EstimateFindings:
             "accumulation": asked.accumulation,
             **found.to_json(),
             "peak": None if found.peak is None else found.peak.to_json(),
+            "smallest_gpus": [gpu.name for gpu in enough_for(self)],
             "last_segment": None if last is None else last.to_json(),
             "num_alloc_retries": found.num_alloc_retries,
             "oom": None if found.oom is None else found.oom.message,
@@ -112,6 +113,14 @@ _LEAST_SHARE = 0.001
 _STATES = ("parameters", "gradients", "optimizer")
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _SHARDING_ASSUMPTIONS = ("NCCL's own memory is what one communicator was measured to take",)
+
+
+def enough_for(found: EstimateFindings) -> list[Gpu]:
+    """The smallest GPUs that have enough for it; with a bf16 precision, of those with units for bf16."""
+    needed = found.estimate.required_bytes - found.request.card.device.context_bytes
+    options = found.request.options
+    bf16 = options.precision.startswith("bf16")
+    return smallest_gpus(needed, bf16=bf16, communicators=options.communicators)
 
 
 def estimate_tables(found: EstimateFindings, by_module: bool = False, explain: bool = False) -> tuple[Table, ...]:
@@ -203,9 +212,12 @@ def _by_kind(found: EstimateFindings, explain: bool) -> Table:
         since = _stage(one.last_segment)
         notes.append(f"reserved memory is highest from {since} on; fragmentation: reserved, in no tensor at the peak")
     saved = ", where PyTorch has to free cached memory for it" if one.required_bytes < one.peak_bytes else ""
+    smallest = ", ".join(gpu.name for gpu in enough_for(found)) or "none of the catalogue"
     notes.append(f"the smallest GPU that runs it has {format_bytes(one.required_bytes)}{saved}")
+    notes.append(f"GPUs with as much memory: {smallest}")
     if one.num_alloc_retries:
         notes.append(f"allocation retries: {one.num_alloc_retries}; each frees the allocator's cache, which takes time")
+    notes += without_bf16(asked.options.precision, [asked.card.device])
     context = () if one.kinds.context else ("the CUDA context, as no GPU was named",)
     notes += assumptions((*context, *found.unmodelled), explain)
     title = f"{asked.model} at {at} on {asked.card.name}, simulated"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
-from batchfinder.devices import Card
+from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.estimate import OverTime
 from batchfinder.recording.what_fits import Found, changes_as_typed
@@ -18,7 +18,7 @@ from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.what_fits import what_fits_json, what_fits_lines
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
-from batchfinder.units import format_bytes
+from batchfinder.units import format_bytes, format_dollars
 
 SCHEMA = 1
 
@@ -185,6 +185,8 @@ class SweepRow:
             row["samples_per_second"] = rate.samples_per_second
             row["samples_per_second_spread"] = rate.spread
             row["throughput"] = asdict(found)
+        if cell.card.price is not None:
+            row["usd_per_hour"] = cell.card.price.usd_per_hour
         if cell.options.packed:
             row["tokens_per_step"] = self.tokens_per_step
         if cell.target_batch_size is not None:
@@ -256,8 +258,15 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
                 devices = f" x {plan.num_devices}" if plan.num_devices > 1 else ""
                 words = f"{plan.micro_batch_size} x {plan.accumulation}{devices} = {plan.effective_batch_size}"
             plans.append(words)
+    prices = {cell.card.name: cell.card.price for cell in cells if cell.card.price is not None}
+    if prices:
+        paid = [None if cell.card.price is None else cell.card.price.usd_per_hour for cell in cells]
+        columns["$/h"] = [format_dollars(dollars) for dollars in paid]
     columns["source"] = [row.result.source for row in rows]
     notes = []
+    if prices:
+        when = ", ".join(dict.fromkeys(price.words for price in prices.values()))
+        notes.append(f"$/h: on demand {when}, for all GPUs of a row; --prices takes your own")
     if any(row.cell.published is not None for row in rows):
         notes.append(
             "published: by google-research/bert in 2018 for a 12 GB Titan X: TensorFlow 1.11, Adam in fp32. The "
@@ -295,6 +304,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
             lines = what_fits_lines(row.what_fits, row.cell.card, row.cell.plan_command)
             notes += [f"{row.cell}: {line}" for line in lines]
     notes += [f"{row.cell.where} from 2 on, since batch size 1 raised {row.raised}" for row in rows if row.raised]
+    notes += without_bf16(first.options.precision, [cell.card.device for cell in cells])
     if cached := sum(row.cached for row in rows):
         notes.append(f"from the cache: {cached} of {len(rows)} rows")
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)

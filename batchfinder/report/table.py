@@ -22,7 +22,7 @@ Columns = dict[str, list[str]]
 _LEFT = (
     *("model", "GPU", "source", "stage", "record", "precision", "mode", "depends on", "value", "verdict"),
     *("cell", "kind", "shape", "module", "operator", "strategy", "fits", "change", "held by", "card"),
-    *("architecture", "also called"),
+    *("architecture", "also called", "instance", "provider", "GPUs"),
 )
 _FOLDED = ("model", "GPU", "value", "module", "operator", "change")
 _GAP = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchfinder.devices import Card
+from batchfinder.devices import Card, without_bf16
 from batchfinder.recording.what_fits import Fit, Found
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.units import format_bytes
@@ -49,6 +49,7 @@ def what_fits_table(found: Found, card: Card, title: str, explain: bool = False)
     notes += _elsewhere(found, card)
     notes.append(_counts(found))
     notes += [f"not tried: {words}" for words in found.missing]
+    notes += without_bf16(found.asked.precision, [card.device])
     return Table(title, details, columns, (*notes, *assumptions(found.unmodelled, explain)))
 
 

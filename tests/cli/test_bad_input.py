@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchfinder.cli.main import main
+from batchfinder.devices import all_gpus
 from batchfinder.training.spec import ATTENTION_NAMES, MODES, OPTIMIZER_NAMES, PRECISION_NAMES
 from tests.cli.command import HERE, Run
 
@@ -20,9 +21,24 @@ NO_FILE = "expected a file in a folder that exists."
 CACHE = "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
 OTHER_MODELS = "A path to a config.json or its folder, or package.module:factory, will do as well."
 
+ANY_CARD = "For any other card of %d GiB: --budget %dGiB. `batchfinder gpus` lists all."
+LARGEST = max(gpu.class_gb for gpu in all_gpus())
+
 AT_ONCE = [
-    ("--gpu v1000", "unknown GPU 'v1000'. Did you mean V100 16GB, P100 16GB, H100 80GB, A100 40GB, V100 32GB?"),
-    ("--gpu v100-24gb", "unknown GPU 'v100-24gb'. Did you mean V100 16GB, V100 32GB?"),
+    (
+        "--gpu v1000",
+        "unknown GPU 'v1000'. Did you mean V100 16GB, P100 16GB, H100 80GB, A100 40GB, GTX 1080? "
+        f"{ANY_CARD % (16, 16)}",
+    ),
+    ("--gpu v100-24gb", f"unknown GPU 'v100-24gb'. Did you mean V100 16GB, V100 32GB? {ANY_CARD % (24, 24)}"),
+    ("--gpu kaggle", "unknown GPU 'kaggle'. kaggle-t4x2 is an instance, of 2 x T4."),
+    ("--gpu t4,m2-max", f"unknown GPU 'm2-max'. {ANY_CARD % (16, 16)}"),
+    (
+        "--gpu 9000GB+",
+        f"--gpu: invalid value '9000GB+'; expected at most {LARGEST}GB+: no GPU of the catalogue is as large.",
+    ),
+    ("--instance p3.2xlarge,p3.2xlarg", "unknown instance 'p3.2xlarg'. Did you mean p3.2xlarge, "),
+    ("--seq-len 64,x", f"--seq-len: invalid value 'x'; {NUMBER}"),
     ("--instance p3.2xlarg", "unknown instance 'p3.2xlarg'. Did you mean p3.2xlarge, "),
     (
         "--model bert-bse",
@@ -90,7 +106,7 @@ def test_wrong_values_are_told_before_anything_is_built(
     [
         ("--batch-size 0", f"--batch-size: invalid value '0'; {NUMBER}"),
         ("--accumulation x", f"--accumulation: invalid value 'x'; {NUMBER}"),
-        ("--gpu k8", "unknown GPU 'k8'. Did you mean K80?"),
+        ("--gpu k8", f"unknown GPU 'k8'. Did you mean K80? {ANY_CARD % (16, 16)}"),
         ("--model gpt-2-xxl", "unknown model 'gpt-2-xxl'. Did you mean "),
         ("--snapshot no/such/step.pickle", f"--snapshot: invalid value 'no/such/step.pickle'; {NO_FILE}"),
         ("--snapshot .", f"--snapshot: invalid value '.'; {NO_FILE}"),

@@ -19,6 +19,7 @@ from batchfinder.training.spec import StepOptions
 from batchfinder.units import GIB
 
 NUMBER = "expected a whole number of at least 1."
+ONE = "expected a single one: `batchfinder sweep` takes several."
 
 
 def read(*options: str) -> EstimateRequest:
@@ -69,7 +70,15 @@ def test_a_budget_needs_no_card() -> None:
         ),
         ("--by layer", "--by: invalid value 'layer'; expected one of module."),
         ("--precision fp8", "--precision: invalid value 'fp8'; expected one of fp32, bf16-mixed, 16-mixed, bf16-true."),
-        ("--gpu k8", "unknown GPU 'k8'. Did you mean K80?"),
+        (
+            "--gpu k8",
+            "unknown GPU 'k8'. Did you mean K80? For any other card of 16 GiB: --budget 16GiB. "
+            "`batchfinder gpus` lists all.",
+        ),
+        ("--gpu t4 --gpu v100", f"--gpu: invalid value 't4,v100'; {ONE}"),
+        ("--gpu all", f"--gpu: invalid value 'all'; {ONE}"),
+        ("--gpu 24GB+", f"--gpu: invalid value '24GB+'; {ONE}"),
+        ("--instance p3.2xlarge,p3.8xlarge", f"--instance: invalid value 'p3.2xlarge,p3.8xlarge'; {ONE}"),
         (
             "--budget none",
             "--budget: invalid value 'none'; expected a positive size such as 12GiB, 900MiB or 24GB.",

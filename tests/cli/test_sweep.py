@@ -13,6 +13,7 @@ from batchfinder.cli import sweep
 from batchfinder.cli.main import main
 from batchfinder.cli.sweep_request import SweepRequest
 from batchfinder.data.size_table import from_json
+from batchfinder.devices import known_prices
 from batchfinder.report.progress import SweepProgress
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Measurement, Shape, Trial, Verdict
@@ -67,7 +68,8 @@ def test_json(small_json: Done) -> None:
     rows = small_json.json["rows"]
     assert [(row["gpu"], row["seq_len"]) for row in rows] == [(T4, 16), (T4, 32), (INSTANCE, 16), (INSTANCE, 32)]
     for row in rows:
-        assert {name: type(value) for name, value in row.items()} == ASKED_FOR | MORE | PLAN
+        costs = {"usd_per_hour": float} if row["gpu"] == INSTANCE else {}
+        assert {name: type(value) for name, value in row.items()} == ASKED_FOR | MORE | PLAN | costs
         assert row["source"] == "simulated"
         assert (row["budget_bytes"], row["headroom_bytes"]) == (GIB, int(0.1 * GIB))
         assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"] <= GIB - int(0.1 * GIB)
@@ -131,6 +133,7 @@ def test_table(small_json: Done, small_table: Done) -> None:
             f"{row['max_batch_size']:>9}",
             f"{row['peak_reserved_bytes'] / 2**20:>9.2f} MiB",
             f"{_plan(row):>26}",
+            f"{row['usd_per_hour']:>5.2f}" if "usd_per_hour" in row else "    -",
             "simulated",
         ]
         for row in rows
@@ -140,10 +143,11 @@ def test_table(small_json: Done, small_table: Done) -> None:
         "fp32, adamw, headroom 10%, for an effective batch of 100000, gradients kept between micro-batches",
         f"usable: 1.00 GiB of {T4}, 1.00 GiB of {INSTANCE}",
         "",
-        f"model      {'GPU':<43}  seq len  max batch  peak reserved  micro-batch x accumulation  source",
-        "─" * (9 + 43 + 7 + 9 + 13 + 26 + 9 + 6 * 2),
+        f"model      {'GPU':<43}  seq len  max batch  peak reserved  micro-batch x accumulation    $/h  source",
+        "─" * (9 + 43 + 7 + 9 + 13 + 26 + 5 + 9 + 7 * 2),
         *("  ".join(row) for row in cells),
         "",
+        f"$/h: on demand {known_prices()['p3.16xlarge'].words}, for all GPUs of a row; --prices takes your own",
         "where a plan has three factors, the last is the number of GPUs",
         f"the effective batch of 100000 is missed by up to {max(missed)}, where no large micro-batch divides it: "
         f"{len(missed)} of 4 rows",
@@ -166,7 +170,7 @@ def test_files(small_json: Done, small_table: Done, small_folder: Path) -> None:
             name: "; ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
             for name, value in row.items()
         }
-        for row in rows
+        for row in ({**row, "usd_per_hour": row.get("usd_per_hour")} for row in rows)
     ]
     markdown = (small_folder / "sweep.md").read_text()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if line[:1] == "|"]

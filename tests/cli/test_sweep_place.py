@@ -35,6 +35,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[PresentGpu]:
     visible = lambda: visible_gpus(here, os.environ.get("CUDA_VISIBLE_DEVICES"))  # noqa: E731
     monkeypatch.setattr(sweep_request, "present_gpus", visible)
     monkeypatch.setattr(sweep_request, "driver_version", lambda: "580.95")
+    monkeypatch.setattr(sweep_request, "driver_is_here", lambda: False)
     return here
 
 
@@ -97,6 +98,23 @@ def test_a_budget_on_the_card_that_is_here(cards: list[PresentGpu], looked_at: l
     assert (small.within_budget(), large.within_budget()) == (12 * GIB, 15 * GIB)
     assert large.cards[0].device.usable_bytes == 14 * GIB
     assert looked_at == ["cuda:0", "cuda:1"]
+
+
+def test_a_card_that_only_pytorch_sees(
+    cards: list[PresentGpu], looked_at: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the driver is here and nothing lists a card, PyTorch is asked; if it has none, it is said why."""
+    monkeypatch.setattr(sweep_request, "driver_is_here", lambda: True)
+    place = place_for("")
+    assert (place.device, looked_at, place.notes) == ("cuda:0", ["cuda:0"], ())
+
+    def none(device: str) -> GpuFacts:
+        raise InvalidValue("device", device, "a GPU")
+
+    monkeypatch.setattr(sweep_request, "query_gpu", none)
+    (note,) = place_for("").notes
+    assert note.startswith("no GPU was found here, and no --gpu is named: simulating Titan X Pascal. --device: invalid")
+    assert place_for("--device simulated").device == "simulated"
 
 
 def test_several_cards(cards: list[PresentGpu], looked_at: list[str]) -> None:

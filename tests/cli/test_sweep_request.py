@@ -11,6 +11,7 @@ from batchfinder.cli.options import seq_lens_of
 from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_cells import ModelCells, cache_key
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SweepRequest, read_request
+from batchfinder.devices import all_gpus
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import WorkloadFacts
 from tests.cli.test_sweep_cells import Built
@@ -99,6 +100,32 @@ def test_each_thing_once() -> None:
     """A model, a length or a card that is named twice is swept once."""
     request = request_for("--model gpt2 --model gpt2 --seq-len 64 --seq-len 064 --gpu v100 --gpu tesla-v100")
     assert [len(request.models), len(request.seq_lens), len(request.place.cards)] == [1, 1, 1]
+
+
+def names(options: str) -> list[str]:
+    """Of the cards of a sweep."""
+    return [card.name for card in request_for(options).place.cards]
+
+
+def test_several_cards_in_one_option() -> None:
+    """Commas stand between names; `all` and `24GB+` are the catalogue's, of at least that size."""
+    assert names("--gpu t4,v100 --gpu p40") == ["T4", "V100 16GB", "P40"]
+    assert names("--gpu all") == [gpu.name for gpu in all_gpus()]
+    assert names("--gpu t4,80GB+") == ["T4", *(gpu.name for gpu in all_gpus() if gpu.class_gb >= 80)]
+    assert request_for("--seq-len 64,128 --seq-len 64").seq_lens == (64, 128)
+
+
+def test_each_instance_has_its_own_gpus() -> None:
+    """Without a strategy as many as it has train side by side; with one all of each take part, or as many as asked."""
+    several = "--instance p4d.24xlarge,p3.8xlarge --instance p3.2xlarge"
+    cards = {card.name: card.count for card in request_for(several).place.cards}
+    assert cards == {"p4d.24xlarge: 8 x A100 40GB": 8, "p3.8xlarge: 4 x V100 16GB": 4, "p3.2xlarge: 1 x V100 16GB": 1}
+    cards = {card.name: card.count for card in request_for(f"{several[:-22]} --strategy fsdp2").place.cards}
+    assert cards == {"p4d.24xlarge: 8 x A100 40GB": 8, "p3.8xlarge: 4 x V100 16GB": 4}
+    asked = request_for("--instance p4d.24xlarge,p3.16xlarge --strategy fsdp2 --gpus 16").place.cards
+    assert [card.count for card in asked] == [16, 16]
+    with pytest.raises(InvalidValue, match="--gpus: invalid value 1; expected at least 2 with fsdp2"):
+        request_for(f"{several} --strategy fsdp2")
 
 
 def test_conditions() -> None:

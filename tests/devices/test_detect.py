@@ -18,7 +18,8 @@ TWO_CARDS = "0, GPU-1a2b, NVIDIA H200, 143771, 9.0\n1, GPU-1a3c, Tesla V100-SXM2
 
 @pytest.fixture(autouse=True)
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable hides a card."""
+    """No variable hides a card, and NVML has none: what is asked here are programs."""
+    monkeypatch.setattr(detect, "nvml_gpus", lambda: ())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
 
@@ -95,6 +96,24 @@ def test_asks_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_visible_gpus(visible: str | None, indices: list[int]) -> None:
     """Indices or unique prefixes of UUIDs, in their order, up to the first that names no GPU; a double leaves none."""
     assert [gpu.index for gpu in visible_gpus(parse_nvidia_smi(TWO_CARDS), visible)] == indices
+
+
+def test_a_driver_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is loaded where all cards are hidden; where no library can be loaded there is none."""
+    loaded: list[str] = []
+
+    def load(name: str) -> object:
+        loaded.append(name)
+        if name != "libamdhip64.so":
+            raise OSError(name)
+        return object()
+
+    monkeypatch.setattr(detect.ctypes, "CDLL", load)
+    assert detect.driver_is_here()
+    assert loaded == ["libcuda.so.1", "libamdhip64.so"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not detect.driver_is_here()
+    assert len(loaded) == 2
 
 
 def test_hidden_gpus_are_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

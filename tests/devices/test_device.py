@@ -58,9 +58,10 @@ def test_budget_between_usable_and_total() -> None:
 
 
 def test_budget_beyond_the_card() -> None:
-    """A budget larger than the card changes no figure of it."""
+    """A budget larger than the card changes no figure of it, and its name says so."""
     gpu = find_gpu("T4")
     device = device_with_budget(100 * GIB, gpu)
+    assert device.name == "T4, 100.00 GiB budget (more than it has)"
     assert (device.total_bytes, device.usable_bytes) == (gpu.memory_bytes, gpu.usable_bytes)
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from batchfinder.devices import Card, Device
+from batchfinder.devices import Card, Device, find_gpu
 from batchfinder.estimate.estimate import Estimate, estimate
 from batchfinder.estimate.sharding import buckets_of
-from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
+from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, enough_for, estimate_tables
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure, add_blocks
@@ -92,6 +92,7 @@ all                   2.40 GiB  100.0%
 peak: step 0, loss, no module, where _log_softmax allocates 60.00 MiB; 1.42 GiB allocated
 reserved memory is highest from step 0, optimizer on; fragmentation: reserved, in no tensor at the peak
 the smallest GPU that runs it has 1.92 GiB, where PyTorch has to free cached memory for it
+GPUs with as much memory: RTX 3050 Laptop, RTX 3050 Ti Laptop, RTX 4050 Laptop
 1 assumption; --explain says which
 """
     )
@@ -171,10 +172,52 @@ def test_the_smallest_card_itself() -> None:
     required = on(20 * GIB).required_bytes
     table = estimate_tables(findings(on(required - CONTEXT)))[0]
     assert table.details[1] == "fits: takes 1.92 GiB of 1.92 GiB with the CUDA context, 0 B free"
-    assert table.notes[2:4] == (
+    assert table.notes[2:5] == (
         "the smallest GPU that runs it has 1.92 GiB",
+        "GPUs with as much memory: RTX 3050 Laptop, RTX 3050 Ti Laptop, RTX 4050 Laptop",
         "allocation retries: 1; each frees the allocator's cache, which takes time",
     )
+
+
+def test_the_smallest_cards_have_enough() -> None:
+    """Each has what the allocator needs beside its own context; one byte more, or NCCL, and it is another."""
+    needed = find_gpu("A100 40GB").usable_bytes
+    one = findings(replace(on(64 * GIB), required_bytes=needed + CONTEXT))
+    names = [gpu.name for gpu in enough_for(one)]
+    assert names[0] == "A100 40GB"
+    assert all(find_gpu(name).usable_bytes >= needed for name in names)
+    more = replace(one, estimate=replace(one.estimate, required_bytes=needed + CONTEXT + 1))
+    assert enough_for(more)[0].name != "A100 40GB"
+    several = StepOptions(precision="bf16-mixed", gpus=8, strategy="ddp")
+    assert enough_for(replace(one, request=replace(one.request, options=several)))[0].name != "A100 40GB"
+    assert one.to_json()["smallest_gpus"] == names
+    none = findings(replace(on(64 * GIB), required_bytes=1 << 50))
+    assert "GPUs with as much memory: none of the catalogue" in estimate_tables(none)[0].notes
+
+
+def test_the_smallest_cards_do_what_is_asked() -> None:
+    """A card without bf16 units is not named for bf16, nor one that today's PyTorch has left behind, nor a slice."""
+    bf16 = findings(replace(on(64 * GIB), required_bytes=14 * GIB + CONTEXT))
+    fp32 = replace(bf16, request=replace(bf16.request, options=StepOptions()))
+    assert "T4" in [gpu.name for gpu in enough_for(fp32)]
+    assert "T4" not in [gpu.name for gpu in enough_for(bf16)]
+    assert all(gpu.multiplies("bf16") for gpu in enough_for(bf16))
+    old = replace(fp32, estimate=replace(fp32.estimate, required_bytes=10 * GIB))
+    assert not {"K80", "GTX 1080 Ti"} & {gpu.name for gpu in enough_for(old)}
+
+
+def test_bf16_on_a_card_without_units_for_it() -> None:
+    """It is said what is missing, and what to ask for; elsewhere, and for another precision, nothing is."""
+    asked = findings(on(20 * GIB))
+    t4 = Card(replace(asked.request.card.device, name="T4, 12.00 GiB budget", compute_capability=(7, 5)), "T4")
+    lacking = replace(asked, request=replace(asked.request, card=t4))
+    (note,) = [note for note in estimate_tables(lacking)[0].notes if "bf16" in note]
+    lacks, move = note.split("; ")
+    assert lacks == "no bf16 units and no fused attention in bf16: T4"
+    assert move == "--precision 16-mixed, fp16 with a loss scale, is for such GPUs"
+    assert not [note for note in estimate_tables(asked)[0].notes if "bf16" in note]
+    half = replace(lacking, request=replace(lacking.request, options=StepOptions(precision="16-mixed")))
+    assert not [note for note in estimate_tables(half)[0].notes if "bf16" in note]
 
 
 def test_a_larger_card_may_fail() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import pytest
 
-from batchfinder.devices import Card, Device
+from batchfinder.devices import Card, Device, Price
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -75,6 +76,27 @@ def test_one_gpu_stands_in_the_title() -> None:
     assert table.details == ("fp32, adamw", "14.00 GiB usable")
     assert list(table.columns) == ["model", "seq len", "max batch", "peak reserved", "source"]
     assert table.notes == ("1 assumption; --explain says which",)
+
+
+def test_gpus_that_lack_bf16_are_named() -> None:
+    """Once each, in a note; the figures stay."""
+    a100 = Card(Device("A100", 40 * GIB, 38 * GIB, (8, 0)), "A100")
+    options = StepOptions(precision="bf16-mixed")
+    rows = [row(card=card, options=options) for card in (T4, a100, V100, T4)]
+    said = "no bf16 units and no fused attention in bf16: T4, V100; "
+    assert len([note for note in sweep_table(rows).notes if note.startswith(said)]) == 1
+    assert not [note for note in sweep_table(rows[1:2]).notes if "bf16" in note]
+
+
+def test_what_a_row_costs() -> None:
+    """A column where one has a price, with a dash for the others, and what is known of the prices below."""
+    price = Price(3.06, 1.0, "us-east-1", date(2026, 7, 20), "https://somewhere")
+    rows = [row(), row(card=replace(V100, name="p3.2xlarge: 1 x V100", price=price))]
+    table = sweep_table(rows)
+    assert table.columns["$/h"] == ["-", "3.06"]
+    assert "$/h: on demand in us-east-1 as of 2026-07-20, for all GPUs of a row; --prices takes your own" in table.notes
+    assert [one.to_json().get("usd_per_hour") for one in rows] == [None, 3.06]
+    assert "$/h" not in sweep_table(rows[:1]).columns
 
 
 def test_several_gpus_are_a_column() -> None:
