@@ -56,9 +56,17 @@ _SEVERAL_NAMED: Options = {"model": {**_NAMED["model"], "nargs": "*", "help": "m
 _ONE_SIZE: Options = {
     **_NAMED,
     "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
-    "--batch-size": {"default": "8", "metavar": "N", "help": "samples in a GPU's micro-batch (default: 8)"},
+    "--batch-size --per-device-train-batch-size": {
+        "default": "8",
+        "metavar": "N",
+        "help": "samples in a GPU's micro-batch (default: 8)",
+    },
     "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
-    "--accumulation": {"default": "1", "metavar": "N", "help": "micro-batches per optimizer step (default: 1)"},
+    "--accumulation --gradient-accumulation-steps": {
+        "default": "1",
+        "metavar": "N",
+        "help": "micro-batches per optimizer step (default: 1)",
+    },
 }
 
 
@@ -67,9 +75,17 @@ def _choice(names: tuple[str, ...], default: str | None) -> Mapping[str, Any]:
     return {"default": default, "metavar": "NAME", "help": text}
 
 
+def _another(option: str, value: str) -> Mapping[str, Any]:
+    """Another spelling of an option with a value."""
+    dest, text = option.removeprefix("--"), f"the same as {option} {value}"
+    return {"action": "store_const", "const": value, "dest": dest, "default": argparse.SUPPRESS, "help": text}
+
+
 _STEP: Options = {
     "--mode": _choice(MODES, "train"),
     "--precision": _choice(PRECISION_NAMES, "fp32"),
+    "--bf16": _another("--precision", "bf16-mixed"),
+    "--fp16": _another("--precision", "16-mixed"),
     "--optimizer": _choice(OPTIMIZER_NAMES, "adamw"),
     "--optimizer-in-backward": {"action": "store_true", "help": "step each parameter as its gradient is made"},
     "--lora": {"metavar": "RANK", "help": "train adapters of this rank, and freeze the model (peft's LoRA)"},
@@ -81,6 +97,8 @@ _STEP: Options = {
         "metavar": "NAME",
         "help": f"{', '.join(QUANTIZATION_NAMES)}: hold the frozen weights as bitsandbytes does",
     },
+    "--load-in-4bit": _another("--quantization", "nf4"),
+    "--load-in-8bit": _another("--quantization", "int8"),
     "--attention": _choice(ATTENTION_NAMES, None),
     "--loss": _choice(LOSS_NAMES, "default"),
     "--packed": {"action": "store_true", "help": "pack the samples into one row, and answer in tokens per step"},

@@ -20,15 +20,7 @@ from itertools import product
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
-from batchfinder.cli.options import (
-    asked_card,
-    check_file,
-    one_of,
-    seq_lens_of,
-    step_options,
-    whole_number,
-    write_file,
-)
+from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.models.catalog import check_model_name
@@ -40,6 +32,7 @@ from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepOptions
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
 
 SCHEMA = 1

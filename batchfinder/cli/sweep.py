@@ -8,7 +8,7 @@ import os
 from contextlib import ExitStack
 
 from batchfinder.cli.main import OK, USER_ERROR
-from batchfinder.cli.options import check_file, one_of, seq_lens_of, write_file
+from batchfinder.cli.options import check_file, seq_lens_of, write_file
 from batchfinder.cli.sequence_length import find_lengths
 from batchfinder.cli.sweep_cells import CARDS_OF_A_POOL, ModelCells, measure_cells, search_pool, simulate_cells
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest, read_request
@@ -20,6 +20,7 @@ from batchfinder.report.plots import check_picture, draw_sweep
 from batchfinder.report.progress import StatusLine, SweepProgress
 from batchfinder.report.sweep import SCHEMA, comma_separated, sweep_table
 from batchfinder.report.terminal import tell
+from batchfinder.training.synonyms import one_of
 
 
 def main(arguments: argparse.Namespace) -> int:
