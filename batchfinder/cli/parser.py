@@ -149,11 +149,27 @@ _HTML: Options = {
 }
 _CACHE: Options = {"--cache": {"metavar": "URL", "help": "which cache (default: BATCHFINDER_CACHE or the user's)"}}
 
+_FROM: Options = {
+    "--from": {
+        "dest": "from_file",
+        "metavar": "FILE",
+        "help": "a config file of axolotl, LLaMA-Factory, TRL, the Trainer, accelerate, torchtune, torchtitan, "
+        "LightningCLI or DeepSpeed: what it says holds where no option is typed; none takes an option back",
+    }
+}
+_WRITE: Options = {
+    "--write": {
+        "action": "store_true",
+        "help": "with --from: write the micro-batch size and the accumulation into that file",
+    }
+}
+
 SWEEP = Command(
     "print the largest batch size for each model, GPU and sequence length",
     {
         "what is swept": {
             **_SEVERAL_NAMED,
+            **_FROM,
             "--model": {
                 "action": "append",
                 "metavar": _MODEL,
@@ -244,6 +260,7 @@ SWEEP = Command(
             **_JSON,
             **_MARKDOWN,
             **_HTML,
+            **_WRITE,
             "--csv": {"metavar": "FILE", "help": "also write all figures as CSV"},
             **_PLOT,
             "--batch-sizes": {
@@ -267,6 +284,7 @@ ESTIMATE = Command(
     {
         "what is estimated": {
             **_ONE_SIZE,
+            **_FROM,
             "--gpu": {"metavar": "NAME", "help": "default: Titan X, unless an instance or a budget is given"},
             "--instance": {"metavar": "NAME", "help": "a cloud instance's GPUs, such as p4d.24xlarge"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
@@ -288,6 +306,7 @@ PROFILE = Command(
     {
         "what is profiled": {
             **_ONE_SIZE,
+            **_FROM,
             "--seq-len": {
                 "metavar": "N[,N]",
                 "help": "tokens, or pixels for images (default: 128 or 224); 96,128: of one step after the other",
@@ -311,6 +330,7 @@ PLAN = Command(
     {
         "what is planned": {
             **_NAMED,
+            **_FROM,
             "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
             "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
             "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
@@ -326,7 +346,7 @@ PLAN = Command(
             "--allow": {"action": "append", "metavar": "NAME", "help": "lora: train adapters, where all else fails"},
         },
         "the step to start from": _STEP,
-        "the output": {**_JSON, **_MARKDOWN, **_HTML, "--explain": _PLOT["--explain"]},
+        "the output": {**_JSON, **_MARKDOWN, **_HTML, **_WRITE, "--explain": _PLOT["--explain"]},
     },
 )
 CHECK = Command(
@@ -628,8 +648,12 @@ def options_of(arguments: argparse.Namespace) -> list[str]:
     return [word for options in command.groups.values() for option in options for word in option.split()]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(typed_only: bool = False) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        typed_only: leave out what was not typed, rather than give its default.
+    """
     parser = _Parser(
         prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
     )
@@ -643,7 +667,8 @@ def build_parser() -> argparse.ArgumentParser:
             for title, options in command.groups.items():
                 group = one.add_argument_group(title) if title else one
                 for option, settings in options.items():
-                    group.add_argument(*option.split(), **settings)
+                    unless_typed = {"default": argparse.SUPPRESS} if typed_only else {}
+                    group.add_argument(*option.split(), **{**settings, **unless_typed})
             if command.commands is not None:
                 add(one, command.commands, f"{name}_{dest}")
 

@@ -20,6 +20,7 @@ from itertools import product
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
+from batchfinder.cli.from_file import check_write, write_sizes
 from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError, InvalidValue
@@ -28,6 +29,7 @@ from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.terminal import tell
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe
@@ -112,6 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
     if asked.optimizer_in_backward:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)
+    check_write(arguments)
     one = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     one = replace(one, device=one.device.among_others(asked.communicators))
     seq_len = whole_number("--seq-len", arguments.seq_len)
@@ -133,6 +136,10 @@ def main(arguments: argparse.Namespace) -> int:
         cell = page_cell(model, one, asked, length, found, table.title)
         heading = "What each option of the plan buys, added to those above it"
         write_file("--html", arguments.html, page_of(table.title, cell.technique, [cell], heading))
+    if arguments.write:
+        write_sizes(arguments, found.plan, 0 if found.plan is None else found.plan.micro_batch_size)
+        if found.rows and (changes := _typed(asked, found.rows[-1].options)):
+            tell(f"batchfinder: the sizes are for a training with {changes}, which is left to you to set there")
     return 0
 
 
@@ -159,7 +166,9 @@ class Planner:
         schemes: tuple[bool | str, ...] = (how,)
         if "precision" not in keep:
             precisions += ["bf16-mixed" if bf16 else "16-mixed"] if asked.precision == "fp32" else []
-            precisions += ["bf16-true"] if bf16 and asked.precision != "bf16-true" else []
+            # Around quantized weights the rest is in fp32 anyway (`prepare_model_for_kbit_training`).
+            whole = bf16 and asked.precision != "bf16-true" and asked.quantization is None
+            precisions += ["bf16-true"] if whole else []
         if "optimizer" not in keep and asked.optimizer in ("adam", "adamw", "adamw-fused"):
             optimizers += ["adamw-8bit"]
         if "loss" not in keep and asked.loss == "default":
