@@ -36,11 +36,11 @@ def read(config: TrainingConfig, folder: Path) -> None:
     replicate, tensor, context = (config.size(f"parallelism.{name}_degree", 1).value or 1 for name in _DEGREES)
     key = "parallelism.data_parallel_shard_degree"
     shard = config.size(key).value  # None for -1, all GPUs that there are
-    sharded = shard not in (None, 1)
+    sharded = shard != 1
     split = tensor if tensor > 1 else context
     if shard is not None:
         config.gpus = replicate * shard * tensor * context
-    if tensor > 1 and (sharded or shard is None):
+    if tensor > 1 and sharded:
         config.set("strategy", "fsdp2-tp", "parallelism.tensor_parallel_degree")
         config.set("tensor_parallel", split, "parallelism.tensor_parallel_degree")
     elif tensor > 1:
@@ -49,11 +49,10 @@ def read(config: TrainingConfig, folder: Path) -> None:
         config.set("strategy", "fsdp2-cp", "parallelism.context_parallel_degree")
         config.set("context_parallel", split, "parallelism.context_parallel_degree")
     elif replicate > 1:
-        nodes = sharded or shard is None
-        config.set("strategy", "hsdp" if nodes else "ddp", "parallelism.data_parallel_replicate_degree")
+        config.set("strategy", "hsdp" if sharded else "ddp", "parallelism.data_parallel_replicate_degree")
         if shard not in (None, 1, GPUS_PER_NODE):
             config.notes.append(f"hsdp shards over {GPUS_PER_NODE} GPUs here, not {shard}")
-    elif shard != 1:
+    elif sharded:
         never = config.get("parallelism.fsdp_reshard_after_forward") == "never"
         config.set("strategy", "fsdp2-shard-grad-op" if never else "fsdp2", config.stated(key))
     data = config.gpus and config.gpus // (tensor * context)

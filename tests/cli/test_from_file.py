@@ -83,11 +83,14 @@ def test_the_tools_defaults_are_told_apart(file: Path, capsys: pytest.CaptureFix
     assert left_out.startswith("batchfinder: left out: use_unsloth_gc (")
 
 
-def test_typed_options_win(file: Path) -> None:
-    """Also where they are the usual ones; of options that can be given twice the file's go."""
+def test_typed_options_win(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where they are the usual ones; of options that can be given twice the file's go. Those are not told."""
     found = asked(file, "--precision", "fp32", "--optimizer", "adamw", "--seq-len", "64", "--seq-len", "128", "gpt2")
     assert (found.precision, found.optimizer, found.seq_len, found.model) == ("fp32", "adamw", ["64", "128"], ["gpt2"])
     assert (found.lora, found.attention) == ("32", "flash")
+    told = capsys.readouterr().err
+    assert "--lora 32" in told
+    assert not any(word in told for word in ("--precision", "--optimizer", "--seq-len", "--model"))
     assert asked(file, "--target-batch-size", "64").target_batch_size == "64"
     assert asked(file, "--bf16").precision == "bf16-mixed"
 
@@ -226,6 +229,13 @@ def test_without_a_target_the_largest_is_written(file: Path) -> None:
     """The accumulation stays."""
     write_sizes(asked(file, "--write"), None, 3)
     assert file.read_text() == EXAMPLES[file.name].replace("micro_batch_size: 2", "micro_batch_size: 3")
+
+
+@of("training_arguments.json")
+def test_no_accumulation_is_added_where_there_is_none(file: Path) -> None:
+    """One micro-batch is what the tool takes anyway."""
+    write_sizes(asked(file, "--write"), plan_accumulation(3, 3), 3)
+    assert file.read_text() == EXAMPLES[file.name].replace('batch_size": 4', 'batch_size": 3')
 
 
 def test_nothing_that_fits(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
