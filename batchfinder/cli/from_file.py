@@ -47,7 +47,10 @@ def with_file(argv: Sequence[str]) -> argparse.Namespace:
         raise InvalidValue("--model", None, f"a model: {path}, a config of {config.tool}, {which}")
     used = {name: each for name, each in settings.items() if name not in typed}
     _tell(config, path, used)
-    words = [word for name, each in used.items() for word in _words(name, each)]
+    for name, each in used.items():
+        if each.value == "--":  # argparse takes it for the end of the options
+            raise InvalidValue(f"--{name.replace('_', '-')}", each.value, f"another value of {each.key} in {path}")
+    words = ["=".join(_words(name, each)) for name, each in used.items()]
     merged = {**vars(build_parser().parse_args([command, *words])), **typed}
     return argparse.Namespace(**merged, config=config)
 

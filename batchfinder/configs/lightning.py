@@ -45,7 +45,7 @@ def read(config: TrainingConfig, folder: Path) -> None:
 
 def _read_strategy(config: TrainingConfig) -> None:
     asked = config.get("trainer.strategy")
-    name = asked.get("class_path", "") if isinstance(asked, Mapping) else str(asked or "auto")
+    name = str((asked.get("class_path") if isinstance(asked, Mapping) else asked) or "auto")
     name = _CLASSES.get(name.rpartition(".")[2], name)
     key = "trainer.strategy"
     if name.startswith("deepspeed_stage_"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,9 @@ from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import find_model
 from batchfinder.training.spec import ATTENTION_NAMES, OPTIMIZER_NAMES
 from batchfinder.training.synonyms import one_of
+
+_SWITCHES = ("packed", "optimizer_in_backward")
+"""Options of ours without a value."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,9 @@ class TrainingConfig:
         return "" if self.get(key) is None else key
 
     def set(self, option: str, value: object, key: str = "") -> None:
-        """An option's value, said by a key, or the tool's default."""
-        self.options[option] = Setting(value if isinstance(value, bool) else str(value), key)
+        """An option's value, said by a key, or the tool's default; None says nothing."""
+        if value is not None:
+            self.options[option] = Setting(value is True if option in _SWITCHES else str(value), key)
 
     def size(self, key: str, default: int | None = None) -> Size:
         """The number under a key, or a default."""
@@ -139,11 +143,11 @@ class TrainingConfig:
         except InvalidValue:
             self.left_out[key] = f"the attention {name} is not known here, and the model's own is taken: --attention"
 
-    def lora(self, rank: int, rank_key: str, targets: Sequence[str] | str | None, targets_key: str) -> None:
-        """Adapters, and the layers that get one."""
+    def lora(self, rank: object, rank_key: str, targets: object, targets_key: str) -> None:
+        """Adapters, and the layers that get one: a list of names, or what stands for them."""
         self.set("lora", rank, rank_key)
         if targets:
-            named = targets if isinstance(targets, str) else ",".join(map(str, targets))
+            named = ",".join(map(str, targets)) if isinstance(targets, list | tuple) else str(targets)
             self.set("lora_targets", named, targets_key)
 
     def precision(self, autocast: str | None, half_weights: bool, key: str) -> None:
@@ -164,8 +168,9 @@ class TrainingConfig:
 
     def zero(self, stage: object, key: str) -> None:
         """The strategy that stands for a stage of DeepSpeed's ZeRO."""
-        if stage in (1, 2, 3):
-            self.set("strategy", {1: "zero1", 2: "zero2", 3: "fsdp2"}[int(str(stage))], key)
-            if stage != 2:
-                stands = "PyTorch's ZeroRedundancyOptimizer" if stage == 1 else "FSDP2"
+        ours = {"1": "zero1", "2": "zero2", "3": "fsdp2"}.get(str(stage))
+        if ours is not None:
+            self.set("strategy", ours, key)
+            if ours != "zero2":
+                stands = "FSDP2" if ours == "fsdp2" else "PyTorch's ZeroRedundancyOptimizer"
                 self.notes.append(f"ZeRO stage {stage} of DeepSpeed is simulated as {stands}")

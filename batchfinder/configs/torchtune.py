@@ -36,7 +36,8 @@ def read(config: TrainingConfig, folder: Path) -> None:
     config.micro_batch = config.size("batch_size")
     config.accumulation = config.size("gradient_accumulation_steps", 1)
     if with_adapters:
-        layers = [_LAYERS.get(each, each) for each in config.get("model.lora_attn_modules") or ()]
+        attention = config.get("model.lora_attn_modules")
+        layers = [_LAYERS.get(str(each), str(each)) for each in attention] if isinstance(attention, list) else []
         layers += _MLP if config.get("model.apply_lora_to_mlp") is True else ()
         layers += ["lm_head"] if config.get("model.apply_lora_to_output") is True else []
         config.lora(config.get("model.lora_rank") or 8, "model.lora_rank", layers, "model.lora_attn_modules")

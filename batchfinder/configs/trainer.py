@@ -133,8 +133,7 @@ def read_llama_factory(config: TrainingConfig, folder: Path) -> None:
 
 
 def _read_model(config: TrainingConfig) -> None:
-    if (name := config.get("model_name_or_path")) is not None:
-        config.set("model", name, "model_name_or_path")
+    config.set("model", config.get("model_name_or_path"), "model_name_or_path")
 
 
 def _read_step(config: TrainingConfig, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,16 @@ def test_a_deepspeed_config_beside_the_file(tmp_path: Path) -> None:
     found = asked(config, "--gpus", "2")
     assert found.strategy == "zero2"
     assert "zero2.json: zero_optimization.offload_optimizer" in found.config.left_out
+
+
+@pytest.mark.parametrize("odd", ["-1", "true", "'--'", "[1]", "none"])
+@pytest.mark.parametrize("key", ["base_model", "sequence_len", "lora_r", "lora_target_modules", "optimizer"])
+def test_odd_values(key: str, odd: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that is none is refused as a typed one is, and never taken for an option."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith((key, "lora_target"))]
+    file.write_text("\n".join([*lines, f"{key}: {odd}", ""]))
+    with suppress(InvalidValue):
+        step_options(asked(file))
 
 
 @pytest.mark.parametrize(

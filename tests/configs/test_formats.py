@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from batchfinder.configs import TrainingConfig, read_config
+from batchfinder.configs import TrainingConfig, read_config, read_mapping
 from batchfinder.errors import InvalidValue
 from tests.configs.examples import EXAMPLES
 
@@ -350,3 +352,28 @@ def test_one_is_no_degree_of_parallelism() -> None:
     """What is switched off, or is of one GPU, is not named."""
     config = changed("axolotl.yml", ("", "context_parallel_size: 1\nrl: none\nlayer_offloading: false"))
     assert set(config.left_out) == {"activation_offloading"}
+
+
+def _paths(values: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in nested mappings."""
+    here = [path] if path else []
+    inside = values if isinstance(values, dict) else {}
+    return here + [each for key in inside for each in _paths(inside[key], (*path, key))]
+
+
+@pytest.mark.parametrize("odd", [None, "odd words", -1, 0, 2.5, [], [1, "a"], {}, {"a": {}}, True, False, "auto"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_odd_values(name: str, odd: object) -> None:
+    """Whatever stands under a key, the rest of the file is read, or the file is refused; nothing else is raised."""
+    whole = read_mapping(EXAMPLES[name], name)
+    for *folder, last in _paths(whole):
+        values = copy.deepcopy(whole)
+        holder = values
+        for key in folder:
+            holder = holder[key]
+        holder[last] = odd
+        try:
+            config = read_config(json.dumps(values), "odd.json")
+        except InvalidValue:
+            continue
+        assert all(isinstance(each.value, str | bool) for each in config.options.values())
