@@ -59,14 +59,17 @@ class InvalidValue(BatchFinderError, ValueError):
 
     Attributes:
         expected: the valid values, in words.
+        matches: the nearest valid values, best first; may be empty.
     """
 
-    def __init__(self, option: str, value: object, expected: str) -> None:
+    def __init__(self, option: str, value: object, expected: str, matches: Sequence[str] = ()) -> None:
         self.option = option
         self.value = value
         self.expected = expected
+        self.matches = tuple(matches)
         wrong = "missing" if value is None else f"invalid value {shown(value)}"
-        super().__init__(f"{option}: {wrong}; expected {expected}.")
+        nearest = f" Did you mean {' or '.join(self.matches)}?" if self.matches else ""
+        super().__init__(f"{option}: {wrong}; expected {expected}.{nearest}")
 
 
 class UnknownName(BatchFinderError, LookupError):

@@ -14,7 +14,7 @@ from typing import Any
 
 from batchfinder.cli.main import INTERRUPTED as INTERRUPTED_CODE
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import check_file, one_of, whole_number, write_file
+from batchfinder.cli.options import check_file, whole_number, write_file
 from batchfinder.cli.stub import cards_of, command_of, ranks_of
 from batchfinder.cuda_stub import StubCard
 from batchfinder.cuda_stub.launch import VALUES
@@ -25,6 +25,7 @@ from batchfinder.report.dry_run import dry_run_cell, dry_run_tables
 from batchfinder.report.page import check_page, page_of
 from batchfinder.report.terminal import tell, words_of
 from batchfinder.stub_cards import find_cuda_build
+from batchfinder.training.synonyms import one_of
 
 DOES_NOT_FIT, NO_ANSWER = 1, 2
 ROOMY_BYTES = 1 << 40

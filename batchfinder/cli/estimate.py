@@ -9,15 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from batchfinder.cli.options import (
-    asked_card,
-    check_file,
-    one_of,
-    seq_lens_of,
-    step_options,
-    whole_number,
-    write_file,
-)
+from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
 from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
@@ -35,6 +27,7 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import CUDA_BUILD
+from batchfinder.training.synonyms import one_of
 
 # What holds less in its state than the optimizer that is the key.
 _LIGHTER_OPTIMIZERS = {

@@ -7,7 +7,7 @@ import json
 
 from batchfinder.cli.dry_run import NO_ANSWER
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import one_of, whole_number
+from batchfinder.cli.options import whole_number
 from batchfinder.cli.stub import cards_of, command_of, ranks_of
 from batchfinder.cuda_stub import StubCard
 from batchfinder.errors import BatchFinderError, InvalidValue
@@ -17,6 +17,7 @@ from batchfinder.report.find import found_as_json, found_table, trial_words
 from batchfinder.report.terminal import tell, words_of
 from batchfinder.results import Trial
 from batchfinder.stub_cards import find_cuda_build
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import parse_share
 
 _SIMULATED_ONLY = ("gpu", "memory", "held", "torch", "num_gpus", "again")

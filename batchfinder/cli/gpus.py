@@ -6,10 +6,10 @@ import argparse
 import json
 
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import one_of
 from batchfinder.devices import Gpu, all_gpus
 from batchfinder.devices.catalog import CAPABILITIES
 from batchfinder.report.table import Columns, Table
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import GIB, format_bytes, parse_bytes
 
 

@@ -102,6 +102,8 @@ def main(argv: Sequence[str]) -> int:
             lost = stdout_error()
             if lost is not None:  # before the work, where that can be seen
                 raise lost
+            if getattr(arguments, "from_file", None) is not None:
+                arguments = import_module("batchfinder.cli.from_file").with_file(argv)
             code: int = import_module(f"batchfinder.cli.{arguments.command.replace('-', '_')}").main(arguments)
             sys.stdout.flush()
             return code

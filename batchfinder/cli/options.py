@@ -40,6 +40,7 @@ from batchfinder.training.spec import (
     StepOptions,
     WorkloadFacts,
 )
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes, parse_budget, parse_bytes
 
 MAX_READ_BYTES = 64 << 20
@@ -129,48 +130,41 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     if gpus is None and arguments.strategy is not None:
         instance = only_one("--instance", arguments.instance)
         gpus = None if instance is None else find_instance(instance).num_gpus
+    how = arguments.gradient_checkpointing
+    if isinstance(how, str) and not how.removeprefix("every-").isdecimal():
+        how = one_of("--gradient-checkpointing", how, (*CHECKPOINTING_NAMES, "none"))
+        how = {"full": True, "none": False}.get(how, how)
+
+    def if_given(option: str, value: str | None, allowed: Sequence[str]) -> str | None:
+        return None if value is None else one_of(option, value, allowed)
+
     options = StepOptions(
-        mode=arguments.mode,
-        precision=arguments.precision,
-        optimizer=arguments.optimizer,
-        attention=arguments.attention,
-        gradient_checkpointing=arguments.gradient_checkpointing if arguments.gradient_checkpointing != "full" else True,
-        compile=arguments.compile,
-        loss=arguments.loss,
+        mode=one_of("--mode", arguments.mode, MODES),
+        precision=one_of("--precision", arguments.precision, PRECISION_NAMES),
+        optimizer=one_of("--optimizer", arguments.optimizer, OPTIMIZER_NAMES),
+        attention=if_given("--attention", arguments.attention, ATTENTION_NAMES),
+        gradient_checkpointing=how,
+        compile=if_given("--compile", arguments.compile, COMPILED_PARTS),
+        loss=one_of("--loss", arguments.loss, LOSS_NAMES),
         packed=arguments.packed,
         optimizer_in_backward=arguments.optimizer_in_backward,
         lora=rank,
         lora_targets=arguments.lora_targets,
-        quantization=arguments.quantization,
+        quantization=if_given("--quantization", arguments.quantization, QUANTIZATION_NAMES),
         gpus=gpus or 1,
-        strategy=arguments.strategy,
+        strategy=if_given("--strategy", arguments.strategy, tuple(STRATEGIES)),
         tensor_parallel=whole_number("--tensor-parallel", arguments.tensor_parallel),
         context_parallel=whole_number("--context-parallel", arguments.context_parallel),
         recorder=one_of("--recorder", getattr(arguments, "recorder", FAKE_DEVICE), RECORDERS),
     )
-    one_of("--mode", options.mode, MODES)
-    one_of("--precision", options.precision, PRECISION_NAMES)
-    one_of("--optimizer", options.optimizer, OPTIMIZER_NAMES)
-    one_of("--loss", options.loss, LOSS_NAMES)
-    if options.attention is not None:
-        one_of("--attention", options.attention, ATTENTION_NAMES)
-    how = options.gradient_checkpointing
-    if isinstance(how, str) and not how.removeprefix("every-").isdecimal():
-        one_of("--gradient-checkpointing", how, CHECKPOINTING_NAMES)
-    if options.compile is not None:
-        one_of("--compile", options.compile, COMPILED_PARTS)
     if options.lora_targets is not None and rank is None:
         raise InvalidValue("--lora-targets", options.lora_targets, "a --lora rank for them")
-    if options.quantization is not None:
-        one_of("--quantization", options.quantization, QUANTIZATION_NAMES)
-        if rank is None and options.mode != "inference":
-            expected = "a --lora rank with it: quantized weights do not train, and adapters do"
-            raise InvalidValue("--quantization", options.quantization, expected)
+    if options.quantization is not None and rank is None and options.mode != "inference":
+        expected = "a --lora rank with it: quantized weights do not train, and adapters do"
+        raise InvalidValue("--quantization", options.quantization, expected)
     if options.optimizer_in_backward and options.precision == "16-mixed":
         expected = "another --precision than 16-mixed, whose GradScaler looks at all gradients before a step"
         raise InvalidValue("--optimizer-in-backward", True, expected)
-    if options.strategy is not None:
-        one_of("--strategy", options.strategy, tuple(STRATEGIES))
     refused = options.refused_together()
     if refused is not None:
         raise InvalidValue(f"--{refused.option.replace('_', '-')}", refused.value, refused.expected)
@@ -273,17 +267,6 @@ def named_gpus(values: Sequence[str]) -> list[str]:
         else:
             named.append(value)
     return named
-
-
-def one_of(option: str, value: str, allowed: Sequence[str]) -> str:
-    """The value, if it is allowed.
-
-    Raises:
-        InvalidValue: it is not.
-    """
-    if value not in allowed:
-        raise InvalidValue(option, value, f"one of {', '.join(allowed)}")
-    return value
 
 
 def whole_number(option: str, value: str | None) -> Any:

@@ -56,9 +56,17 @@ _SEVERAL_NAMED: Options = {"model": {**_NAMED["model"], "nargs": "*", "help": "m
 _ONE_SIZE: Options = {
     **_NAMED,
     "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
-    "--batch-size": {"default": "8", "metavar": "N", "help": "samples in a GPU's micro-batch (default: 8)"},
+    "--batch-size --per-device-train-batch-size": {
+        "default": "8",
+        "metavar": "N",
+        "help": "samples in a GPU's micro-batch (default: 8)",
+    },
     "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
-    "--accumulation": {"default": "1", "metavar": "N", "help": "micro-batches per optimizer step (default: 1)"},
+    "--accumulation --gradient-accumulation-steps": {
+        "default": "1",
+        "metavar": "N",
+        "help": "micro-batches per optimizer step (default: 1)",
+    },
 }
 
 
@@ -67,9 +75,17 @@ def _choice(names: tuple[str, ...], default: str | None) -> Mapping[str, Any]:
     return {"default": default, "metavar": "NAME", "help": text}
 
 
+def _another(option: str, value: str) -> Mapping[str, Any]:
+    """Another spelling of an option with a value."""
+    dest, text = option.removeprefix("--"), f"the same as {option} {value}"
+    return {"action": "store_const", "const": value, "dest": dest, "default": argparse.SUPPRESS, "help": text}
+
+
 _STEP: Options = {
     "--mode": _choice(MODES, "train"),
     "--precision": _choice(PRECISION_NAMES, "fp32"),
+    "--bf16": _another("--precision", "bf16-mixed"),
+    "--fp16": _another("--precision", "16-mixed"),
     "--optimizer": _choice(OPTIMIZER_NAMES, "adamw"),
     "--optimizer-in-backward": {"action": "store_true", "help": "step each parameter as its gradient is made"},
     "--lora": {"metavar": "RANK", "help": "train adapters of this rank, and freeze the model (peft's LoRA)"},
@@ -81,6 +97,8 @@ _STEP: Options = {
         "metavar": "NAME",
         "help": f"{', '.join(QUANTIZATION_NAMES)}: hold the frozen weights as bitsandbytes does",
     },
+    "--load-in-4bit": _another("--quantization", "nf4"),
+    "--load-in-8bit": _another("--quantization", "int8"),
     "--attention": _choice(ATTENTION_NAMES, None),
     "--loss": _choice(LOSS_NAMES, "default"),
     "--packed": {"action": "store_true", "help": "pack the samples into one row, and answer in tokens per step"},
@@ -150,11 +168,27 @@ _HTML: Options = {
 }
 _CACHE: Options = {"--cache": {"metavar": "URL", "help": "which cache (default: BATCHFINDER_CACHE or the user's)"}}
 
+_FROM: Options = {
+    "--from": {
+        "dest": "from_file",
+        "metavar": "FILE",
+        "help": "a config file of axolotl, LLaMA-Factory, TRL, the Trainer, accelerate, torchtune, torchtitan, "
+        "LightningCLI or DeepSpeed: what it says holds where no option is typed; none takes an option back",
+    }
+}
+_WRITE: Options = {
+    "--write": {
+        "action": "store_true",
+        "help": "with --from: write the micro-batch size and the accumulation into that file",
+    }
+}
+
 SWEEP = Command(
     "print the largest batch size for each model, GPU and sequence length",
     {
         "what is swept": {
             **_SEVERAL_NAMED,
+            **_FROM,
             "--model": {
                 "action": "append",
                 "metavar": _MODEL,
@@ -251,6 +285,7 @@ SWEEP = Command(
             **_JSON,
             **_MARKDOWN,
             **_HTML,
+            **_WRITE,
             "--csv": {"metavar": "FILE", "help": "also write all figures as CSV"},
             **_PLOT,
             "--batch-sizes": {
@@ -274,6 +309,7 @@ ESTIMATE = Command(
     {
         "what is estimated": {
             **_ONE_SIZE,
+            **_FROM,
             "--gpu": _ONE_GPU,
             "--instance": _ONE_INSTANCE,
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
@@ -295,6 +331,7 @@ PROFILE = Command(
     {
         "what is profiled": {
             **_ONE_SIZE,
+            **_FROM,
             "--seq-len": {
                 "metavar": "N[,N]",
                 "help": "tokens, or pixels for images (default: 128 or 224); 96,128: of one step after the other",
@@ -318,6 +355,7 @@ PLAN = Command(
     {
         "what is planned": {
             **_NAMED,
+            **_FROM,
             "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
             "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
             "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
@@ -337,7 +375,7 @@ PLAN = Command(
             },
         },
         "the step to start from": _STEP,
-        "the output": {**_JSON, **_MARKDOWN, **_HTML, "--explain": _PLOT["--explain"]},
+        "the output": {**_JSON, **_MARKDOWN, **_HTML, **_WRITE, "--explain": _PLOT["--explain"]},
     },
 )
 CHECK = Command(
@@ -651,8 +689,12 @@ def options_of(arguments: argparse.Namespace) -> list[str]:
     return [word for options in command.groups.values() for option in options for word in option.split()]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def build_parser(typed_only: bool = False) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        typed_only: leave out what was not typed, rather than give its default.
+    """
     parser = _Parser(
         prog="batchfinder", description="Find the largest batch size that trains, with or without a GPU at hand."
     )
@@ -666,7 +708,8 @@ def build_parser() -> argparse.ArgumentParser:
             for title, options in command.groups.items():
                 group = one.add_argument_group(title) if title else one
                 for option, settings in options.items():
-                    group.add_argument(*option.split(), **settings)
+                    unless_typed = {"default": argparse.SUPPRESS} if typed_only else {}
+                    group.add_argument(*option.split(), **{**settings, **unless_typed})
             if command.commands is not None:
                 add(one, command.commands, f"{name}_{dest}")
 

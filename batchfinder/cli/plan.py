@@ -7,15 +7,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from batchfinder.cli.options import (
-    asked_card,
-    check_file,
-    one_of,
-    seq_lens_of,
-    step_options,
-    whole_number,
-    write_file,
-)
+from batchfinder.cli.from_file import check_write, write_sizes
+from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
 from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import check_model_name
@@ -23,8 +16,10 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, Found, WhatFits
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
+from batchfinder.report.terminal import tell
 from batchfinder.report.what_fits import what_fits_json, what_fits_table
 from batchfinder.results import Shape
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
 
 SCHEMA = 2
@@ -51,6 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     if asked.optimizer_in_backward:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)
+    check_write(arguments)
     one = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     one = replace(one, device=one.device.among_others(asked.communicators))
     seq_len = whole_number("--seq-len", arguments.seq_len)
@@ -71,6 +67,11 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         cell = page_cell(model, one, length, found, title)
         write_file("--html", arguments.html, page_of(title, cell.technique, [cell], "What trains"))
+    if arguments.write:
+        plan = found.fits[0].plan if found.fits else None
+        write_sizes(arguments, plan, 0 if plan is None else plan.micro_batch_size)
+        if found.fits and (change := found.fits[0].change):
+            tell(f"batchfinder: the sizes are for a training with {change}, which is left to you to set there")
     return 0
 
 

@@ -7,13 +7,14 @@ import json
 from dataclasses import replace
 from importlib import import_module
 
-from batchfinder.cli.options import check_file, one_of, write_file
+from batchfinder.cli.options import check_file, write_file
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Table
 from batchfinder.reproductions import REPRODUCTIONS
 from batchfinder.reproductions.published import Context, Reproduction, require_card
 from batchfinder.training.spec import StepConfig
+from batchfinder.training.synonyms import one_of
 
 ALL = "all"
 

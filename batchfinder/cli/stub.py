@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from batchfinder.cli.main import OK
-from batchfinder.cli.options import one_of, whole_number
+from batchfinder.cli.options import whole_number
 from batchfinder.cuda_stub import (
     CudaBuild,
     StubCard,
@@ -27,6 +27,7 @@ from batchfinder.devices import find_gpu
 from batchfinder.errors import CudaStubUnavailable, InvalidValue
 from batchfinder.report.terminal import tell
 from batchfinder.stub_cards import open_session, stub_card
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import MIB, parse_bytes
 
 BOTH_ENDS = "both"

@@ -7,8 +7,9 @@ import json
 import os
 from contextlib import ExitStack
 
+from batchfinder.cli.from_file import check_write, write_sizes
 from batchfinder.cli.main import OK, USER_ERROR
-from batchfinder.cli.options import check_file, one_of, seq_lens_of, write_file
+from batchfinder.cli.options import check_file, seq_lens_of, write_file
 from batchfinder.cli.sequence_length import find_lengths
 from batchfinder.cli.sweep_cells import CARDS_OF_A_POOL, ModelCells, measure_cells, search_pool, simulate_cells
 from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest, read_request
@@ -20,6 +21,7 @@ from batchfinder.report.plots import check_picture, draw_sweep
 from batchfinder.report.progress import StatusLine, SweepProgress
 from batchfinder.report.sweep import SCHEMA, comma_separated, sweep_table
 from batchfinder.report.terminal import tell
+from batchfinder.training.synonyms import one_of
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -29,6 +31,8 @@ def main(arguments: argparse.Namespace) -> int:
     if one_of("--find", arguments.find, ("batch-size", "seq-len")) == "seq-len":
         if arguments.engine == "ray":
             raise InvalidValue("--engine", "ray", "here with --find seq-len")
+        if arguments.write:
+            raise InvalidValue("--write", True, "--find batch-size with it: no length is written into a file")
         return find_lengths(arguments)
     if arguments.batch_size is not None:
         raise InvalidValue("--batch-size", arguments.batch_size[0], "--find seq-len with it: a sweep finds batch sizes")
@@ -44,6 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     with StatusLine() as line:
         line.update("looking for GPUs", terminal_only=True)
         request = read_request(arguments)
+    check_write(arguments, len(request.models) * len(request.place.cards) * max(1, len(request.seq_lens)))
     for note in request.place.notes:
         tell(f"batchfinder: {note}")
     progress = SweepProgress(request.conditions)
@@ -86,6 +91,11 @@ def main(arguments: argparse.Namespace) -> int:
                 if any(row.not_cached for row in rows):
                     cached = "; not all of them are cached"
                 tell(f"batchfinder: {len(rows)} of {len(progress.cells)} cells were found{cached}")
+    if arguments.write and complete:
+        if len(rows) > 1:
+            expected = f"a sequence length with it; {len(rows)} were swept, and {arguments.from_file} is left as it is"
+            raise InvalidValue("--seq-len", None, expected)
+        write_sizes(arguments, rows[0].plan, rows[0].result.max_batch_size)
     return OK if complete else USER_ERROR
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from batchfinder.configs.files import READERS, with_number
 from batchfinder.errors import InvalidValue
 
 BATCH_SIZE, ACCUMULATION, SEQ_LEN = "batch_size", "accumulation", "seq_len"
@@ -53,8 +51,8 @@ class ConfigPlace:
         if not file or not key or name not in PLACEHOLDERS:
             expected = "FILE:KEY or FILE:KEY={accumulation}, such as cfg.yaml:micro_batch_size"
             raise InvalidValue("--in", text, expected)
-        if Path(file).suffix.lower() not in _READERS:
-            raise InvalidValue("--in", text, f"a file that ends in {', '.join(_READERS)}")
+        if Path(file).suffix.lower() not in READERS:
+            raise InvalidValue("--in", text, f"a file that ends in {', '.join(READERS)}")
         return cls(file, key, name)
 
     def write(self, folder: Path, number: int) -> None:
@@ -68,45 +66,14 @@ class ConfigPlace:
             raise InvalidValue(
                 "--in", self.file, "a file in the folder that the command runs in, by its path from there"
             )
-        read = _READERS[path.suffix.lower()]
         try:
             text = path.read_text()
-            wanted = read(text)
+            READERS[path.suffix.lower()](text)
         except (OSError, ValueError) as error:
             raise InvalidValue("--in", self.file, f"a file that can be read ({error})") from error
-        parts: list[Any] = [int(part) if part.isdigit() else part for part in self.key.split(".")]
         try:
-            holder = wanted
-            for part in parts[:-1]:
-                holder = holder[part]
-            if not isinstance(holder[parts[-1]], int):
-                raise KeyError
-        except (KeyError, IndexError, TypeError):
+            path.write_text(with_number(text, self.file, self.key, number))
+        except KeyError:
             raise InvalidValue("--in", f"{self.file}:{self.key}", "the key of a whole number in that file") from None
-        holder[parts[-1]] = number
-        for match in re.finditer(r"(?<![\w.])\d+(?![\w.])", text):
-            changed = f"{text[: match.start()]}{number}{text[match.end() :]}"
-            try:
-                if read(changed) == wanted:
-                    path.write_text(changed)
-                    return
-            except ValueError:
-                continue
-        raise InvalidValue("--in", f"{self.file}:{self.key}", "a number that is written as such")
-
-
-def _read_yaml(text: str) -> Any:
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-_READERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": _read_yaml,
-    ".yml": _read_yaml,
-    ".json": json.loads,
-    ".toml": tomllib.loads,
-}
+        except ValueError:
+            raise InvalidValue("--in", f"{self.file}:{self.key}", "a number that is written as such") from None

@@ -35,6 +35,7 @@ from batchfinder.snapshot.training_state import ProcessState
 from batchfinder.training.optimizers import OptimizerFactory
 from batchfinder.training.spec import MODES, OPTIMIZER_NAMES, PEAK_MICRO_BATCHES, PRECISION_NAMES, StepConfig
 from batchfinder.training.step import Workload
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
 
 MakeBatch = Callable[[int, int | None], Any]
@@ -213,8 +214,9 @@ def simulate(
             batch of CPU tensors; None for the LightningModule's own, or random token ids and images as the model takes.
         seq_len: tokens per sample, for what makes batches of any length.
         loss: `loss(output, batch)`, a scalar; None for the output's own.
-        optimizer: a name of `OPTIMIZER_NAMES`, or what makes one of the parameters; a LightningModule has its own.
-        precision: one of `PRECISION_NAMES`; of a LightningModule that of the Trainer that it will have.
+        optimizer: a name of `OPTIMIZER_NAMES` or another word for one (`training.synonyms`), or what makes one of the
+            parameters; a LightningModule has its own.
+        precision: likewise of `PRECISION_NAMES`; of a LightningModule that of the Trainer that it will have.
         mode: one of `MODES`.
         accumulation: micro-batches per optimizer step.
         max_batch_size: the largest of interest.
@@ -228,11 +230,9 @@ def simulate(
         UserCodeFailed: the LightningModule's `train_dataloader`, or the data, raised.
     """
     device = device_for(find_gpu(gpu))
-    for name, value, known in (("precision", precision, PRECISION_NAMES), ("mode", mode, MODES)):
-        if value not in known:
-            raise InvalidValue(name, value, f"one of {', '.join(known)}")
-    if isinstance(optimizer, str) and optimizer not in OPTIMIZER_NAMES:
-        raise InvalidValue("optimizer", optimizer, f"one of {', '.join(OPTIMIZER_NAMES)}, or what makes one")
+    precision, mode = one_of("precision", precision, PRECISION_NAMES), one_of("mode", mode, MODES)
+    if isinstance(optimizer, str):
+        optimizer = one_of("optimizer", optimizer, OPTIMIZER_NAMES)
     if options and not isinstance(model, str):
         raise InvalidValue(next(iter(options)), next(iter(options.values())), "left out but for a model by its name")
     if not hasattr(os, "fork"):

@@ -242,6 +242,9 @@ class WhatFits:
         ):
             if kind and (optimizer != asked.optimizer or (precision == "fp32" and len(precisions) > 1)):
                 continue  # adapters have next to no optimizer state, and their frozen model is held in 16 bits
+            quantized = asked.quantization or kind.get("quantization")
+            if quantized and precision == "bf16-true" != asked.precision:
+                continue  # the rest is in fp32 anyway, by peft's `prepare_model_for_kbit_training`
             one = replace(
                 asked, precision=precision, optimizer=optimizer, gradient_checkpointing=scheme, loss=loss,
                 attention=attention, **kind,

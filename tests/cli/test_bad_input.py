@@ -44,9 +44,17 @@ AT_ONCE = [
         "--model bert-bse",
         f"unknown model 'bert-bse'. Did you mean bert-base, roberta-base, distilbert? {OTHER_MODELS}",
     ),
-    ("--mode trian", f"--mode: invalid value 'trian'; expected one of {', '.join(MODES)}."),
-    ("--precision fp99", f"--precision: invalid value 'fp99'; expected one of {', '.join(PRECISION_NAMES)}."),
-    ("--optimizer adamx", f"--optimizer: invalid value 'adamx'; expected one of {', '.join(OPTIMIZER_NAMES)}."),
+    ("--mode trian", f"--mode: invalid value 'trian'; expected one of {', '.join(MODES)}. Did you mean train?"),
+    (
+        "--precision fp99",
+        f"--precision: invalid value 'fp99'; expected one of {', '.join(PRECISION_NAMES)}. Did you mean fp32 or "
+        "16-mixed?",
+    ),
+    (
+        "--optimizer adamx",
+        f"--optimizer: invalid value 'adamx'; expected one of {', '.join(OPTIMIZER_NAMES)}. Did you mean adam or "
+        "adamw?",
+    ),
     ("--attention none", f"--attention: invalid value 'none'; expected one of {', '.join(ATTENTION_NAMES)}."),
     ("--seq-len abc", f"--seq-len: invalid value 'abc'; {NUMBER}"),
     ("--seq-len 0", f"--seq-len: invalid value '0'; {NUMBER}"),

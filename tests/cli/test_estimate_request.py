@@ -69,7 +69,11 @@ def test_a_budget_needs_no_card() -> None:
             "--gpu: invalid value 't4'; expected either a --gpu or an --instance, not both.",
         ),
         ("--by layer", "--by: invalid value 'layer'; expected one of module."),
-        ("--precision fp8", "--precision: invalid value 'fp8'; expected one of fp32, bf16-mixed, 16-mixed, bf16-true."),
+        (
+            "--precision fp8",
+            "--precision: invalid value 'fp8'; expected one of fp32, bf16-mixed, 16-mixed, bf16-true. Did you mean "
+            "fp32 or 16-mixed?",
+        ),
         (
             "--gpu k8",
             "unknown GPU 'k8'. Did you mean K80? For any other card of 16 GiB: --budget 16GiB. "

@@ -28,7 +28,7 @@ from tests.cli.command import COMMAND
         (["sweep", "--xyz"], "unrecognized arguments: --xyz\n"),
         (["sweep", "--modle", "x"], "unrecognized arguments: --modle. Did you mean --mode or --model?"),
         (["cache", "list", "--jsn=yes"], "unrecognized arguments: --jsn=yes. Did you mean --json?"),
-        (["profile", "--batch-size"], "argument --batch-size: expected one argument"),
+        (["profile", "--batch-size"], "argument --batch-size/--per-device-train-batch-size: expected one argument"),
         (["cache"], "the following arguments are required: COMMAND"),
     ],
 )

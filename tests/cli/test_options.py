@@ -75,7 +75,7 @@ def test_lora() -> None:
         ("--lora-targets q_proj", "--lora-targets: invalid value 'q_proj'; expected a --lora rank for them."),
         (
             "--quantization int4 --lora 8",
-            "--quantization: invalid value 'int4'; expected one of nf4, nf4-double, int8.",
+            "--quantization: invalid value 'int4'; expected one of nf4, nf4-double, int8. Did you mean int8 or nf4?",
         ),
         (
             "--quantization nf4",
@@ -94,6 +94,36 @@ def test_options_that_do_not_go_together(options: str, said: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         parsed(*options.split())
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [
+        (
+            "--precision bf16 --optimizer adamw_torch_fused",
+            StepOptions(precision="bf16-mixed", optimizer="adamw-fused"),
+        ),
+        ("--bf16", StepOptions(precision="bf16-mixed")),
+        ("--fp16 --attention flash_attention_2", StepOptions(precision="16-mixed", attention="flash")),
+        ("--load-in-4bit --lora 8", StepOptions(quantization="nf4", lora=8)),
+        ("--load-in-8bit --lora 8", StepOptions(quantization="int8", lora=8)),
+        ("--quantization bnb_4bit --lora 8", StepOptions(quantization="nf4", lora=8)),
+        ("--gradient-checkpointing no", StepOptions()),
+        ("--gradient-checkpointing true", StepOptions(gradient_checkpointing=True)),
+        ("--gradient-checkpointing every-2", StepOptions(gradient_checkpointing="every-2")),
+    ],
+)
+def test_the_words_of_other_tools(typed: str, asked: StepOptions) -> None:
+    """They are taken for ours, as values and as options."""
+    assert parsed(*typed.split()) == asked
+
+
+@pytest.mark.parametrize("command", ["estimate", "profile", "check"])
+def test_the_trainers_words_for_sizes(command: str) -> None:
+    """`TrainingArguments`' own options are other spellings."""
+    typed = "--per-device-train-batch-size 3 --gradient-accumulation-steps 5"
+    arguments = build_parser().parse_args([command, *typed.split()])
+    assert (arguments.batch_size, arguments.accumulation) == ("3", "5")
 
 
 def test_quantized_weights_without_adapters() -> None:

@@ -410,7 +410,7 @@ def test_an_unknown_table(run: Run) -> None:
     done = run("reproduce", "titan")
     names = ", ".join([*REPRODUCTIONS, "all"])
     assert (done.code, done.out) == (1, "")
-    assert done.err == f"batchfinder: TABLE: invalid value 'titan'; expected one of {names}.\n"
+    assert done.err == f"batchfinder: TABLE: invalid value 'titan'; expected one of {names}. Did you mean titan-x?\n"
 
 
 def test_a_file_that_cannot_be_written(run: Run) -> None:

@@ -159,7 +159,7 @@ def test_what_does_not_fit() -> None:
         ({"model": nn.Linear(3, 3)}, InvalidValue, "neither"),
         ({"model": Classifier(), "gpu": "RTX 9999"}, UnknownName, "RTX 9999"),
         ({"model": "bert-bse"}, UnknownName, "bert-base"),
-        ({"model": Classifier(), "precision": "fp16"}, InvalidValue, "16-mixed"),
+        ({"model": Classifier(), "precision": "fp61"}, InvalidValue, "16-mixed"),
         ({"model": Classifier(), "optimizer": "adam-w"}, InvalidValue, "adamw"),
         ({"model": Classifier(), "lora": 8}, InvalidValue, "lora"),
         ({"model": Classifier(), "batches": [1]}, InvalidValue, "one DataLoader"),
@@ -170,6 +170,15 @@ def test_mistakes(arguments: dict[str, Any], error: type[Exception], words: str)
     """Each is told in words, with what is expected."""
     with pytest.raises(error, match=words):
         simulate(**arguments)
+
+
+def test_the_words_of_other_tools() -> None:
+    """Precision and optimizer go by the names that the trainer has for them, too."""
+    asked = {"gpu": "t4", "max_batch_size": 8}
+    named = simulate(Classifier(), precision="fp16", optimizer="adamw_torch_fused", **asked)
+    ours = simulate(Classifier(), precision="16-mixed", optimizer="adamw-fused", **asked)
+    assert named.to_json() == ours.to_json()
+    assert named.reserved_bytes(8) == ours.reserved_bytes(8)
 
 
 def test_errors_of_the_users_code() -> None:
