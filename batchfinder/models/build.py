@@ -1,4 +1,4 @@
-"""From what was given for `--model`, a name, a config.json or `package.module:factory`, to a workload."""
+"""From what was given for `--model`, a name, an id, a config.json or `package.module:factory`, to a workload."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed, without_middle
 from batchfinder.models.catalog import find_model
+from batchfinder.models.hub import config_from_hub
 from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
@@ -108,8 +109,10 @@ def build_workload(
     moves while a named model or a config is built.
 
     Args:
-        spec: a name in `list_models`, a path to a config.json or to its folder, or `package.module:factory`.
-            A path that exists wins over a name, where it is written with a path separator.
+        spec: a name in `list_models`, an `owner/name` or `owner/name@revision` of the Hugging Face Hub, a path to a
+            config.json or to its folder, or `package.module:factory`. A path that exists wins over a name, where it is
+            written with a path separator. Of a model on the Hub the config.json alone is read: from the local cache,
+            else it is downloaded.
         attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
             scaled_dot_product_attention), or None for the model's default.
         gradient_checkpointing: whether activations inside the model's layers are computed again in the backward, and
@@ -126,6 +129,7 @@ def build_workload(
     Raises:
         MissingExtra: an option needs a package that is not installed.
         UnknownName: no such model.
+        HubFailed: the config.json of a model on the Hub cannot be had.
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
@@ -149,9 +153,13 @@ def build_workload(
             if not exists and (is_file or spec.startswith((".", "~", os.sep))):
                 raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
             if not exists:
-                raise
+                fetched = config_from_hub(spec)
+                if fetched is None:
+                    raise
+                path = fetched
             row = None
-        workload = workload_from_path(path, attention) if row is None else workload_from_row(row, attention)
+        what = None if exists else spec
+        workload = workload_from_path(path, attention, what) if row is None else workload_from_row(row, attention)
     model: Any = workload.model
     if from_factory and attention is not None:
         if not hasattr(model, "set_attn_implementation"):

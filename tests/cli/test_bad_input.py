@@ -18,7 +18,9 @@ SHARE = "expected a share from 0 to below 1, such as 0.01 or 1%."
 DEVICE = "expected auto, simulated, cuda, cuda:1 (or another number) or cpu."
 NO_FILE = "expected a file in a folder that exists."
 CACHE = "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
-OTHER_MODELS = "A path to a config.json or its folder, or package.module:factory, will do as well."
+OTHER_MODELS = (
+    "A path to a config.json or its folder, package.module:factory, or owner/name on the Hub will do as well."
+)
 
 AT_ONCE = [
     ("--gpu v1000", "unknown GPU 'v1000'. Did you mean V100 16GB, P100 16GB, H100 80GB, A100 40GB, V100 32GB?"),
