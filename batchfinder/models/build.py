@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import os
@@ -91,7 +92,7 @@ def allow_fake_weights() -> Iterator[None]:
 
 
 def build_workload(
-    spec: str,
+    spec: Any,
     *,
     attention: str | None = None,
     gradient_checkpointing: bool | str = False,
@@ -112,7 +113,7 @@ def build_workload(
         spec: a name in `list_models`, an `owner/name` or `owner/name@revision` of the Hugging Face Hub, a path to a
             config.json or to its folder, or `package.module:factory`. A path that exists wins over a name, where it is
             written with a path separator. Of a model on the Hub the config.json alone is read: from the local cache,
-            else it is downloaded.
+            else it is downloaded. Or a config of transformers itself, which is copied.
         attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
             scaled_dot_product_attention), or None for the model's default.
         gradient_checkpointing: whether activations inside the model's layers are computed again in the backward, and
@@ -137,9 +138,14 @@ def build_workload(
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
     if loss not in LOSS_NAMES:
         raise InvalidValue("loss", loss, f"one of {', '.join(LOSS_NAMES)}")
-    from_factory = is_factory(spec)
+    from_factory = isinstance(spec, str) and is_factory(spec)
     if from_factory:
         workload = workload_from_factory(spec)
+    elif not isinstance(spec, str):
+        from batchfinder.models.pretrained import workload_from_config
+
+        config, spec = copy.deepcopy(spec), type(spec).__name__
+        workload = workload_from_config(config, attention, spec)
     else:
         from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
