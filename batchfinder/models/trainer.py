@@ -173,7 +173,6 @@ def workload_from_trainer(
         moved = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [moved[names[id(each)]] if id(each) in names else each for each in group["params"]]
-        optimizer.state.clear()
         return optimizer
 
     named = OPTIMIZERS.get(_optim(trainer.args))

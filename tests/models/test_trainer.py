@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -208,15 +210,17 @@ def test_its_own_loss(tmp_path: Path) -> None:
 def test_arguments_beside_a_model(tmp_path: Path) -> None:
     """A model, or its config, is trained as TrainingArguments say; what is asked for besides wins."""
     options = {"gradient_accumulation_steps": 3, "optim": "adamw_torch", "report_to": [], "use_cpu": True}
-    arguments = TrainingArguments(str(tmp_path), activation_checkpointing=True, **options)
-    given = {"seq_len": 8, "training_arguments": arguments}
+    given, checkpointed = (
+        {"seq_len": 8, "training_arguments": TrainingArguments(str(tmp_path), **options, activation_checkpointing=how)}
+        for how in (False, True)
+    )
     same = {"seq_len": 8, "accumulation": 3, "optimizer": "adamw"}
-    config = model().config
-    adam = peaks(config, **given)
-    assert adam == peaks(config, **same, gradient_checkpointing=True)
-    at_hand = model()
-    assert peaks(at_hand, **given) == adam
+    config, at_hand = model().config, model()
+    assert peaks(config, **checkpointed) == peaks(config, **same, gradient_checkpointing=True)
+    adam = peaks(at_hand, **given)
+    assert adam == peaks(config, **same)  # which keeps no cache of keys and values
     assert at_hand.config.use_cache
+    assert peaks(at_hand, **checkpointed) != adam
     assert not at_hand.is_activation_checkpointing
     sgd = peaks(at_hand, **given, optimizer="sgd")
     weights = 4 * sum(parameter.numel() for parameter in at_hand.parameters())
@@ -249,3 +253,17 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
         simulate(fixed()["model"], training_arguments=arguments)
     with pytest.raises(InvalidValue, match="mixed_precision: invalid value 'fp8'"):
         precision_of("fp8")
+
+
+@pytest.mark.slow
+def test_the_figures_of_the_page(tmp_path: Path) -> None:
+    """The example on Trainers says what its lines give."""
+    text = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()
+    code = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "simulate(trainer" in block)
+    ids = torch.ones(128, dtype=torch.int64)
+    names: dict[str, Any] = {"simulate": simulate}
+    names |= {name: getattr(transformers, name) for name in re.findall(r"\b(Bert\w+|Train\w+)\(", code)}
+    names["data"] = [{"input_ids": ids, "attention_mask": ids, "labels": 0}] * 1000
+    exec(code.replace('"out"', repr(str(tmp_path))), names)
+    found = names["simulated"]
+    assert f"# {found.batch_size}, {found.on('A100 40GB').batch_size}\n" in code
