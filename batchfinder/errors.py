@@ -14,6 +14,7 @@
     ├── NotSplittable               a batch, or a loss, cannot be split into micro-batches
     ├── SamplesTooLong              samples are longer than every length with a known batch size
     ├── MissingExtra                a package that is needed is not installed
+    ├── HubFailed                   a model's config.json cannot be had from the Hugging Face Hub
     ├── CardNeeded                  a GPU is needed and there is none here, or too little of it is free
     ├── CudaStubUnavailable         PyTorch's CUDA build cannot be run here without a GPU
     ├── RankFailed                  another rank raised an error
@@ -254,6 +255,20 @@ class MissingExtra(BatchFinderError):
             f"{what} needs {package}, which {f'cannot be imported: {reason}' if reason else 'is not installed'}. "
             f"Install it with: pip install {package} (or batchfinder with its extra: batchfinder[{extra}])"
         )
+
+
+class HubFailed(BatchFinderError):
+    """The config.json of a model cannot be had from the Hugging Face Hub.
+
+    Attributes:
+        model: its id.
+        reason: why.
+    """
+
+    def __init__(self, model: str, reason: str, move: str) -> None:
+        self.model = model
+        self.reason = reason
+        super().__init__(f"no config.json of {shown(model)}: {shortened(reason)}. {move}.")
 
 
 class CardNeeded(BatchFinderError):

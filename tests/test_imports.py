@@ -14,7 +14,10 @@ import pytest
 import batchfinder
 
 PACKAGE = Path(__file__).resolve().parent.parent / "batchfinder"
-HEAVY = ("torch", "transformers", "pytorch_lightning", "rich", "fsspec", "tenacity", "platformdirs", "numpy")
+HEAVY = (
+    *("torch", "transformers", "huggingface_hub", "pytorch_lightning", "rich", "fsspec", "tenacity", "platformdirs"),
+    "numpy",
+)
 BELOW_THE_LINE = (
     *("find", "simulator", "search", "cache", "accumulation", "devices", "retry", "probe", "results"),
     *("errors", "estimate", "units"),

@@ -96,6 +96,8 @@ def main(argv: Sequence[str]) -> int:
     if sys.platform == "win32":
         tell("batchfinder: Windows is not supported; run it in WSL 2, on Linux or on macOS.")
         return USER_ERROR
+    if getattr(arguments, "offline", False):
+        os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         with _first_signal_raises(), warnings.catch_warnings():
             warnings.showwarning = lambda message, *more, **others: tell(f"batchfinder: warning: {message}")

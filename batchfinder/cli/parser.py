@@ -47,7 +47,7 @@ class Command:
     commands: Mapping[str, Command] | None = None
 
 
-_MODEL = "NAME|PATH|MODULE:FACTORY"
+_MODEL = "NAME|OWNER/NAME|PATH|MODULE:FACTORY"
 # Of the same destination as --model: what is not given leaves that alone.
 _NAMED: Options = {
     "model": {"nargs": "?", "default": argparse.SUPPRESS, "metavar": "MODEL", "help": "the model, as by --model"}
@@ -132,6 +132,12 @@ _STEP: Options = {
         "help": f"over how many GPUs fsdp2-cp splits sequences (default: {GPUS_PER_NODE})",
     },
 }
+_OFFLINE: Options = {
+    "--offline": {
+        "action": "store_true",
+        "help": "do not ask the Hugging Face Hub for the config.json of a model: the local cache alone",
+    }
+}
 _JSON: Options = {"--json": {"action": "store_true", "help": "print JSON instead of a table"}}
 _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the tables as Markdown"}}
 # Appended so that a second one can be refused rather than win.
@@ -192,8 +198,8 @@ SWEEP = Command(
             "--model": {
                 "action": "append",
                 "metavar": _MODEL,
-                "help": "a named model, a config.json or its folder, or your own factory; repeatable (default: two "
-                "BERTs)",
+                "help": "a named model, one on the Hugging Face Hub, a config.json or its folder, or your own factory; "
+                "repeatable (default: two BERTs)",
             },
             "--seq-len": {
                 "action": "append",
@@ -221,6 +227,7 @@ SWEEP = Command(
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, or of the RAM, such as 12GiB"},
             **_CONTEXT,
             **_PRICES,
+            **_OFFLINE,
         },
         "the step": _STEP,
         "the search": {
@@ -314,6 +321,7 @@ ESTIMATE = Command(
             "--instance": _ONE_INSTANCE,
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
             **_CONTEXT,
+            **_OFFLINE,
         },
         "the step": {**_STEP, **_RECORDER},
         "the output": {
@@ -340,6 +348,7 @@ PROFILE = Command(
             "--instance": _ONE_INSTANCE,
             "--budget": {"metavar": "SIZE", "help": "use at most this much of the GPU, such as 12GiB"},
             **_CONTEXT,
+            **_OFFLINE,
         },
         "the step": {**_STEP, **_RECORDER},
         "the output": {
@@ -363,6 +372,7 @@ PLAN = Command(
             "--instance": {**_ONE_INSTANCE, "help": "a cloud instance's GPUs, each with a copy of the model"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},
             **_CONTEXT,
+            **_OFFLINE,
             "--keep": {
                 "action": "append",
                 "metavar": "NAME",
@@ -390,6 +400,7 @@ CHECK = Command(
                 "help": "repeatable (default: bert-base, gpt2 and resnet50)",
             },
             "--device": {"default": "cuda", "metavar": "NAME", "help": "cuda (default) or cuda:1"},
+            **_OFFLINE,
         },
         "the step": _STEP,
         "the output": {

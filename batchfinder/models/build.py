@@ -1,7 +1,8 @@
-"""From what was given for `--model`, a name, a config.json or `package.module:factory`, to a workload."""
+"""From what was given for `--model`, a name, an id, a config.json or `package.module:factory`, to a workload."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import os
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed, without_middle
 from batchfinder.models.catalog import find_model
+from batchfinder.models.hub import config_from_hub
 from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
 from batchfinder.training.child_process import search_working_folder
@@ -90,7 +92,7 @@ def allow_fake_weights() -> Iterator[None]:
 
 
 def build_workload(
-    spec: str,
+    spec: Any,
     *,
     attention: str | None = None,
     gradient_checkpointing: bool | str = False,
@@ -109,8 +111,10 @@ def build_workload(
     moves while a named model or a config is built.
 
     Args:
-        spec: a name in `list_models`, a path to a config.json or to its folder, or `package.module:factory`.
-            A path that exists wins over a name, where it is written with a path separator.
+        spec: a name in `list_models`, an `owner/name` or `owner/name@revision` of the Hugging Face Hub, a path to a
+            config.json or to its folder, or `package.module:factory`. A path that exists wins over a name, where it is
+            written with a path separator. Of a model on the Hub the config.json alone is read: from the local cache,
+            else it is downloaded. Or a config of transformers itself, which is copied.
         attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
             scaled_dot_product_attention), or None for the model's default.
         gradient_checkpointing: whether activations inside the model's layers are computed again in the backward, and
@@ -128,6 +132,7 @@ def build_workload(
     Raises:
         MissingExtra: an option needs a package that is not installed.
         UnknownName: no such model.
+        HubFailed: the config.json of a model on the Hub cannot be had.
         InvalidValue: the config, the factory or an option cannot be used with this model.
         UserCodeFailed: the user's code raised.
     """
@@ -135,9 +140,14 @@ def build_workload(
         raise InvalidValue("attention", attention, f"one of {', '.join(ATTENTION_NAMES)}")
     if loss not in LOSS_NAMES:
         raise InvalidValue("loss", loss, f"one of {', '.join(LOSS_NAMES)}")
-    from_factory = is_factory(spec)
+    from_factory = isinstance(spec, str) and is_factory(spec)
     if from_factory:
         workload = workload_from_factory(spec)
+    elif not isinstance(spec, str):
+        from batchfinder.models.pretrained import workload_from_config
+
+        config, spec = copy.deepcopy(spec), type(spec).__name__
+        workload = workload_from_config(config, attention, spec)
     else:
         from batchfinder.models.pretrained import workload_from_path, workload_from_row
 
@@ -151,9 +161,13 @@ def build_workload(
             if not exists and (is_file or spec.startswith((".", "~", os.sep))):
                 raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
             if not exists:
-                raise
+                fetched = config_from_hub(spec)
+                if fetched is None:
+                    raise
+                path = fetched
             row = None
-        workload = workload_from_path(path, attention) if row is None else workload_from_row(row, attention)
+        what = None if exists else spec
+        workload = workload_from_path(path, attention, what) if row is None else workload_from_row(row, attention)
     model: Any = workload.model
     if layers is not None and (stack := longest_stack(model)) is not None:
         del stack[layers:]

@@ -13,6 +13,7 @@ from importlib import resources
 from typing import Any
 
 from batchfinder.errors import UnknownName
+from batchfinder.models.hub import config_from_hub
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +153,24 @@ def find_model(name: str) -> ModelRow:
     near = difflib.get_close_matches(wanted, by_key, n=8, cutoff=0.6)
     matches = list(dict.fromkeys(by_key[key].name for key in near))[:3]
     known = "" if matches else f"Known models: {', '.join(list_models())}. "
-    hint = f"{known}A path to a config.json or its folder, or package.module:factory, will do as well."
-    raise UnknownName("model", name, matches, hint)
+    others = "A path to a config.json or its folder, package.module:factory, or owner/name on the Hub will do as well."
+    raise UnknownName("model", name, matches, known + others)
 
 
 def check_model_name(model: str) -> None:
-    """Find a misspelt name early; paths, configs and factories are checked where they are built.
+    """Find a misspelt name early, and fetch the config.json of a model on the Hub; the rest is checked in building it.
 
     Raises:
         UnknownName: no such model.
+        HubFailed: it is on the Hub, and its config.json cannot be had.
     """
-    if not (":" in model or os.sep in model or model.endswith(".json") or os.path.exists(model)):
+    if ":" in model or model.endswith(".json") or model.startswith((".", "~", os.sep)) or os.path.exists(model):
+        return
+    try:
         find_model(model)
+    except UnknownName:
+        if config_from_hub(model) is None:
+            raise
 
 
 def _plain(name: str) -> str:

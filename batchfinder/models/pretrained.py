@@ -7,8 +7,8 @@ import json
 import logging
 import re
 import stat
-from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.models.catalog import Label, Media, ModelRow, families
+from batchfinder.models.hub import MAX_CONFIG_BYTES
 from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit
 from batchfinder.models.synthetic_batches import (
     ImageBatches,
@@ -49,8 +50,7 @@ PACKED_ATTENTION = "batchfinder_packed"
 # What configs call a factor of the logits, or a bound that they are pressed under.
 _LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 
-# A config.json may come from anywhere. The largest that were published have some 100 KiB and 200 layers.
-_FILE_BYTES = 16 << 20
+# A config.json may come from anywhere. The largest that were published have some 200 layers.
 _DEPTH = 100
 _MOST_ITEMS = 100_000
 _MOST = ((re.compile("layers|depth|blocks|experts|stages"), 20_000), (re.compile("num_labels"), 1_000_000))
@@ -68,25 +68,42 @@ def workload_from_row(row: ModelRow, attention: str | None) -> Workload:
     return _build(model_class, model_class.config_class.from_dict(dict(row.config)), attention, row.name)
 
 
-def workload_from_path(path: Path, attention: str | None) -> Workload:
+def workload_from_path(path: Path, attention: str | None, what: str | None = None) -> Workload:
     """Build the model that a config.json describes, with the head it names or else the usual one for its type.
+
+    Args:
+        path: to the file or its folder.
+        attention: as in `build_workload`.
+        what: the model as the user named it; None for the path.
 
     Raises:
         InvalidValue: no config can be read there, or the model does not have this attention.
     """
     file = path / "config.json" if path.is_dir() else path
-    figures = _read_figures(file)
+    named = what or str(file)
+    figures = _read_figures(file, named)
     model_type = figures.get("model_type") if isinstance(figures, dict) else None
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         version = f"transformers {transformers.__version__}"
-        raise InvalidValue("model", str(file), f"a config.json whose model_type {version} supports, not {model_type!r}")
-    try:
+        raise InvalidValue("model", named, f"a config.json whose model_type {version} supports, not {model_type!r}")
+    with _figures_refused(named):
         # Published configs of models that transformers has by now still name the code that they came with.
         config = transformers.CONFIG_MAPPING[model_type].from_dict(
             {name: value for name, value in figures.items() if name not in _NAMES_OF_CODE}
         )
+        return workload_from_config(config, attention, named)
+
+
+def workload_from_config(config: Any, attention: str | None, what: str) -> Workload:
+    """Build the model of a transformers config, with the head it names or else the usual one for its type.
+
+    Raises:
+        InvalidValue: there is no such head, it takes no such figures, or the model does not have this attention.
+    """
+    with _figures_refused(what):
         # The head that the figures name, where its batches are known, else the usual one for the type.
-        named = (each for each in figures.get("architectures") or [] if families().labels(each) is not None)
+        asked = config.architectures or []
+        named = (each for each in asked if families().labels(each) is not None)
         architecture = next((each for each in named if hasattr(transformers, each)), None)
         if architecture is None:
             from transformers.models.auto import modeling_auto as auto
@@ -110,44 +127,51 @@ def workload_from_path(path: Path, attention: str | None) -> Workload:
                 "package.module:factory"
             )
             raise InvalidValue("model", config.model_type, expected)
-        workload = _build(getattr(transformers, architecture), config, attention, str(path))
-        if (asked := figures.get("architectures")) and architecture not in asked:
+        workload = _build(getattr(transformers, architecture), config, attention, what)
+        if asked and architecture not in asked:
             said = f"{architecture} in place of {', '.join(map(str, asked))}, whose batches and loss are not known"
             workload = replace(workload, assumptions=(*workload.assumptions, said))
         return workload
+
+
+@contextmanager
+def _figures_refused(what: str) -> Iterator[None]:
+    """The library validates figures with exceptions of every kind."""
+    try:
+        yield
     except BatchFinderError:
         raise
-    except Exception as error:  # the library validates figures with exceptions of every kind
+    except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        raise InvalidValue("model", str(file), f"figures that transformers accepts ({said})") from error
+        raise InvalidValue("model", what, f"figures that transformers accepts ({said})") from error
 
 
-def _read_figures(file: Path) -> Any:
-    """Read a config.json, which may come from anywhere, within bounds.
+def _read_figures(file: Path, what: str) -> Any:
+    """Read a config.json, which may come from anywhere, within bounds; messages call it `what`.
 
     Raises:
         InvalidValue: it is no such file, or holds what would load code or what nothing could build.
     """
     try:
         if not stat.S_ISREG(file.stat().st_mode):  # else a pipe would be waited for, and a device read for ever
-            raise InvalidValue("model", str(file), "a config.json that is a file")
+            raise InvalidValue("model", what, "a config.json that is a file")
         with file.open("rb") as stream:
-            text = stream.read(_FILE_BYTES + 1)
-        if len(text) > _FILE_BYTES:
-            raise InvalidValue("model", str(file), f"a config.json of at most {_FILE_BYTES >> 20} MiB")
+            text = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise InvalidValue("model", what, f"a config.json of at most {MAX_CONFIG_BYTES >> 20} MiB")
         figures = json.loads(text.decode(), object_hook=_number)
     except OSError as error:
-        raise InvalidValue("model", str(file), f"a readable config.json ({error.strerror})") from error
+        raise InvalidValue("model", what, f"a readable config.json ({error.strerror})") from error
     except RecursionError as error:
-        raise InvalidValue("model", str(file), f"a config.json nested at most {_DEPTH} deep") from error
+        raise InvalidValue("model", what, f"a config.json nested at most {_DEPTH} deep") from error
     except ValueError as error:
-        raise InvalidValue("model", str(file), f"a config.json that is valid JSON ({error})") from error
+        raise InvalidValue("model", what, f"a config.json that is valid JSON ({error})") from error
 
     pending = [("", figures, 0)]
     while pending:
         name, value, depth = pending.pop()
         if depth > _DEPTH:
-            raise InvalidValue("model", str(file), f"a config.json nested at most {_DEPTH} deep")
+            raise InvalidValue("model", what, f"a config.json nested at most {_DEPTH} deep")
         if isinstance(value, dict):
             # What `{"_attn_implementation": {"text_config": ...}}` holds belongs to the outer name.
             inner = name if _IMPLEMENTATION.search(name) else ""
@@ -155,19 +179,19 @@ def _read_figures(file: Path) -> Any:
         elif isinstance(value, list):
             if len(value) > _MOST_ITEMS:
                 expected = f"a config.json whose lists have at most {_MOST_ITEMS:,} items; {name} has {len(value):,}"
-                raise InvalidValue("model", str(file), expected)
+                raise InvalidValue("model", what, expected)
             pending += [(name, each, depth + 1) for each in value]
         elif isinstance(value, str) and "/" in value and _IMPLEMENTATION.search(name):
             expected = (
                 f"a config.json that loads no code; its {name} is {value!r}, a kernel on the hub. Leave that out, and "
                 "choose with --attention"
             )
-            raise InvalidValue("model", str(file), expected)
+            raise InvalidValue("model", what, expected)
         elif isinstance(value, int):
             most = next((most for pattern, most in _MOST if pattern.search(name)), None)
             if most is not None and value > most:
                 expected = f"figures that can be built; {name} is {value}, and may be at most {most}"
-                raise InvalidValue("model", str(file), expected)
+                raise InvalidValue("model", what, expected)
     return figures
 
 

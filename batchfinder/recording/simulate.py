@@ -7,20 +7,35 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import cached_property
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
-from batchfinder.data.longest_samples import batches_of
+from batchfinder.data.longest_samples import UnreadableData, batches_of
+from batchfinder.data.sequence_dim import SequenceDims, find_sequence
 from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.errors import InvalidValue, OutOfMemory, RecordingFailed
+from batchfinder.estimate.estimate import OverTime, bytes_over_time
 from batchfinder.models.build import build_workload, run_user_code, workload_from_object
 from batchfinder.models.catalog import check_model_name
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step
+from batchfinder.models.trainer import (
+    check_trainer,
+    is_config,
+    is_trainer,
+    mixed_precision_of,
+    optimizer_name,
+    optimizer_of,
+    precision_of,
+    prepare_workload,
+    workload_from_trainer,
+)
 from batchfinder.recording import fake_device
 from batchfinder.recording.forked import NotRecordable, record_in_forks
 from batchfinder.recording.record_step import record_step
@@ -31,12 +46,24 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.snapshot.training_state import ProcessState
+from batchfinder.snapshot.training_state import ProcessState, TrainingState
 from batchfinder.training.optimizers import OptimizerFactory
-from batchfinder.training.spec import MODES, OPTIMIZER_NAMES, PEAK_MICRO_BATCHES, PRECISION_NAMES, StepConfig
+from batchfinder.training.spec import (
+    LOSS_NAMES,
+    MODES,
+    OPTIMIZER_NAMES,
+    PEAK_MICRO_BATCHES,
+    PRECISION_NAMES,
+    STRATEGIES,
+    StepConfig,
+    StepOptions,
+)
 from batchfinder.training.step import Workload
 from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 MakeBatch = Callable[[int, int | None], Any]
 SECONDS = 120.0
@@ -53,6 +80,7 @@ class SimulatedTraining:
         peak_allocated_bytes: `torch.cuda.max_memory_allocated` at that size; None for 0.
         peak_reserved_bytes: `torch.cuda.max_memory_reserved` at that size; None for 0.
         usable_bytes: what the caching allocator can reserve on that GPU.
+        seconds: how long the simulation took, with its recordings.
         result: of the search, with each size that was looked at.
 
     Example:
@@ -64,7 +92,9 @@ class SimulatedTraining:
     def __init__(
         self, recordings: _Recordings, device: Device, seq_len: int | None, max_batch_size: int | None
     ) -> None:
+        start = time.monotonic()
         self._recordings, self._max_batch_size = recordings, max_batch_size
+        device = device.among_others(recordings.communicators)
         self.gpu, self.seq_len, self.usable_bytes = device.name, seq_len, device.usable_bytes
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         source = recordings.source(device.compute_capability, seq_len)
@@ -75,6 +105,16 @@ class SimulatedTraining:
         self.batch_size = self.result.max_batch_size
         self.peak_allocated_bytes = None if seen is None else seen.peak_allocated_bytes
         self.peak_reserved_bytes = None if seen is None else seen.peak_reserved_bytes
+        self.seconds = time.monotonic() - start
+
+    @cached_property
+    def timeline(self) -> OverTime:
+        """What tensors hold over the recorded steps, in bytes by kind, at the largest size; at 1 where that is 0.
+
+        Raises:
+            RecordingFailed: the step cannot be recorded at that size.
+        """
+        return bytes_over_time(self._probe.trace(max(1, self.batch_size), Shape(self.seq_len)))
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
@@ -122,6 +162,7 @@ class SimulatedTraining:
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "usable_bytes": self.usable_bytes,
+            "seconds": self.seconds,
             "unmodelled": list(self.unmodelled),
         }
 
@@ -149,14 +190,23 @@ class _Recordings:
 
     Attributes:
         name: of the model.
+        communicators: of NCCL that the GPU takes part in.
         confirm: whether to record the largest size itself, whose batch is made for that.
     """
 
     def __init__(
-        self, make: Callable[[], Workload], name: str, how: StepConfig, *, seconds: float, confirm: bool, is_built: bool
+        self,
+        make: Callable[[], Workload],
+        name: str,
+        how: StepConfig,
+        communicators: int,
+        *,
+        seconds: float,
+        confirm: bool,
+        is_built: bool,
     ) -> None:
         self._make, self.name, self._how, self._seconds, self.confirm = make, name, how, seconds, confirm
-        self._is_built = is_built
+        self.communicators, self._is_built = communicators, is_built
         self._sources: dict[tuple[tuple[int, int], int | None], TraceSource] = {}
 
     def source(self, capability: tuple[int, int], seq_len: int | None) -> TraceSource:
@@ -186,16 +236,19 @@ class _Recordings:
 
 
 def simulate(
-    model: nn.Module | Workload | str,
+    model: nn.Module | Workload | Trainer | PreTrainedConfig | str,
     *,
     gpu: str = "A100 80GB",
     batches: DataLoader[Any] | MakeBatch | None = None,
     seq_len: int | None = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    optimizer: str | OptimizerFactory = "adamw",
-    precision: str = "fp32",
+    loss: Callable[[Any, Any], Any] | str | None = None,
+    optimizer: str | OptimizerFactory | None = None,
+    precision: str | None = None,
     mode: str = "train",
-    accumulation: int = 1,
+    accumulation: int | None = None,
+    training_arguments: TrainingArguments | None = None,
+    gpus: int = 1,
+    strategy: str | None = None,
     max_batch_size: int | None = None,
     seconds: float = SECONDS,
     **options: Any,
@@ -208,51 +261,93 @@ def simulate(
 
     Args:
         model: a LightningModule, whose own `training_step`, optimizer and `train_dataloader` are taken; a transformers
-            model; any module; a `Workload`; or the name of a model, as `batchfinder estimate` takes it.
+            `Trainer`, whose model, loss, optimizer, data, collator and arguments are taken, but for the batch size; a
+            transformers model, or the config of one; any module; a `Workload`; or the name of a model, as
+            `batchfinder estimate` takes it, such as `Qwen/Qwen3-8B`.
         gpu: a name of `batchfinder.devices`, such as `RTX 4090`.
         batches: a DataLoader, whose longest samples are taken, or `make_batch(batch_size, seq_len)` that returns a
-            batch of CPU tensors; None for the LightningModule's own, or random token ids and images as the model takes.
-        seq_len: tokens per sample, for what makes batches of any length.
-        loss: `loss(output, batch)`, a scalar; None for the output's own.
+            batch of CPU tensors; None for the LightningModule's or the Trainer's own, or random token ids and images as
+            the model takes.
+        seq_len: tokens per sample, for what makes batches of any length, and to cut or stretch data to.
+        loss: `loss(output, batch)`, a scalar; None for the output's own. Of a model by its name or config also one of
+            `LOSS_NAMES`, such as `liger`.
         optimizer: a name of `OPTIMIZER_NAMES` or another word for one (`training.synonyms`), or what makes one of the
-            parameters; a LightningModule has its own.
-        precision: likewise of `PRECISION_NAMES`; of a LightningModule that of the Trainer that it will have.
+            parameters; None for what the Trainer or the `training_arguments` say, else `adamw`. A LightningModule has
+            its own.
+        precision: likewise of `PRECISION_NAMES`; None for what the Trainer or the `training_arguments` say, else
+            `fp32`. Of a LightningModule that of the Trainer that it will have.
         mode: one of `MODES`.
-        accumulation: micro-batches per optimizer step.
+        accumulation: micro-batches per optimizer step; None for what the Trainer or the `training_arguments` say, else
+            1.
+        training_arguments: of transformers, whose precision, optimizer, checkpointing, accumulation, Liger kernels and
+            compilation are taken; for a transformers model, or one by its name or config.
+        gpus: how many train together, each with a batch of its own.
+        strategy: how they do, one of `STRATEGIES`.
         max_batch_size: the largest of interest.
         seconds: the most that a recording may take.
-        options: of a model by its name: `attention`, `gradient_checkpointing`, `lora`, ... of `build_workload`.
+        options: of a model by its name or config those of the command line, by their names in Python: `attention`,
+            `gradient_checkpointing`, `lora`, `lora_targets`, `quantization`, `packed`, `compile`,
+            `optimizer_in_backward`, `tensor_parallel`, `context_parallel`.
 
     Raises:
         InvalidValue: an argument cannot be used.
         UnknownName: no such GPU or model.
+        HubFailed: the config.json of a model on the Hugging Face Hub cannot be had.
         RecordingFailed: the step cannot be recorded; what it raised is in the text.
         UserCodeFailed: the LightningModule's `train_dataloader`, or the data, raised.
     """
     device = device_for(find_gpu(gpu))
-    precision, mode = one_of("precision", precision, PRECISION_NAMES), one_of("mode", mode, MODES)
-    if isinstance(optimizer, str):
-        optimizer = one_of("optimizer", optimizer, OPTIMIZER_NAMES)
-    if options and not isinstance(model, str):
-        raise InvalidValue(next(iter(options)), next(iter(options.values())), "left out but for a model by its name")
     if not hasattr(os, "fork"):
         raise InvalidValue("simulate", os.name, "a system that can fork; batchfinder estimate does without")
-    name = model if isinstance(model, str) else type(model).__name__
+    trainer: Any = model if is_trainer(model) else None
+    if trainer is not None:
+        check_trainer(trainer)
+    trains_itself = isinstance(model, nn.Module) and has_training_step(model)
+    arguments: Any = training_arguments if trainer is None else trainer.args
+    if training_arguments is not None and (trainer is not None or trains_itself or isinstance(model, Workload)):
+        expected = f"none beside a {type(model).__name__}, which says itself how it trains"
+        raise InvalidValue("training_arguments", type(training_arguments).__name__, expected)
+    if arguments is not None:
+        asked_for = mixed_precision_of(arguments) if trainer is None else str(trainer.accelerator.mixed_precision)
+        precision = precision or precision_of(asked_for)
+        accumulation = accumulation or int(arguments.gradient_accumulation_steps)
+    if optimizer is None and training_arguments is not None:
+        optimizer = optimizer_of(arguments, model if isinstance(model, nn.Module) else None)
+    usual = OPTIMIZER_NAMES[0] if trainer is None else optimizer_name(arguments)
+    by_name = isinstance(model, str) or is_config(model)
+    how = _step_options(
+        by_name,
+        mode=mode,
+        precision=precision or PRECISION_NAMES[0],
+        optimizer=optimizer if isinstance(optimizer, str) else usual,
+        loss=loss if isinstance(loss, str) else LOSS_NAMES[0],
+        gpus=gpus,
+        strategy=strategy,
+        **options,
+    )
+    brings_its_own = isinstance(model, Workload) and model.parallelize is not None
+    if gpus > 1 and strategy is None and not brings_its_own:
+        raise InvalidValue("strategy", None, f"one of {', '.join(STRATEGIES)}: how {gpus} GPUs train together")
+    micro_batches = accumulation or 1
+    name = model if isinstance(model, str) else type(model if trainer is None else trainer.model).__name__
     if isinstance(model, str):
         check_model_name(model)
     before = ProcessState()
     try:
-        make_batch = _batches(model, batches, name)
+        make_batch = _batches(model, batches, name, seq_len)
     finally:
         before.restore()
-    trains_itself = isinstance(model, nn.Module) and has_training_step(model)
-    if not isinstance(model, str) and not trains_itself and make_batch is None:
+    if not by_name and not trains_itself and trainer is None and make_batch is None:
         workload_from_object(model, name)  # to say what is wrong with it
+    mixed = how.precision.endswith("-mixed")
 
     def make() -> Workload:
         """In a fork, where it may change the model."""
-        if isinstance(model, str):
-            made = build_workload(model, precision=precision, **options)
+        if by_name:
+            made = build_workload(**{**how.workload(name).arguments, "spec": model})
+        elif trainer is not None:
+            assert make_batch is not None  # of its data
+            made = workload_from_trainer(trainer, make_batch, mixed, micro_batches)
         elif isinstance(model, nn.Module) and trains_itself:
             if make_batch is not None:
                 model.make_batch = make_batch  # type: ignore[assignment]
@@ -261,29 +356,66 @@ def simulate(
             made = Workload(model, make_batch)
         else:
             made = workload_from_object(model, name)
-        changed: dict[str, Any] = {} if loss is None else {"loss": loss}
-        if not isinstance(optimizer, str):
+        if training_arguments is not None:
+            made = prepare_workload(made, training_arguments, mixed)
+        changed: dict[str, Any] = {"loss": loss} if callable(loss) else {}
+        if by_name and make_batch is not None:
+            changed["make_batch"] = make_batch
+        if callable(optimizer):
             changed["optimizer"] = optimizer
+        elif optimizer is not None and trainer is not None:
+            changed["optimizer"] = None  # that of the step's options
         return replace(made, **changed)
 
-    kind = optimizer if isinstance(optimizer, str) else OPTIMIZER_NAMES[0]
-    how = StepConfig(mode, precision, kind, micro_batches=min(accumulation, PEAK_MICRO_BATCHES))
     from_data = make_batch is not None and not callable(batches)
     recordings = _Recordings(
         make,
         name,
-        how,
+        how.step(min(micro_batches, PEAK_MICRO_BATCHES)),
+        how.communicators,
         seconds=seconds,
         confirm=not from_data,  # so many samples may fill the host's memory
-        is_built=isinstance(model, str),
+        is_built=by_name,
     )
     return SimulatedTraining(recordings, device, seq_len, max_batch_size)
 
 
-def _batches(model: object, batches: DataLoader[Any] | MakeBatch | None, name: str) -> MakeBatch | None:
+def _step_options(by_name: bool, **given: Any) -> StepOptions:
+    """Options that are known, and go together.
+
+    Raises:
+        InvalidValue: they do not, or are for models by their name.
+    """
+    chosen = ("mode", "precision", "optimizer", "gpus", "strategy")
+    known = [each.name for each in fields(StepOptions) if each.name != "recorder"]
+    for name, value in given.items():
+        if name not in known:
+            raise InvalidValue(name, value, f"none of this name, but {', '.join(known)}")
+        if not by_name and name not in chosen and not (name == "loss" and value == LOSS_NAMES[0]):
+            raise InvalidValue(name, value, "left out but for a model by its name or config")
+    for name, names in (
+        ("precision", PRECISION_NAMES),
+        ("mode", MODES),
+        ("loss", LOSS_NAMES),
+        ("optimizer", OPTIMIZER_NAMES),
+        ("strategy", tuple(STRATEGIES)),
+    ):
+        if given[name] is not None:
+            given[name] = one_of(name, given[name], names)
+    options = StepOptions(**given)
+    if (refused := options.refused_together()) is not None:
+        raise refused
+    return options
+
+
+def _batches(
+    model: object, batches: DataLoader[Any] | MakeBatch | None, name: str, seq_len: int | None
+) -> MakeBatch | None:
     """What makes batches, of data that is read before anything is recorded; None to leave it to the model."""
     own = getattr(model, "train_dataloader", None)
-    if batches is None and isinstance(model, nn.Module) and has_training_step(model) and callable(own):
+    if batches is None and is_trainer(model):
+        batches = _loader(model)
+    elif batches is None and isinstance(model, nn.Module) and has_training_step(model) and callable(own):
         if callable(getattr(model, "make_batch", None)):
             return None
         batches = run_user_code(f"{name}.train_dataloader", own)
@@ -292,5 +424,29 @@ def _batches(model: object, batches: DataLoader[Any] | MakeBatch | None, name: s
     if batches is None or not isinstance(batches, DataLoader):
         return batches
     made = batches_of(batches)
-    run_user_code(f"{name}'s data", made.batch, 1)  # reads the samples
-    return lambda batch_size, _: made.batch(batch_size)
+
+    def read() -> SequenceDims | str | None:
+        try:
+            made.batch(1)
+            return None if seq_len is None else find_sequence(*made.extremes(longest=False))
+        except UnreadableData as error:
+            expected = "data that can be read more than once, or batches=, a function of (batch_size, seq_len)"
+            raise InvalidValue("the data", type(batches.dataset).__name__, expected) from error
+
+    found = run_user_code(f"{name}'s data", read)
+    if isinstance(found, str):
+        expected = f"None, since it cannot be seen which dimension is the sequence: {found}"
+        raise InvalidValue("seq_len", seq_len, expected)
+    if found is None:
+        return lambda batch_size, _: made.batch(batch_size)
+    return lambda batch_size, length: found.stretch(made.batch(batch_size, longest=False), length)
+
+
+def _loader(trainer: Any) -> Any:
+    """The loader that training would read; the trainer is as it was."""
+    data = [each for each in (trainer.train_dataset, trainer.eval_dataset) if each is not None]
+    before = TrainingState.capture(trainer, left_alone=[torch.Tensor, *data])
+    try:
+        return run_user_code("get_train_dataloader", trainer.get_train_dataloader)
+    finally:
+        before.restore()

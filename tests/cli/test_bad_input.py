@@ -19,7 +19,9 @@ SHARE = "expected a share from 0 to below 1, such as 0.01 or 1%."
 DEVICE = "expected auto, simulated, cuda, cuda:1 (or another number) or cpu."
 NO_FILE = "expected a file in a folder that exists."
 CACHE = "Set BATCHFINDER_CACHE or --cache to a place that can be written, or pass --no-cache."
-OTHER_MODELS = "A path to a config.json or its folder, or package.module:factory, will do as well."
+OTHER_MODELS = (
+    "A path to a config.json or its folder, package.module:factory, or owner/name on the Hub will do as well."
+)
 
 ANY_CARD = "For any other card of %d GiB: --budget %dGiB. `batchfinder gpus` lists all."
 LARGEST = max(gpu.class_gb for gpu in all_gpus())

@@ -94,7 +94,7 @@ def test_a_budget_needs_no_card() -> None:
         (
             "--model bert-bse",
             "unknown model 'bert-bse'. Did you mean bert-base, roberta-base, distilbert? "
-            "A path to a config.json or its folder, or package.module:factory, will do as well.",
+            "A path to a config.json or its folder, package.module:factory, or owner/name on the Hub will do as well.",
         ),
     ],
 )

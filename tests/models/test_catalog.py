@@ -61,7 +61,7 @@ def test_a_miss_names_the_nearest() -> None:
     assert caught.value.matches[0] == "bert-base"
     assert str(caught.value) == (
         f"unknown model 'bert-bse'. Did you mean {', '.join(caught.value.matches)}? "
-        "A path to a config.json or its folder, or package.module:factory, will do as well."
+        "A path to a config.json or its folder, package.module:factory, or owner/name on the Hub will do as well."
     )
 
 

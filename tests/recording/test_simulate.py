@@ -141,6 +141,37 @@ class Net(nn.Module):
     assert simulate(cell["Net"](), gpu="T4", seq_len=64, optimizer="sgd").batch_size == pytest.approx(short, rel=0.01)
 
 
+def test_a_config_is_a_model() -> None:
+    """As by the name of the same model, with the options that a name has; the config is left as it is."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=96, n_head=4, architectures=["GPT2LMHeadModel"])
+    before = config.to_dict()
+    plain, adapted = (simulate(config, gpu="T4", seq_len=64, max_batch_size=8, **more) for more in ({}, {"lora": 4}))
+    assert config.to_dict() == before
+    held = {kind: max(sizes) for kind, sizes in adapted.timeline.by_kind.items()}
+    assert held["gradients"] < 0.01 * max(plain.timeline.by_kind["gradients"])
+    assert plain.timeline.peak_bytes == pytest.approx(plain.peak_allocated_bytes, rel=0.01)
+    assert plain.to_json()["model"] == "GPT2Config"
+    assert 0 < plain.seconds < 60
+
+
+def test_options_that_change_the_step() -> None:
+    """Several GPUs, each with a part of the optimizer's state, and data of the user's for a model by its name."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=96, n_head=4, architectures=["GPT2LMHeadModel"])
+    at: dict[str, Any] = {"gpu": "A100 80GB", "max_batch_size": 4}
+    alone, sharded = (simulate(config, seq_len=64, **at, **more) for more in ({}, {"gpus": 8, "strategy": "fsdp2"}))
+    states = [max(found.timeline.by_kind["optimizer"]) for found in (alone, sharded)]
+    assert states[0] == pytest.approx(8 * states[1], rel=0.01)
+    assert sharded.usable_bytes < alone.usable_bytes  # by what NCCL takes
+    assert sharded.on("A100 40GB").usable_bytes < alone.on("A100 40GB").usable_bytes
+    rows = [{"input_ids": torch.ones(32, dtype=torch.int64), "labels": torch.ones(32, dtype=torch.int64)}] * 4
+    of_data = simulate(config, batches=DataLoader(rows, batch_size=2), **at)
+    cut = simulate(config, batches=DataLoader(rows, batch_size=2), seq_len=16, **at)
+    held = [max(found.timeline.by_kind["inputs"]) for found in (of_data, cut)]
+    assert held[0] == 2 * held[1] >= 2 * 4 * 32 * 8
+
+
 def test_what_does_not_fit() -> None:
     """A size of 0, with what one sample takes."""
     found = simulate("gpt2", gpu="K80", seq_len=1024, accumulation=2, max_batch_size=4)
@@ -161,7 +192,13 @@ def test_what_does_not_fit() -> None:
         ({"model": "bert-bse"}, UnknownName, "bert-base"),
         ({"model": Classifier(), "precision": "fp61"}, InvalidValue, "16-mixed"),
         ({"model": Classifier(), "optimizer": "adam-w"}, InvalidValue, "adamw"),
-        ({"model": Classifier(), "lora": 8}, InvalidValue, "lora"),
+        ({"model": Classifier(), "lora": 8}, InvalidValue, "lora: .* left out but for a model by its name or config"),
+        ({"model": Classifier(), "loss": "liger"}, InvalidValue, "loss: .* left out but for a model by its name"),
+        ({"model": "gpt2", "loss": "ligre"}, InvalidValue, "loss: .* one of default, chunked, liger, trl"),
+        ({"model": "gpt2", "lora_rank": 8}, InvalidValue, "lora_rank: .* none of this name, but mode, precision, "),
+        ({"model": "gpt2", "gpus": 8}, InvalidValue, "strategy: missing; expected one of ddp, .*: how 8 GPUs train"),
+        ({"model": "gpt2", "gpus": 8, "strategy": "fdsp"}, InvalidValue, "strategy: .* one of ddp, "),
+        ({"model": "gpt2", "strategy": "fsdp2"}, InvalidValue, "gpus: invalid value 1; expected at least 2 with fsdp2"),
         ({"model": Classifier(), "batches": [1]}, InvalidValue, "one DataLoader"),
         ({"model": nn.Linear(3, 3), "batches": lambda b, s: torch.randn(b, 4)}, RecordingFailed, "batch size 7"),
     ],
@@ -177,7 +214,7 @@ def test_the_words_of_other_tools() -> None:
     asked = {"gpu": "t4", "max_batch_size": 8}
     named = simulate(Classifier(), precision="fp16", optimizer="adamw_torch_fused", **asked)
     ours = simulate(Classifier(), precision="16-mixed", optimizer="adamw-fused", **asked)
-    assert named.to_json() == ours.to_json()
+    assert {**named.to_json(), "seconds": 0} == {**ours.to_json(), "seconds": 0}
     assert named.reserved_bytes(8) == ours.reserved_bytes(8)
 
 
