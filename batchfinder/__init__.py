@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from batchfinder.versions import __version__ as __version__
+
 if TYPE_CHECKING:
     from batchfinder.accumulation import AccumulationPlan as AccumulationPlan
     from batchfinder.accumulation import plan_accumulation as plan_accumulation
@@ -57,10 +59,6 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("batchfinder")
     if name in _MODULE_OF:
         return getattr(import_module(f"batchfinder.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
