@@ -33,7 +33,7 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import CUDA_BUILD
+from batchfinder.training.spec import CUDA_BUILD, OWN_OPTIMIZER
 
 # What holds less in its state than the optimizer that is the key.
 _LIGHTER_OPTIMIZERS = {
@@ -152,7 +152,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             among = card.device.among_others(1)
             strategies = {name: estimated(recording.result(), among) for name, recording in asked_of.items()}
     if facts.brings_optimizer:
-        request = replace(request, options=replace(request.options, optimizer="its own"))
+        request = replace(request, options=replace(request.options, optimizer=OWN_OPTIMIZER))
     return EstimateFindings(request, alone, strategies, alternatives, unmodelled)
 
 

@@ -39,7 +39,7 @@ SMALL_BYTES = 1 << 20
 """Up to this size a CPU tensor is real."""
 
 SMALL_WHOLE_NUMBERS_BYTES = 16 << 20
-"""The same for token ids, masks and indices, which are no weights and whose values models read."""
+"""The size up to which an integer or boolean CPU tensor is real: models branch on token ids, masks and indices."""
 
 ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 """Operators that PyTorch composes of others for a backend without a kernel of its own, and that are one kernel on CUDA.

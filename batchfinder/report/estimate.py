@@ -8,6 +8,7 @@ from typing import Any
 
 from batchfinder.devices import Card
 from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
+from batchfinder.report.made_by import made_by
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepOptions
@@ -82,6 +83,7 @@ class EstimateFindings:
         last = found.last_segment
         return {
             "schema": SCHEMA,
+            "made_by": made_by(),
             "model": asked.model,
             "batch_size": found.trace.batch_size,
             "seq_len": found.trace.seq_len,
