@@ -28,7 +28,7 @@ def test_the_largest_batch(run: Run, swept: Done) -> None:
     """A profile of the size a sweep answers with has every stage of both steps, and ends at the sweep's own peak."""
     row = swept.row
     profile = run("profile", *CELL, "--batch-size", str(row["max_batch_size"]), "--json").json
-    assert profile.keys() == {"stages", "oom", "settled", "unmodelled"}
+    assert profile.keys() == {"made_by", "stages", "oom", "settled", "unmodelled"}
     assert (profile["oom"], profile["settled"]) == (None, True)
     assert [(stage["step"], stage["stage"]) for stage in profile["stages"]] == [
         (step, stage) for step in (0, 1) for stage in STAGES
