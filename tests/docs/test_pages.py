@@ -47,6 +47,14 @@ def test_every_page_is_in_the_index() -> None:
     assert listed == {page.stem for page in DOCS.glob("*.md")} - {"index"}
 
 
+def test_the_reference_lists_what_is_imported_from_the_package() -> None:
+    """Every public name and no other; only what helps to test has a module of its own."""
+    listed = re.findall(r"^\.\. auto(?:class|function):: (\S+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(batchfinder.__all__)
+    for name in listed:
+        assert getattr(batchfinder, name).__name__ == name
+
+
 def test_the_example_in_python_prints_what_it_says() -> None:
     """The one example that needs no model of the reader's."""
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "commands.md").read_text(), re.M | re.S)
