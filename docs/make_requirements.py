@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -28,7 +29,6 @@ MODELS = {
     "t5-large": 512,
     "gpt2": 1024,
     "gpt2-large": 1024,
-    "gpt2-xl": 1024,
     "qwen2.5-0.5b": 2048,
     "qwen2.5-1.5b": 2048,
     "qwen2.5-7b": 2048,
@@ -71,13 +71,14 @@ METHOD = """\
 
 {words}:
 
-```sh
-{command}
+```console
+$ {command}
 ```
 
 {table}
+
 """
-AFTER = """
+AFTER = """\
 *One sample* is what the caching allocator reserves at a batch size of 1 on an RTX 4090; a card also needs room for its
 CUDA context, 0.1 to 0.7 GiB ([Devices](devices.md)). A T4 has no bf16 units: its column is with `--precision 16-mixed`,
 so that LoRA's frozen weights are in fp32 there. A chunked loss (`--loss chunked`) makes room for more of models with
@@ -94,6 +95,11 @@ def options(method: str, without_bf16: bool) -> dict[str, Any]:
     """Those of the step: the keyword arguments of `batchfinder.simulate`."""
     how = METHODS[method] | {"gradient_checkpointing": True}
     return how | {"precision": "16-mixed"} if without_bf16 else how
+
+
+def methods_of(model: str) -> list[str]:
+    """Those of a model's rows."""
+    return [method for method in METHODS if not (method == "QLoRA" and model in CLASSIFIERS)]
 
 
 def command(model: str, method: str, gpus: Iterable[str]) -> list[str]:
@@ -151,7 +157,7 @@ def page() -> str:
     text = HEAD.format(date=found["date"], **found["versions"])
     for method in METHODS:
         rows = [each for each in found["rows"] if each["method"] == method]
-        shown = " ".join(command("llama-3.1-8b", method, [FOR_LEAST])).replace(FOR_LEAST, '"RTX 4090"')
+        shown = shlex.join(command("llama-3.1-8b", method, [FOR_LEAST]))
         text += METHOD.format(method=method, words=WORDS[method], command=shown, table=table(rows))
     left_out = dict.fromkeys(text for each in found["rows"] for text in each["unmodelled"])
     return text + AFTER.format(assumptions="\n".join(f"- {each}" for each in left_out))
@@ -166,9 +172,7 @@ def main() -> None:
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
     rows = {(each["model"], each["method"]): each for each in before}
     for model in [] if asked.page else asked.models:
-        for method in METHODS:
-            if method == "QLoRA" and model in CLASSIFIERS:
-                continue
+        for method in methods_of(model):
             rows[model, method] = row(model, method)
             print(model, method, rows[model, method]["batch_sizes"], flush=True)
         ordered = [rows[key] for key in ((name, method) for name in MODELS for method in METHODS) if key in rows]
