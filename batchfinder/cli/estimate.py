@@ -72,7 +72,11 @@ def main(arguments: argparse.Namespace) -> int:
             print(end="\n" if number else "")
             table.show()
     if arguments.markdown is not None:
-        write_file("--markdown", arguments.markdown, "\n".join(table.to_markdown() for table in tables))
+        write_file(
+            "--markdown",
+            arguments.markdown,
+            "\n".join(table.to_markdown(is_last=table is tables[-1]) for table in tables),
+        )
     if arguments.plot is not None:
         draw_estimate(found, arguments.plot)
     if arguments.html is not None:

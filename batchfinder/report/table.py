@@ -81,8 +81,8 @@ class Table:
             console.print(self)
         print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
-    def to_markdown(self) -> str:
-        """The same for GitHub, ending with a line break."""
+    def to_markdown(self, *, is_last: bool = True) -> str:
+        """The same for GitHub, ending with a line break; the last table of a file says what made it."""
         rows = [list(self.columns), ["---" if heading in _LEFT else "---:" for heading in self.columns]]
         for row in zip(*self.columns.values(), strict=True):
             rows.append([])
@@ -92,8 +92,8 @@ class Table:
                 rows[-1].append("&nbsp;" * (len(cell) - len(text)) + escaped)
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         blocks = [f"**{self.title}**", *self.details, table]
-        notes = [*self.notes, printable(made_by_words())]
-        blocks.append("\n".join(f"- {note}" for note in notes))
+        notes = [*self.notes, *([printable(made_by_words())] if is_last else [])]
+        blocks += ["\n".join(f"- {note}" for note in notes)] if notes else []
         return "\n\n".join(blocks) + "\n"
 
 

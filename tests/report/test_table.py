@@ -100,6 +100,7 @@ def test_markdown() -> None:
         "**Title**\n\ndetails\n\n| model | max batch |\n| --- | ---: |\n| a\\|b | 7 |\n\n- a note\n- another\n"
         f"- {made_by_words()}\n"
     )
+    assert made_by_words() not in sheet.to_markdown(is_last=False)
 
 
 def test_words_are_not_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
