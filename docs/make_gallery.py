@@ -49,8 +49,8 @@ CASES = (
         "Any model of transformers is built from its `config.json`; this one is Llama 3.1 70B's. FSDP2 is PyTorch's "
         "own, recorded for one rank of 64.",
         (
-            "batchfinder sweep --model examples/llama-70b/config.json --gpu h100 --gpus 64 --strategy fsdp2 --seq-len 4096 "
-            "--precision bf16-mixed --gradient-checkpointing",
+            "batchfinder sweep --model examples/llama-70b/config.json --gpu h100 --gpus 64 --strategy fsdp2 "
+            "--seq-len 4096 --precision bf16-mixed --gradient-checkpointing",
         ),
     ),
 )

@@ -103,12 +103,13 @@ def test_the_readme_has_how_near_dry_runs_come_to_published_figures() -> None:
 
 
 def test_the_gallery_shows_its_scripts_commands() -> None:
-    """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order, and they parse."""
+    """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order; they parse and their files exist."""
     commands = [command for case in _script("make_gallery").CASES for command in case.commands]
     shown = re.findall(r"^\$ (batchfinder .*)$", (DOCS / "gallery.md").read_text(), re.MULTILINE)
     assert shown == commands
     for command in commands:
         build_parser().parse_args(shlex.split(command)[1:])
+        assert all((README.parent / word).is_file() for word in shlex.split(command) if word.endswith(".json"))
 
 
 def test_coverage_page_is_up_to_date() -> None:
