@@ -26,9 +26,7 @@ PAGE = Path(__file__).with_name("requirements.md")
 MODELS = {
     "bert-base": 512,
     "bert-large": 512,
-    "t5-large": 512,
     "gpt2": 1024,
-    "gpt2-large": 1024,
     "qwen2.5-0.5b": 2048,
     "qwen2.5-1.5b": 2048,
     "qwen2.5-7b": 2048,
@@ -83,7 +81,8 @@ AFTER = """\
 CUDA context, 0.1 to 0.7 GiB ([Devices](devices.md)). A T4 has no bf16 units: its column is with `--precision 16-mixed`,
 so that LoRA's frozen weights are in fp32 there. A chunked loss (`--loss chunked`) makes room for more of models with
 large vocabularies ([Gallery](gallery.md)). An effective batch beyond these is reached by accumulation
-(`--target-batch-size`).
+(`--target-batch-size`). A size whose steps would run only by giving the allocator's cache back does not count
+([thrashing](glossary.md)), so a card with a little more memory can have a smaller batch.
 
 What these figures leave out, as `--explain` lists it:
 

@@ -103,7 +103,7 @@ def test_the_readme_has_how_near_dry_runs_come_to_published_figures() -> None:
 
 
 def test_the_gallery_shows_its_scripts_commands() -> None:
-    """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order; they parse and their files exist."""
+    """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order; they parse, and files exist."""
     commands = [command for case in _script("make_gallery").CASES for command in case.commands]
     shown = re.findall(r"^\$ (batchfinder .*)$", (DOCS / "gallery.md").read_text(), re.MULTILINE)
     assert shown == commands
