@@ -8,13 +8,32 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from batchfinder.versions import __version__ as __version__
+
 if TYPE_CHECKING:
     from batchfinder.accumulation import AccumulationPlan as AccumulationPlan
     from batchfinder.accumulation import plan_accumulation as plan_accumulation
     from batchfinder.data.bucket_sampler import LengthBucketBatchSampler as LengthBucketBatchSampler
+    from batchfinder.data.size_table import from_json as from_json
     from batchfinder.data.size_table import table_of as table_of
+    from batchfinder.data.size_table import to_json as to_json
+    from batchfinder.data.size_table import to_lhotse as to_lhotse
     from batchfinder.data.split import split_batch as split_batch
     from batchfinder.errors import BatchFinderError as BatchFinderError
+    from batchfinder.errors import CacheFailed as CacheFailed
+    from batchfinder.errors import CardNeeded as CardNeeded
+    from batchfinder.errors import CudaStubUnavailable as CudaStubUnavailable
+    from batchfinder.errors import InvalidValue as InvalidValue
+    from batchfinder.errors import MissingExtra as MissingExtra
+    from batchfinder.errors import NotSplittable as NotSplittable
+    from batchfinder.errors import OutOfMemory as OutOfMemory
+    from batchfinder.errors import RankFailed as RankFailed
+    from batchfinder.errors import RankLost as RankLost
+    from batchfinder.errors import RecordingFailed as RecordingFailed
+    from batchfinder.errors import SampleDoesNotFit as SampleDoesNotFit
+    from batchfinder.errors import SamplesTooLong as SamplesTooLong
+    from batchfinder.errors import UnknownName as UnknownName
+    from batchfinder.errors import UserCodeFailed as UserCodeFailed
     from batchfinder.find import find_max_batch_size as find_max_batch_size
     from batchfinder.huggingface.tune import tune_trainer as tune_trainer
     from batchfinder.lightning.callback import BatchFinder as BatchFinder
@@ -37,9 +56,25 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "accumulation": ("AccumulationPlan", "plan_accumulation"),
     "data.bucket_sampler": ("LengthBucketBatchSampler",),
-    "data.size_table": ("table_of",),
+    "data.size_table": ("from_json", "table_of", "to_json", "to_lhotse"),
     "data.split": ("split_batch",),
-    "errors": ("BatchFinderError",),
+    "errors": (
+        "BatchFinderError",
+        "CacheFailed",
+        "CardNeeded",
+        "CudaStubUnavailable",
+        "InvalidValue",
+        "MissingExtra",
+        "NotSplittable",
+        "OutOfMemory",
+        "RankFailed",
+        "RankLost",
+        "RecordingFailed",
+        "SampleDoesNotFit",
+        "SamplesTooLong",
+        "UnknownName",
+        "UserCodeFailed",
+    ),
     "find": ("find_max_batch_size",),
     "huggingface.tune": ("tune_trainer",),
     "lightning.callback": ("BatchFinder",),
@@ -57,10 +92,6 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("batchfinder")
     if name in _MODULE_OF:
         return getattr(import_module(f"batchfinder.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """`python -m batchfinder` and the `batchfinder` script."""
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class MissingExtra(BatchFinderError):
         self.what = what
         super().__init__(
             f"{what} needs {package}, which {f'cannot be imported: {reason}' if reason else 'is not installed'}. "
-            f"Install it with: pip install {package} (or batchfinder with its extra: batchfinder[{extra}])"
+            f"Install it with: pip install {package} (or batchfinder with its extra: torch-batchfinder[{extra}])"
         )
 
 

@@ -12,7 +12,6 @@ Types whose result is in the file already are left as they are; `--again` tries 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import os
@@ -25,7 +24,6 @@ import tomllib
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.recording.simulation import RecordingClient
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
+from batchfinder.versions import installed
 
 CHANGES = Path(__file__).with_name("coverage.toml")  # what default configs need so that they can be trained
 RESULTS = Path(__file__).with_name("results")
@@ -263,10 +262,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="try what failed once more")
     parser.add_argument("--out", type=Path, default=RESULTS / f"coverage-{os.cpu_count()}-cores.json")
     arguments = parser.parse_args()
-    versions = {name: version(name) for name in ("batchfinder", "torch", "transformers")}
-    for name in ("timm", "scipy"):  # which some types need
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
+    versions = installed("torch", "transformers", "timm", "scipy")  # some types need the last two
     types = model_types()
     rows: dict[str, Any] = {}
     if arguments.out.exists():

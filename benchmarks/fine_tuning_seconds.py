@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import host_name
+from batchfinder.versions import installed
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (2048, 4096, 8192)
@@ -64,7 +64,7 @@ def main() -> None:
         "command": "python benchmarks/fine_tuning_seconds.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers", "peft", "triton")},
+        "versions": installed("torch", "transformers", "peft", "triton"),
         "python": platform.python_version(),
         "rows": [],
     }

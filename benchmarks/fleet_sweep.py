@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import host_name
+from batchfinder.versions import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -170,7 +170,7 @@ def main() -> None:
         "command": f"python benchmarks/fleet_sweep.py --models {models}",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None, "load_at_the_end": os.getloadavg()},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers", "ray", "moto", "s3fs")},
+        "versions": installed("torch", "transformers", "ray", "moto", "s3fs"),
         "python": platform.python_version(),
         "models": models,
         "gpus": len(GPUS),

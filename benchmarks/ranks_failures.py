@@ -18,13 +18,13 @@ import platform
 import sys
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import host_name
+from batchfinder.versions import installed
 from tests.forks import Forks, forks
 from tests.loop.rank_loops import STAGES
 
@@ -90,7 +90,7 @@ def main() -> int:
         "command": "python benchmarks/ranks_failures.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
-        "versions": {name: version(name) for name in ("batchfinder", "torch")},
+        "versions": installed("torch"),
         "python": platform.python_version(),
         "stages": list(STAGES),
     }

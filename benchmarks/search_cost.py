@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import host_name
+from batchfinder.versions import installed
 
 RESULTS = Path(__file__).parent / "results"
 MORE_BYTES = 150 << 20
@@ -166,7 +166,7 @@ def main() -> None:
         "command": "python benchmarks/search_cost.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "pytorch-lightning")},
+        "versions": installed("torch", "pytorch-lightning"),
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 1),
         "rows": rows,

@@ -18,13 +18,13 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import all_gpus, host_name
+from batchfinder.versions import installed
 
 RESULTS = Path(__file__).parent / "results"
 ONE = "Titan X Pascal"
@@ -76,7 +76,7 @@ def main() -> None:
         "command": f"python benchmarks/sweep_cards.py --rounds {rounds}",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None, "load_at_the_end": os.getloadavg()},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
+        "versions": installed("torch", "transformers"),
         "python": platform.python_version(),
         "gpus": len(names),
         "cells": len(rows),

@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import host_name
+from batchfinder.versions import installed
 
 SWEEP = ("-m", "batchfinder", "sweep", "--json")
 IMPORT = ("-c", "from transformers import BertForSequenceClassification")
@@ -54,7 +54,7 @@ def main() -> None:
         "command": "python benchmarks/sweep_seconds.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
+        "versions": installed("torch", "transformers"),
         "python": platform.python_version(),
         "cells": cells,
         "import_seconds": [round(value, 2) for value in imports],

@@ -26,7 +26,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from batchfinder.search import Secant
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import GIB
+from batchfinder.versions import installed
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 500}
@@ -273,7 +273,7 @@ def main() -> None:
         "command": "python benchmarks/sweep_speed.py",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
+        "versions": installed("torch", "transformers"),
         "python": platform.python_version(),
         "start_up": start_up(2 if dry else 20),
         "growth": {},

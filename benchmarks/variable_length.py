@@ -23,13 +23,13 @@ import tempfile
 import time
 import warnings
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
 from batchfinder.devices import host_name
+from batchfinder.versions import installed
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("one size", "a size for each length")
@@ -190,7 +190,7 @@ def main() -> None:
         f"--limit-mib {arguments.limit_mib}",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": len(os.sched_getaffinity(0)), "gpu": None},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "pytorch-lightning")},
+        "versions": installed("torch", "pytorch-lightning"),
         "python": platform.python_version(),
         "lengths": [SHORTEST, LONGEST],
         "effective_batch_size": EFFECTIVE,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as version_of
+import batchfinder
 
 project = "batchfinder"
 author = "the batchfinder developers"
 copyright = "2026, the batchfinder developers"
-release = version = version_of("batchfinder")
+release = version = batchfinder.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]

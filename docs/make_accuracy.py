@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchfinder.report.plots import COLOURS, GREY, drawn
-from batchfinder.units import GIB, format_bytes
+from batchfinder.units import format_bytes
 from benchmarks.measured.__main__ import RESULTS, other_estimators
 from benchmarks.measured.scores import of_all, of_rows
 
@@ -28,7 +28,7 @@ read. A predicted figure is what the tool says for those settings on a machine w
 to a figure. {rows} figures and {verdicts} verdicts from {sources} sources:
 
 ```{{image}} accuracy.png
-:alt: Predicted against measured memory on logarithmic axes, one colour for each technique
+:alt: For each source, the errors of its figures in percent, their median, and the 5th to the 95th percentile
 ```
 
 `median` and `p90` are of the absolute relative error, `bias` is its mean. `fits?` is how often it was said rightly
@@ -147,23 +147,23 @@ def worst(rows: Mapping[str, Sequence[Mapping[str, Any]]], most: int = 10, each:
 
 
 def draw(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Predicted over measured, in GiB."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for source, its in rows.items():
-        for row in its:
-            if "error" in row:
-                point = row["published_bytes"] / GIB, row["predicted_bytes"] / GIB
-                points.setdefault(group_of(row["technique"], source), []).append(point)
-    with drawn("accuracy", str(PICTURE), width=7.0, height=6.0) as (axes,):
-        ends = 1e-2, 2e2  # smaller figures are those of single operations
-        axes.plot(ends, ends, color=GREY, linewidth=1, zorder=1)
-        for (name, its), colour in zip(sorted(points.items(), key=lambda item: -len(item[1])), COLOURS, strict=False):
-            axes.scatter(
-                *zip(*its, strict=True), s=14, color=colour, alpha=0.7, linewidths=0, label=f"{name} ({len(its)})"
-            )
-        axes.set(xlim=ends, ylim=ends)
-        axes.set(xscale="log", yscale="log", xlabel="measured, GiB", ylabel="predicted, GiB", title="Training memory")
-        axes.legend()
+    """The errors of each source, in percent: a dot for each figure, a line from the 5th to the 95th percentile."""
+    errors = {source: sorted(100 * row["error"] for row in its if "error" in row) for source, its in rows.items()}
+    shown = {source: its for source, its in sorted(errors.items(), reverse=True) if its}
+    with drawn("accuracy", str(PICTURE), width=8.0, height=1.2 + 0.42 * len(shown)) as (axes,):
+        axes.axvline(0, color=GREY, linewidth=1, zorder=1)
+        for place, its in enumerate(shown.values()):
+            beside = [place + 0.3 * ((5 * number % 11) / 5 - 1) for number in range(len(its))]
+            axes.scatter(its, beside, s=9, color=COLOURS[0], alpha=0.4, linewidths=0, zorder=2)
+            ends = [its[round(share * (len(its) - 1))] for share in (0.05, 0.5, 0.95)]
+            axes.plot([ends[0], ends[-1]], [place, place], color=COLOURS[1], linewidth=2.5, zorder=3)
+            axes.scatter([ends[1]], [place], s=40, color=COLOURS[1], zorder=4)
+        axes.set_yticks(range(len(shown)), [f"{source} ({len(its)})" for source, its in shown.items()])
+        axes.set_xscale("symlog", linthresh=1.0)
+        ticks = [-100, -10, -1, 0, 1, 10, 100]
+        axes.set_xticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
+        axes.set(xlim=(-100, 120), xlabel="predicted too low or too high, linear between -1 and +1 %")
+        axes.set_title("Error of the predicted memory, by source (number of figures)")
 
 
 def page() -> str:

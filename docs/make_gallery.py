@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -12,19 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PAGE = Path(__file__).with_name("gallery.md")
-
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
+ROOT = PAGE.parents[1]
 
 
 class Case(NamedTuple):
@@ -62,8 +49,8 @@ CASES = (
         "Any model of transformers is built from its `config.json`; this one is Llama 3.1 70B's. FSDP2 is PyTorch's "
         "own, recorded for one rank of 64.",
         (
-            "batchfinder sweep --model llama-70b/config.json --gpu h100 --gpus 64 --strategy fsdp2 --seq-len 4096 "
-            "--precision bf16-mixed --gradient-checkpointing",
+            "batchfinder sweep --model docs/examples/llama-70b/config.json --gpu h100 --gpus 64 --strategy fsdp2 "
+            "--seq-len 4096 --precision bf16-mixed --gradient-checkpointing",
         ),
     ),
 )
@@ -75,12 +62,12 @@ page. All of it is simulated, without a GPU.
 """
 
 
-def output_of(command: str, folder: Path) -> str:
-    """What the command prints, in a folder with the 70B model's config."""
+def output_of(command: str, cache: Path) -> str:
+    """What the command prints in a clone."""
     done = subprocess.run(
         [sys.executable, "-m", *shlex.split(command)],
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "100", "BATCHFINDER_CACHE": str(folder / "cache")},
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "100", "BATCHFINDER_CACHE": str(cache)},
         capture_output=True,
         text=True,
         check=True,
@@ -92,8 +79,6 @@ def main() -> None:
     """Run all commands and write the page."""
     parts = [HEAD]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "llama-70b").mkdir()
-        (Path(folder) / "llama-70b/config.json").write_text(json.dumps(LLAMA_70B))
         for case in CASES:
             parts.append(f"\n## {case.title}\n\n{case.words}\n")
             parts += [f"\n```console\n$ {each}\n{output_of(each, Path(folder))}\n```\n" for each in case.commands]

@@ -89,7 +89,7 @@ class Store:
                 self._url = os.path.abspath(path)  # the current directory of now, not of the first use
             except OSError:
                 self._problem = "it is relative to the current folder, which has been removed"
-        self.url = _without_password(self._url)
+        self.url = without_password(self._url)
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -317,7 +317,7 @@ class Store:
             if mistyped and mistyped[1] in known_implementations:
                 self._problem = f"it is no URL; one begins with {mistyped[1]}://"
             if self._problem:
-                raise CacheFailed(_without_password(self._asked), self._problem)
+                raise CacheFailed(without_password(self._asked), self._problem)
             fs, root = url_to_fs(self._url)
             yield fs, root, isinstance(fs, LocalFileSystem)
         except (CacheFailed, NotUsable):
@@ -333,7 +333,7 @@ class Store:
             raise CacheFailed(self.url, reason) from error
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
     """A URL as it may be shown: `ftp://user:secret@host/path` as `ftp://user:***@host/path`."""
     return _PASSWORD.sub(lambda found: found[0].replace(f":{found[1]}@", ":***@"), url)
 

@@ -26,7 +26,7 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import CUDA_BUILD
+from batchfinder.training.spec import CUDA_BUILD, OWN_OPTIMIZER
 from batchfinder.training.synonyms import one_of
 
 # What holds less in its state than the optimizer that is the key.
@@ -66,7 +66,11 @@ def main(arguments: argparse.Namespace) -> int:
             print(end="\n" if number else "")
             table.show()
     if arguments.markdown is not None:
-        write_file("--markdown", arguments.markdown, "\n".join(table.to_markdown() for table in tables))
+        write_file(
+            "--markdown",
+            arguments.markdown,
+            "\n".join(table.to_markdown(is_last=table is tables[-1]) for table in tables),
+        )
     if arguments.plot is not None:
         draw_estimate(found, arguments.plot)
     if arguments.html is not None:
@@ -155,7 +159,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             among = card.device.among_others(1)
             strategies = {name: estimated(recording.result(), among) for name, recording in asked_of.items()}
     if facts.brings_optimizer:
-        request = replace(request, options=replace(request.options, optimizer="its own"))
+        request = replace(request, options=replace(request.options, optimizer=OWN_OPTIMIZER))
     return EstimateFindings(request, alone, strategies, alternatives, unmodelled, changes)
 
 

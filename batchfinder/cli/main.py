@@ -86,6 +86,11 @@ def main(argv: Sequence[str]) -> int:
         log), 130 interrupted; 129, 141 and 143 ended by SIGHUP, by the end of the output's reader and by SIGTERM.
     """
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        with suppress(ImportError):
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
     for word in argv:
         option, _, value = word.partition("=")
         if option.startswith("--") and value == "--":  # argparse takes the value for the end of the options

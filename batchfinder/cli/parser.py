@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +26,7 @@ from batchfinder.training.spec import (
     QUANTIZATION_NAMES,
     STRATEGIES,
 )
+from batchfinder.versions import installed
 
 Options = Mapping[str, Mapping[str, Any]]
 """By the name of an option: what `ArgumentParser.add_argument` takes for it."""
@@ -665,13 +665,8 @@ class _Version(argparse.Action):
     """Says which versions answer: batchfinder's, and those of what it records steps with."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        from importlib.metadata import PackageNotFoundError, version
-
-        found = []
-        for name in ("batchfinder", "torch", "pytorch-lightning", "transformers"):
-            with suppress(PackageNotFoundError):
-                found.append(f"{name} {version(name)}")
-        print("\n".join(found))
+        found = installed("torch", "pytorch-lightning", "transformers")
+        print("\n".join(f"{name} {version}" for name, version in found.items()))
         parser.exit()
 
 

@@ -14,6 +14,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
 from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, Found, WhatFits
+from batchfinder.report.made_by import made_by
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.terminal import tell
@@ -114,5 +115,6 @@ def to_json(model: str, card: Card, target: int, seq_len: int | None, found: Fou
         "accumulation": plan and plan.accumulation,
         "num_devices": card.count,
         "effective_batch_size": plan and plan.effective_batch_size,
+        "made_by": made_by(),
         **what_fits_json(found),
     }

@@ -12,6 +12,7 @@ from batchfinder.devices import without_bf16
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
+from batchfinder.report.made_by import made_by
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_profile
 from batchfinder.report.progress import StatusLine
@@ -96,7 +97,13 @@ def main(arguments: argparse.Namespace) -> int:
             "reserved_bytes": oom.reserved_bytes,
             "message": oom.message,
         }
-        found = {"stages": stages, "oom": died, "settled": later.settled, "unmodelled": list(probe.unmodelled)}
+        found = {
+            "made_by": made_by(),
+            "stages": stages,
+            "oom": died,
+            "settled": later.settled,
+            "unmodelled": list(probe.unmodelled),
+        }
         print(json.dumps(found, indent=1))
         return 0
     columns: Columns = {"step": [str(stage["step"]) for stage in stages]}
@@ -112,7 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
         words = " ".join(oom.message.split())
         notes.append(f"out of memory in {oom.moment.stage} of step {oom.moment.step}: {words}")
     if not later.settled:
-        notes.append("thrashing: every further step has to free the allocator's cache, which counts as not fitting")
+        notes.append("does not fit: every further step would have to release the allocator's cache (thrashing)")
     notes += without_bf16(options.precision, [device])
     notes += assumptions(probe.unmodelled, arguments.explain)
     details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable")

@@ -45,5 +45,9 @@ def main(arguments: argparse.Namespace) -> int:
         values = [reproduction.to_json() for reproduction in found]
         print(json.dumps(values if asked == ALL else values[0], indent=1))
     if arguments.markdown is not None:
-        write_file("--markdown", arguments.markdown, "\n".join(table.to_markdown() for table in tables))
+        write_file(
+            "--markdown",
+            arguments.markdown,
+            "\n".join(table.to_markdown(is_last=table is tables[-1]) for table in tables),
+        )
     return 0

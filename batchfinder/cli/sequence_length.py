@@ -12,6 +12,7 @@ from batchfinder.cli.sweep_request import SIMULATED, SweepRequest, read_request
 from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.recording.simulation import Simulation, search_seq_len
+from batchfinder.report.made_by import made_by
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.terminal import tell
@@ -95,11 +96,12 @@ def find_lengths(arguments: argparse.Namespace) -> int:
     if rows:
         table = length_table(rows, step, arguments.explain)
         if arguments.json:
-            print(json.dumps({"schema": SCHEMA, "rows": [row.to_json() for row in rows]}, indent=1))
+            listed = {"schema": SCHEMA, "made_by": made_by(), "rows": [row.to_json() for row in rows]}
+            print(json.dumps(listed, indent=1))
         else:
             table.show()
         if arguments.markdown is not None:
-            write_file("--markdown", arguments.markdown, table.to_markdown())
+            write_file("--markdown", arguments.markdown, length_table(rows, step, True).to_markdown())
     return 0 if complete else 1
 
 

@@ -16,6 +16,7 @@ from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequ
 from batchfinder.data.size_table import checked, to_json, to_lhotse
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue
 from batchfinder.recording.simulation import Simulation
+from batchfinder.report.made_by import made_by
 from batchfinder.report.page import cell_of_row, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_sweep
 from batchfinder.report.progress import StatusLine, SweepProgress
@@ -64,11 +65,12 @@ def main(arguments: argparse.Namespace) -> int:
         if rows := progress.rows:
             table = sweep_table(rows, request.conditions, arguments.explain)
             if arguments.json:
-                print(json.dumps({"schema": SCHEMA, "rows": [row.to_json() for row in rows]}, indent=1))
+                listed = {"schema": SCHEMA, "made_by": made_by(), "rows": [row.to_json() for row in rows]}
+                print(json.dumps(listed, indent=1))
             else:
                 table.show()
             if arguments.markdown is not None:
-                write_file("--markdown", arguments.markdown, table.to_markdown())
+                write_file("--markdown", arguments.markdown, sweep_table(rows, request.conditions, True).to_markdown())
             if arguments.csv is not None:
                 write_file("--csv", arguments.csv, comma_separated(rows))
             if arguments.plot is not None:

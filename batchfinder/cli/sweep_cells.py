@@ -49,7 +49,7 @@ from batchfinder.search import Prediction
 from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.stub_cards import card_of_device, open_session
-from batchfinder.training.spec import StepOptions, WorkloadFacts
+from batchfinder.training.spec import OWN_OPTIMIZER, StepOptions, WorkloadFacts
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class ModelCells:
         like_published = card.name in _TITANS and replace(options, attention=None) == StepOptions()
         published = published_titan_x().get((self.model, seq_len or 0))
         if self.simulation.facts().brings_optimizer:
-            options = replace(options, optimizer="its own")
+            options = replace(options, optimizer=OWN_OPTIMIZER)
         if options.gpus > 1:
             options = replace(options, gpus=card.count)
         return Cell(

@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, chdir, redirect_stdout, suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -31,12 +30,12 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.report.progress import SweepProgress
 from batchfinder.report.sweep import SweepRow
 from batchfinder.report.terminal import tell
+from batchfinder.versions import installed
 
 _MAX_RETRIES = 5
 """How often Ray starts a task again whose node or process has died."""
 _TOKENS_SINCE, _TOKENS_BY_DEFAULT_SINCE = (2, 52), (2, 59)
 _ACCELERATOR = "accelerator_type:"
-_COMPARED = ("batchfinder", "torch", "transformers", "pytorch-lightning")
 
 
 @dataclass(frozen=True)
@@ -107,11 +106,7 @@ class CellGroup:
 
 def versions() -> dict[str, str]:
     """The versions that figures depend on, of what is installed here."""
-    found = {"python": platform.python_version()}
-    for name in _COMPARED:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {"python": platform.python_version(), **installed("torch", "transformers", "pytorch-lightning")}
 
 
 def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | None = None) -> bool:

@@ -34,7 +34,6 @@ from batchfinder.models.lightning_module import call_step
 from batchfinder.probe import FunctionProbe
 from batchfinder.recording import fake_device
 from batchfinder.recording.forked import NotRecordable, record_in_forks
-from batchfinder.recording.record_step import record_step
 from batchfinder.recording.simulation import predict_full_card
 from batchfinder.results import Shape
 from batchfinder.search import Prediction, Secant
@@ -104,6 +103,8 @@ def predict_batch_size(
         where the step cannot be recorded.
     """
     try:
+        from batchfinder.recording.record_step import record_step  # an older PyTorch lacks operators that it knows
+
         module, plugin, datamodule = trainer.lightning_module, trainer.precision_plugin, datamodule_of(trainer)
         if not hasattr(os, "fork"):
             raise NotRecordable("this system cannot fork")

@@ -278,11 +278,11 @@ def expand_segments(device: torch.device) -> bool:
         return False
     setting = "expandable_segments:True"
     torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings(setting)
+    torch.cuda.memory._set_allocator_settings(setting)
     try:
         torch.empty(_EXPANDED_BYTES, dtype=torch.uint8, device=device)
     except RuntimeError:  # not with this driver
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         return False
     os.environ[VARIABLES[-1]] = setting
     return True

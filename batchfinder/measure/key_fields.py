@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES, VARIABLES
+from batchfinder.versions import installed
 
 _MALLOC = ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "LD_PRELOAD")
 
@@ -75,10 +75,4 @@ def describe_sharding(modules: Iterable[nn.Module]) -> dict[str, Json]:
 
 def versions(*packages: str) -> dict[str, Json]:
     """Versions of PyTorch, batchfinder and other packages, by the names that pip has."""
-    found: dict[str, Json] = {"torch": torch.__version__}
-    for name in ("batchfinder", *packages):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {"torch": torch.__version__, **dict.fromkeys(packages, "not installed"), **installed(*packages)}

@@ -31,7 +31,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 DEVICE_TYPE = "pretend"
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -40,7 +39,7 @@ SMALL_BYTES = 1 << 20
 """Up to this size a CPU tensor is real."""
 
 SMALL_WHOLE_NUMBERS_BYTES = 16 << 20
-"""The same for token ids, masks and indices, which are no weights and whose values models read."""
+"""The size up to which an integer or boolean CPU tensor is real: models branch on token ids, masks and indices."""
 
 ONE_KERNEL_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 """Operators that PyTorch composes of others for a backend without a kernel of its own, and that are one kernel on CUDA.
@@ -292,6 +291,9 @@ def _real_bytes(tensor: torch.Tensor) -> int:
 @functools.cache
 def register() -> torch.device:
     """Make the fake GPU this process's accelerator, for good, and return the device to put models and batches on."""
+    # PyTorch 2.6 has none, and this module is imported with it, too.
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
     _setup_privateuseone_for_python_backend(rename=DEVICE_TYPE, backend_module=_DEVICE_MODULE)
 
     def never_called(*args: object, **kwargs: object) -> None:

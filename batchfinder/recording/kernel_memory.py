@@ -24,6 +24,10 @@ from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES
 from batchfinder.simulator.blocks import round_up
 
+_OLDEST_TORCH = "2.11"
+if torch.__version__ < _OLDEST_TORCH:  # it compares as versions do
+    raise RecordingFailed(f"a simulated step needs PyTorch {_OLDEST_TORCH} or later; this is {torch.__version__}")
+
 aten = torch.ops.aten
 _FP32 = 4
 

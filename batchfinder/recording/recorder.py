@@ -103,7 +103,8 @@ class AllocationRecorder(TorchDispatchMode):
     Attributes:
         sharded: the class of tensors that are spread over several GPUs, once there are any.
         paused: while not 0, what runs takes no memory on a GPU: PyTorch works out shapes.
-        alike: of the others, those whose kernels have taken as many blocks so far, with the blocks of other sizes.
+        alike: for each other compute capability, the size there of each block that differs, by the block. One whose
+            kernels take another number of blocks is dropped.
     """
 
     # Else PyTorch would say of `flex_attention` that it knows no rule for this class.

@@ -31,7 +31,7 @@ NOT_FUSED = (
 )
 _ALIGNMENT = 8
 same_kernels: set[tuple[int, int]] = set()
-"""Of the compute capabilities that a recording puts here, those that have had the same kernels so far."""
+"""Compute capabilities for which every attention call of the recording so far has chosen the same kernel as its own."""
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 

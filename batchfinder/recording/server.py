@@ -10,7 +10,6 @@ workload. Requests and answers are JSON lines (`training.child_process`); what t
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import json
@@ -22,9 +21,9 @@ import selectors
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from batchfinder.training.child_process import (
 )
 from batchfinder.training.spec import FAKE_DEVICE
 from batchfinder.units import format_bytes
+from batchfinder.versions import installed
 
 _LOOK_SECONDS = 0.5  # how often recordings are looked at
 _OPERATOR_BYTES = 256
@@ -53,7 +53,6 @@ Nearly all of them stay: by Python's own 700 it took a tenth of the time.
 """
 # What PyTorch and Python say where memory is not given.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
-_SHOWN_VERSIONS = ("torch", "transformers", "pytorch-lightning", "batchfinder")
 
 
 @dataclass
@@ -129,7 +128,7 @@ class RecordingServer:
 
                     distributed.prepare()  # here once, and not in every fork
                 if (request["record"]["workload"] or {}).get("arguments", {}).get("lora") and self.workload is not None:
-                    with contextlib.suppress(Exception):  # raised again, and told, in the fork
+                    with suppress(Exception):  # raised again, and told, in the fork
                         import_module("peft")
                 done, child_end = pipe()
                 process = os.fork()
@@ -166,10 +165,7 @@ class RecordingServer:
                 from batchfinder.recording import inductor
 
                 inductor.prepare()  # here once, and not in every fork
-            versions = {}
-            for name in _SHOWN_VERSIONS:
-                with contextlib.suppress(PackageNotFoundError):
-                    versions[name] = version(name)
+            versions = installed("torch", "transformers", "pytorch-lightning")
             facts = {
                 "fingerprint": fingerprint_workload(self.workload, builder, str(arguments.get("spec", ""))),
                 "max_seq_len": self.workload.max_seq_len,

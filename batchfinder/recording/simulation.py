@@ -261,8 +261,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
     def on_several(self, counts: Collection[int]) -> dict[int, Simulation]:
         """The same on other numbers of GPUs, in this simulation's recording process, by their number.
 
-        The fewest and the most are recorded. What lies between them is made of the two where everything goes with one
-        over their number, and is recorded itself where it does not.
+        The fewest and the most are recorded. Numbers in between are interpolated, linearly in one over their number,
+        where the size of every block is linear in it; where it is not, they are recorded too.
         """
         found = {count: self.with_spec(self.spec, replace(self.how, gpus=count)) for count in sorted(counts)}
         ends = tuple(found.values())

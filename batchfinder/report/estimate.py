@@ -9,6 +9,7 @@ from typing import Any
 from batchfinder.devices import Card, Gpu, smallest_gpus, without_bf16
 from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
 from batchfinder.recording.what_fits import Found
+from batchfinder.report.made_by import made_by
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.what_fits import what_fits_json, what_fits_table
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -86,6 +87,7 @@ class EstimateFindings:
         last = found.last_segment
         return {
             "schema": SCHEMA,
+            "made_by": made_by(),
             "model": asked.model,
             "batch_size": found.trace.batch_size,
             "seq_len": found.trace.seq_len,

@@ -20,6 +20,7 @@ from typing import Any
 from batchfinder.errors import InvalidValue, MissingExtra
 from batchfinder.estimate.estimate import NAMES, OverTime
 from batchfinder.report.estimate import Alternative, EstimateFindings
+from batchfinder.report.made_by import made_by_words
 from batchfinder.report.plots import COLOUR_OF
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Throughput
@@ -98,7 +99,7 @@ def page_of(title: str, conditions: str, cells: Sequence[PageCell], changes_head
     here = resources.files("batchfinder.report")
     parts = {
         "title": escape(title),
-        "footer": "Made by batchfinder. The page needs no network, and sends nothing anywhere.",
+        "footer": escape(f"This page was {made_by_words()}. It needs no network, and sends nothing anywhere."),
         "style": (here / "page.css").read_text("utf-8"),
         "data": _inside_script(json.dumps(data, separators=(",", ":"))),
         "library": _library(),
@@ -237,7 +238,7 @@ def cell_of_estimate(found: EstimateFindings, over_time: OverTime) -> PageCell:
         ("peak allocated", format_bytes(one.allocated_bytes)),
         ("peak reserved", format_bytes(one.reserved_bytes)),
         ("the GPU has", format_bytes(one.capacity_bytes)),
-        ("the least a GPU must have", format_bytes(one.required_bytes)),
+        ("the smallest GPU that runs it has", format_bytes(one.required_bytes)),
     ]
     facts += [(f"peak with {name}", format_bytes(each.peak_bytes)) for name, each in found.strategies.items()]
     return PageCell(

@@ -24,7 +24,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F
 
 GREY = "#8c8c8c"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-"""With the colours, so that lines can be told apart without them."""
+"""Cycled with the colours, so that lines can be told apart in black and white."""
 
 _ENDINGS = (".png", ".svg")
 _STYLE: dict[Any, Any] = {

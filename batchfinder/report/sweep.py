@@ -290,7 +290,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if near := sum(row.result.stop is StopReason.TOLERANCE for row in rows):
         notes.append(f"to within the tolerance rather than exact: {near} of {len(rows)} rows")
     notes += [
-        f"larger batches of {row.cell.where} do not run: {row.stopped_by.value}"
+        f"larger batches of {row.cell.where} do not fit: {row.stopped_by.value}"
         for row in rows
         if row.stopped_by is not None and row.stopped_by is not Verdict.OUT_OF_MEMORY
     ]

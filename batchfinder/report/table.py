@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from batchfinder.report.made_by import made_by_words
 from batchfinder.report.terminal import printable
 
 Columns = dict[str, list[str]]
@@ -80,8 +81,8 @@ class Table:
             console.print(self)
         print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
-    def to_markdown(self) -> str:
-        """The same for GitHub, ending with a line break."""
+    def to_markdown(self, *, is_last: bool = True) -> str:
+        """The same for GitHub, ending with a line break; the last table of a file says what made it."""
         rows = [list(self.columns), ["---" if heading in _LEFT else "---:" for heading in self.columns]]
         for row in zip(*self.columns.values(), strict=True):
             rows.append([])
@@ -91,7 +92,8 @@ class Table:
                 rows[-1].append("&nbsp;" * (len(cell) - len(text)) + escaped)
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         blocks = [f"**{self.title}**", *self.details, table]
-        blocks += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
+        notes = [*self.notes, *([printable(made_by_words())] if is_last else [])]
+        blocks += ["\n".join(f"- {note}" for note in notes)] if notes else []
         return "\n\n".join(blocks) + "\n"
 
 
@@ -99,7 +101,8 @@ def assumptions(unmodelled: Iterable[str], explain: bool) -> tuple[str, ...]:
     """The notes on what simulated figures assume or leave out: one line that counts them, or a line for each."""
     texts = tuple(dict.fromkeys(unmodelled))
     if explain or not texts:
-        return tuple(f"not modelled: {text}" for text in texts)
+        glossary = ("docs/glossary.md explains the words",) if texts else ()
+        return tuple(f"left out or assumed: {text}" for text in texts) + glossary
     return (
         "1 assumption; --explain says which" if len(texts) == 1 else f"{len(texts)} assumptions; --explain lists them",
     )

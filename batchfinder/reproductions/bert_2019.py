@@ -194,13 +194,13 @@ def _reproduction(
     notes = (
         'published: the notebook "Bert Memory Consumption" (krishan), run on 2019-09-18 with pytorch-transformers on '
         "PyTorch 1.2",
-        "where it went wrong: its text speaks of an Azure NC24s v3 with four V100s. Every out-of-memory message it "
+        "an error in the source: its text speaks of an Azure NC24s v3 with four V100s. Every out-of-memory message it "
         f"prints says {format_bytes(notebook.total_bytes)} total capacity, which is a Tesla K80's "
         f"({k80.memory_bytes:,} bytes); a V100 has {format_bytes(v100.memory_bytes)}. So this was a K80",
-        "where it went wrong: its ladder doubles the batch, so that an answer can be nearly half of what fits: see the "
-        "exact maximum, the next size above which does not fit",
-        f"where it went wrong: before any forward it prints {' and '.join(larger)}. Other models were in the process; "
-        "the figures that are off are off by what these left behind",
+        "an error in the source: its ladder doubles the batch, so that an answer can be nearly half of what fits: see "
+        "the exact maximum, the next size above which does not fit",
+        f"an error in the source: before any forward it prints {' and '.join(larger)}. Other models were in the "
+        "process; the figures that are off are off by what these left behind",
         "emulated: PyTorch 1.2's softmax, which kept its input for the backward, and its matmul, which copied its "
         "operands; the layer normalisation written out in Python of pytorch-transformers 1.0 and 1.1; cuBLAS without a "
         "workspace in PyTorch's allocator. The model is batchfinder/reproductions/bert_2019_model.py",

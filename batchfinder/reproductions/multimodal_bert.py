@@ -133,14 +133,14 @@ def _reproduction(rows: list[dict[str, Any]], estimate: Estimate, unmodelled: It
     one_per_layer = _LAYERS * tokens * _HIDDEN * _FP32_BYTES
     notes = (
         f'published: "{paper.source}", worked on paper on 2025-04-12; nothing was measured',
-        f"where it went wrong: it divides parameters and gradients by {gpus} GPUs. Under data parallelism every GPU "
+        f"an error in the source: it divides parameters and gradients by {gpus} GPUs. Under data parallelism every GPU "
         f"holds a whole copy of both, and the reducer's buckets are a third ({kinds.communication / 1e6:,.0f} MB)",
-        f"where it went wrong: {numbers / 1e6:.1f} M parameters in fp32 are {whole / 1e6:.0f} MB, and "
+        f"an error in the source: {numbers / 1e6:.1f} M parameters in fp32 are {whole / 1e6:.0f} MB, and "
         f"{whole / gpus / 1e6:.0f} MB after its own division, not {shared} MB",
-        f"where it went wrong: {paper.mb_per_gpu['activations']} MB of activations for {tokens:,} tokens is about one "
-        f"tensor per layer ({one_per_layer / 1e6:.0f} MB for {_LAYERS} layers); a layer of BERT keeps dozens: "
+        f"an error in the source: {paper.mb_per_gpu['activations']} MB of activations for {tokens:,} tokens is about "
+        f"one tensor per layer ({one_per_layer / 1e6:.0f} MB for {_LAYERS} layers); a layer of BERT keeps dozens: "
         f"{kinds.activations / 1e6:,.0f} MB",
-        "where it went wrong: it counts no optimizer state; Adam keeps two numbers per parameter: "
+        "an error in the source: it counts no optimizer state; Adam keeps two numbers per parameter: "
         f"{kinds.optimizer / 1e6:,.0f} MB",
         "the graph takes no memory of the GPU beside what it keeps, the activations; its nodes are on the host",
         "ours is the moment with the most memory in use, as the backward begins: gradients come as activations go, and "

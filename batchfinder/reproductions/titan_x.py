@@ -118,8 +118,8 @@ def notes(rows: Rows, unmodelled: Iterable[str]) -> tuple[str, ...]:
         "published: google-research/bert, README.md, for one Titan X of 12 GB: TensorFlow 1.11.0, the default scripts, "
         "Adam in fp32; 0 where not even one sample fits. TensorFlow is not simulated: fp32 eager, which does the same "
         "arithmetic, shows what the software of today makes of the card of then",
-        "where it went wrong: it announced gradient accumulation and checkpointing for larger effective batches, and "
-        "the code never came. The plans are made here: the largest micro-batch that divides the effective batch and "
+        "not in the source: gradient accumulation and checkpointing for larger effective batches, which it announced "
+        "and did not publish. The plans are made here: the largest micro-batch that divides the effective batch and "
         "fits beside the gradients of the one before; those under published are made of the published sizes alone",
         f"checkpointing costs up to {cost:.2f} times the FLOPs: the layers' forward is computed twice, and a backward "
         "takes twice a forward (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473)",

@@ -109,7 +109,9 @@ def compare(rates: Sequence[Mapping[int, float]], in_play: Sequence[int]) -> Com
     logs = {size: [math.log(timed[size]) for timed in rates if size in timed] for size in rates[0]}
 
     def against(group: Sequence[int]) -> tuple[dict[int, float], dict[int, float], float]:
-        """Medians of the ratios to a group's median in its round, their standard errors, and the median of these."""
+        """By size, the median of its speed over the group's median speed in the same round, as a logarithm, and the
+        standard error of that; then the median of the standard errors.
+        """
         levels = [statistics.median(logs[size][index] for size in group) for index in range(len(rates))]
         medians, deviations, counts = {}, {}, {}
         for size, values in logs.items():

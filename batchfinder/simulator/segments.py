@@ -345,7 +345,7 @@ class SegmentBlock:
 
     @property
     def state(self) -> str:
-        """As a memory snapshot has it."""
+        """The block's state, as `torch.cuda.memory._snapshot()` names it."""
         return "inactive" if self.free else "active_pending_free" if self.pending else "active_allocated"
 
 

@@ -270,7 +270,7 @@ class SimulatedProbe:
             )
         peaks = timeline.max_allocated_bytes, timeline.max_reserved_bytes
         if not steady.settled:
-            message = f"thrashing: the allocator releases all cached memory in each of {MORE_STEPS} more steps"
+            message = f"the allocator releases all cached memory in each of {MORE_STEPS} more steps (thrashing)"
             return Measurement(Verdict.THRASHING, *peaks, seconds, message)
         return Measurement(Verdict.FITS, *peaks, seconds)
 
@@ -330,7 +330,7 @@ class SimulatedProbe:
         return segments
 
     def _key(self, batch_size: int, shape: Shape) -> tuple[Any, ...]:
-        """Of a replay among those that all cards share."""
+        """The key of this replay in the dictionary that all cards share."""
         return batch_size, shape.seq_len, self.allocator
 
     def _shared_replays(self, batch_size: int, shape: Shape) -> dict[Any, Any]:

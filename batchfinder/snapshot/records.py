@@ -268,7 +268,7 @@ _TORCH_INTERNALS = re.compile(
 
 
 def kind_of(cls: type) -> Kind:
-    """How objects of a class are captured: the first family that it descends from decides, else what module has it."""
+    """Choose how objects of a class are captured: by the first base class listed here, else by the class's module."""
     families: list[tuple[type | tuple[type, ...], Kind]] = [
         (torch.Tensor, Kind.TENSOR),
         (_ALWAYS_OBJECTS, Kind.OBJECT),

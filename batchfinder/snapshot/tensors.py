@@ -159,7 +159,11 @@ class TensorRecord:
         if tensor._post_accumulate_grad_hooks is not self._late_hooks:
             tensor._post_accumulate_grad_hooks = self._late_hooks
         if self._version is not None and tensor._version != self._version:
-            torch._C._autograd._unsafe_set_version_counter((tensor,), (self._version,))
+            set_versions: Any = torch._C._autograd._unsafe_set_version_counter
+            try:
+                set_versions((tensor,), (self._version,))
+            except TypeError:  # one tensor at a time, in PyTorch 2.6
+                set_versions(tensor, self._version)
 
 
 def _view(storage: torch.UntypedStorage) -> torch.Tensor:

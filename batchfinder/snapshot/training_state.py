@@ -372,7 +372,7 @@ class ProcessState:
         matmul = torch.backends.cuda.matmul
         for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
             settings.append((partial(getattr, matmul, name), partial(setattr, matmul, name)))
-        for which in _FLOAT32_PRECISIONS:
+        for which in _FLOAT32_PRECISIONS if hasattr(c, "_get_fp32_precision_getter") else ():  # since PyTorch 2.9
             reading = partial(c._get_fp32_precision_getter, *which)
             settings.append((reading, partial(c._set_fp32_precision_setter, *which)))
         for name in ("cpu", "cuda", "xpu", "mps"):

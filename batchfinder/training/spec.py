@@ -31,7 +31,7 @@ LOSS_NAMES = ("default", "chunked", "liger", "trl")
 """`models.pretrained.replace_loss` says what each is."""
 
 GPUS_PER_NODE = 8
-"""Over which `hsdp` shards parameters, and `fsdp2-tp` splits layers and `fsdp2-cp` sequences if not told otherwise."""
+"""The default size of a group of GPUs: of `hsdp`'s shards, `fsdp2-tp`'s tensors and `fsdp2-cp`'s contexts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ FSDP1_STRATEGIES = ("fsdp", "fsdp-shard-grad-op")
 
 SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum")
 """PyTorch's own that look at one element at a time, and so at a shard as at a whole parameter."""
-OWN_OPTIMIZER = "its own"
+OWN_OPTIMIZER = "the module's optimizer"
 """What stands for an optimizer that a workload brings."""
 
 COMPILED_PARTS = ("model", "layers")
@@ -333,7 +333,7 @@ class StepOptions:
         words += [] if self.loss == "default" else [f"{self.loss} loss"]
         words += ["packed"] if self.packed else []
         if self.gpus > 1:
-            how = STRATEGIES[self.strategy].words if self.strategy is not None else "its own sharding"
+            how = STRATEGIES[self.strategy].words if self.strategy is not None else "the model's own sharding"
             if self.strategy in ("fsdp2-tp", "fsdp2-cp"):
                 split = self.tensor_parallel if self.strategy == "fsdp2-tp" else self.context_parallel
                 how += f" of {split or GPUS_PER_NODE}"

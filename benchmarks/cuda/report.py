@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -14,6 +13,7 @@ from typing import Any
 from batchfinder.devices import driver_version, host_name
 from batchfinder.measure.child_probe import GpuFacts
 from batchfinder.units import format_bytes
+from batchfinder.versions import installed
 
 DRY_RUN = "dry run, nothing measured"
 _KINDS = ("allocated", "reserved")
@@ -50,12 +50,7 @@ def hardware(facts: GpuFacts | None) -> dict[str, Any]:
 
 def versions(facts: GpuFacts | None) -> dict[str, str]:
     """Versions of Python, of the packages that take part and, but in a dry run, of CUDA."""
-    found = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+    found = {"python": platform.python_version(), **dict.fromkeys(_VERSIONS, "not installed"), **installed(*_VERSIONS)}
     return {**found, **({} if facts is None else facts.versions)}
 
 

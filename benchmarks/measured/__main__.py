@@ -17,13 +17,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from batchfinder.devices import host_name
 from batchfinder.simulator.trace import Trace
 from batchfinder.units import format_bytes
+from batchfinder.versions import installed
 from benchmarks.measured.case import RESERVED, Case, record
 from benchmarks.measured.scores import of_all, of_rows, table, weighted_quantile
 
@@ -165,7 +165,7 @@ def _write(path: Path, source: str, rows: list[Mapping[str, Any]]) -> None:
         "command": f"python -m benchmarks.measured {source}",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
-        "versions": {name: version(name) for name in ("batchfinder", "torch", "transformers")},
+        "versions": installed("torch", "transformers"),
         "python": platform.python_version(),
         "scores": of_rows(rows),
         "by_technique": {each: of_rows([row for row in rows if row["technique"] == each]) for each in techniques},

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from unittest.mock import patch
 
 from batchfinder.devices import host_name
 from batchfinder.testing import CudaStub
+from batchfinder.versions import installed
 from benchmarks.peer.finders import PEERS
 from benchmarks.peer.report import draw, markdown
 from benchmarks.peer.work import CASES, STATE, Loop, module_of, name_of, seed
@@ -45,9 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             "cores": os.cpu_count(),
             "load_average": [round(load, 1) for load in os.getloadavg()],
         },
-        "versions": {
-            name: version(name) for name in ("torch", *sorted({peer.package for peer in PEERS if peer.version}))
-        },
+        "versions": installed("torch", *sorted({peer.package for peer in PEERS})),
         "python": platform.python_version(),
         "notes": {peer.name: peer.note for peer in peers},
         "cases": [],

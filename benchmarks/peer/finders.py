@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from batchfinder.versions import installed
 from benchmarks.peer.work import STATE, Loop, longest_batch, module_of, on_card
 from benchmarks.random_fit.draw import Fit
 
@@ -57,10 +57,7 @@ class Peer:
     @property
     def version(self) -> str | None:
         """The installed version; None if it is not installed."""
-        try:
-            return metadata.version(self.package)
-        except metadata.PackageNotFoundError:
-            return None
+        return installed(self.package).get(self.package)
 
 
 def _lightning(fit: Fit, mode: str) -> Found:

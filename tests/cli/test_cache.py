@@ -117,7 +117,8 @@ headroom                0 B
 source                  simulated
 versions                batchfinder=0.1.0, torch=2.13.0
 
-not modelled: NCCL buffers
+left out or assumed: NCCL buffers
+docs/glossary.md explains the words
 
 Sizes tried
 

@@ -28,7 +28,7 @@ def test_the_largest_batch(run: Run, swept: Done) -> None:
     """A profile of the size a sweep answers with has every stage of both steps, and ends at the sweep's own peak."""
     row = swept.row
     profile = run("profile", *CELL, "--batch-size", str(row["max_batch_size"]), "--json").json
-    assert profile.keys() == {"stages", "oom", "settled", "unmodelled"}
+    assert profile.keys() == {"made_by", "stages", "oom", "settled", "unmodelled"}
     assert (profile["oom"], profile["settled"]) == (None, True)
     assert [(stage["step"], stage["stage"]) for stage in profile["stages"]] == [
         (step, stage) for step in (0, 1) for stage in STAGES
@@ -60,7 +60,8 @@ def test_table(run: Run) -> None:
     """The table has a line for each stage, of each micro-batch where there are several, and no trailing blanks."""
     command = ("profile", *CELL, "--batch-size", "2", "--accumulation", "2", "--precision", "bf16-mixed")
     done = run(*command)
-    explained = [f"not modelled: {text}" for text in run(*command, "--json").json["unmodelled"]]
+    explained = [f"left out or assumed: {text}" for text in run(*command, "--json").json["unmodelled"]]
+    explained.append("docs/glossary.md explains the words")
     lacking, *others = run(*command, "--explain").out.splitlines()[23:]
     assert lacking.startswith("no bf16 units and no fused attention in bf16: T4; --precision 16-mixed")
     assert others == explained
@@ -84,7 +85,7 @@ def test_table(run: Run) -> None:
         )
     ]
     assert lines[22] == ""
-    assert len(explained) == 1
+    assert len(explained) == 2
     assert lines[23:] == [lacking, "1 assumption; --explain says which"]
     assert [line for line in lines if line != line.rstrip()] == []
 

@@ -345,13 +345,13 @@ def test_bert_2019_json(bert_json: dict[str, Any]) -> None:
 def test_bert_2019_notes(bert_json: dict[str, Any]) -> None:
     """They say where the original went wrong, and how it is known that its card was a K80."""
     assert bert_json["notes"][1:4] == [
-        "where it went wrong: its text speaks of an Azure NC24s v3 with four V100s. Every out-of-memory message it "
+        "an error in the source: its text speaks of an Azure NC24s v3 with four V100s. Every out-of-memory message it "
         "prints says 11.17 GiB total capacity, which is a Tesla K80's (11,996,954,624 bytes); a V100 has 15.78 GiB. "
         "So this was a K80",
-        "where it went wrong: its ladder doubles the batch, so that an answer can be nearly half of what fits: see the "
-        "exact maximum, the next size above which does not fit",
-        "where it went wrong: before any forward it prints 425 MiB for pretraining base, which takes 421. Other models "
-        "were in the process; the figures that are off are off by what these left behind",
+        "an error in the source: its ladder doubles the batch, so that an answer can be nearly half of what fits: see "
+        "the exact maximum, the next size above which does not fit",
+        "an error in the source: before any forward it prints 425 MiB for pretraining base, which takes 421. Other "
+        "models were in the process; the figures that are off are off by what these left behind",
     ]
 
 
@@ -395,13 +395,13 @@ def test_every_line_of_multimodal_bert_beside_ours(multimodal: dict[str, Any]) -
 @pytest.mark.timeout(900)
 def test_the_mistakes_of_multimodal_bert_are_named(multimodal: dict[str, Any]) -> None:
     """With the figures that show them."""
-    assert [note for note in multimodal["notes"] if note.startswith("where it went wrong")] == [
-        "where it went wrong: it divides parameters and gradients by 8 GPUs. Under data parallelism every GPU holds a "
-        "whole copy of both, and the reducer's buckets are a third (444 MB)",
-        "where it went wrong: 110.3 M parameters in fp32 are 441 MB, and 55 MB after its own division, not 550 MB",
-        "where it went wrong: 150 MB of activations for 4,096 tokens is about one tensor per layer (151 MB for 12 "
+    assert [note for note in multimodal["notes"] if note.startswith("an error in the source")] == [
+        "an error in the source: it divides parameters and gradients by 8 GPUs. Under data parallelism every GPU holds "
+        "a whole copy of both, and the reducer's buckets are a third (444 MB)",
+        "an error in the source: 110.3 M parameters in fp32 are 441 MB, and 55 MB after its own division, not 550 MB",
+        "an error in the source: 150 MB of activations for 4,096 tokens is about one tensor per layer (151 MB for 12 "
         "layers); a layer of BERT keeps dozens: 2,495 MB",
-        "where it went wrong: it counts no optimizer state; Adam keeps two numbers per parameter: 887 MB",
+        "an error in the source: it counts no optimizer state; Adam keeps two numbers per parameter: 887 MB",
     ]
 
 

@@ -63,8 +63,9 @@ PLAN = {
 
 def test_json(small_json: Done) -> None:
     """`--json` prints one object with schema 1 and a row per cell, with every key that was asked for, and its type."""
-    assert small_json.json.keys() == {"schema", "rows"}
+    assert small_json.json.keys() == {"schema", "made_by", "rows"}
     assert small_json.json["schema"] == 1
+    assert small_json.json["made_by"].keys() == {"command", "versions", "date"}
     rows = small_json.json["rows"]
     assert [(row["gpu"], row["seq_len"]) for row in rows] == [(T4, 16), (T4, 32), (INSTANCE, 16), (INSTANCE, 32)]
     for row in rows:
@@ -194,7 +195,11 @@ def test_nothing_fits_as_a_table(run: Run) -> None:
     done = run("sweep", "--model", "mine:own_optimizer", "--seq-len", "16", "--budget", "2MiB", "--explain")
     assert done.code == 0
     lines = done.out.splitlines()
-    assert lines[:3] == ["Largest training batch on 2.00 MiB budget, simulated", "fp32, its own", "2.00 MiB usable"]
+    assert lines[:3] == [
+        "Largest training batch on 2.00 MiB budget, simulated",
+        "fp32, the module's optimizer",
+        "2.00 MiB usable",
+    ]
     assert " 0  1 needs " in lines[6]
     assert "recorded at the size itself rather than scaled: 1 of the sizes tried" in lines
 

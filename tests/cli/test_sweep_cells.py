@@ -66,7 +66,7 @@ def test_the_budget_includes_the_headroom() -> None:
 def test_an_optimizer_of_its_own() -> None:
     """A workload's own optimizer is named so, whatever was asked for."""
     own = replace(FACTS, brings_optimizer=True)
-    assert [cell("", facts).options.optimizer for facts in (FACTS, own)] == ["adamw", "its own"]
+    assert [cell("", facts).options.optimizer for facts in (FACTS, own)] == ["adamw", "the module's optimizer"]
 
 
 def test_a_compiled_cell_is_another_question() -> None:

@@ -139,3 +139,38 @@ def test_two_of_its_ranks(cuda_stub: CudaStubFixture, older: CudaBuild, tmp_path
 def test_each_block_is_the_one_that_pytorch_takes(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
     """Of equal free blocks that at the lowest address, which the stub and the simulation give by one rule."""
     compare(cuda_stub(memory=MEMORY, build=older), requests_of(2), BEFORE_2_12)
+
+
+def tuned() -> tuple[int, str]:
+    """The size that a loop gets, and what simulating says."""
+    import torch
+
+    import batchfinder
+
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step(batches: Any) -> None:
+        for batch in batches:
+            model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = batchfinder.tune_batch_size(
+        train_step,
+        lambda size, _: torch.randn(size, 1024, device="cuda"),
+        [model, optimizer],
+        max_batch_size=64,
+        cache=False,
+    )
+    try:
+        return found.batch_size, str(batchfinder.simulate)
+    except batchfinder.BatchFinderError as error:
+        return found.batch_size, str(error)
+
+
+def test_a_loop_is_tuned_and_simulating_says_what_it_needs(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
+    """What measures runs on an older PyTorch; what records a step needs operators that it lacks."""
+    batch_size, said = cuda_stub(gpu="T4", build=older).run(tuned).result
+    assert batch_size == 64
+    assert said == "a simulated step needs PyTorch 2.11 or later; this is 2.6.0+cu124"

@@ -47,6 +47,14 @@ def test_every_page_is_in_the_index() -> None:
     assert listed == {page.stem for page in DOCS.glob("*.md")} - {"index"}
 
 
+def test_the_reference_lists_what_is_imported_from_the_package() -> None:
+    """Every public name and no other; only what helps to test has a module of its own."""
+    listed = re.findall(r"^\.\. auto(?:class|function):: (\S+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(batchfinder.__all__)
+    for name in listed:
+        assert getattr(batchfinder, name).__name__ == name
+
+
 def test_the_example_in_python_prints_what_it_says() -> None:
     """The one example that needs no model of the reader's."""
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "commands.md").read_text(), re.M | re.S)
@@ -95,12 +103,13 @@ def test_the_readme_has_how_near_dry_runs_come_to_published_figures() -> None:
 
 
 def test_the_gallery_shows_its_scripts_commands() -> None:
-    """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order, and they parse."""
+    """docs/gallery.md has the commands of `python docs/make_gallery.py`, in its order; they parse, and files exist."""
     commands = [command for case in _script("make_gallery").CASES for command in case.commands]
     shown = re.findall(r"^\$ (batchfinder .*)$", (DOCS / "gallery.md").read_text(), re.MULTILINE)
     assert shown == commands
     for command in commands:
         build_parser().parse_args(shlex.split(command)[1:])
+        assert all((README.parent / word).is_file() for word in shlex.split(command) if word.endswith(".json"))
 
 
 def test_coverage_page_is_up_to_date() -> None:

@@ -47,7 +47,7 @@ def test_without_accelerate_there_is_no_trainer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     said = (
         "tune_trainer needs accelerate, which is not installed. Install it with: pip install accelerate "
-        "(or batchfinder with its extra: batchfinder[huggingface])"
+        "(or batchfinder with its extra: torch-batchfinder[huggingface])"
     )
     with pytest.raises(MissingExtra, match=f"^{re.escape(said)}$"):
         check_trainer(None)

@@ -233,9 +233,10 @@ def test_no_card_was_named() -> None:
     """A budget alone has no context, which is one of the assumptions."""
     found = findings(estimate(TRACE, DeviceMemory(8 * GIB, 8 * GIB)))
     assert estimate_tables(found)[0].notes[-1] == "2 assumptions; --explain lists them"
-    assert estimate_tables(found, explain=True)[0].notes[-2:] == (
-        "not modelled: the CUDA context, as no GPU was named",
-        "not modelled: kernels' small scratch tensors",
+    assert estimate_tables(found, explain=True)[0].notes[-3:] == (
+        "left out or assumed: the CUDA context, as no GPU was named",
+        "left out or assumed: kernels' small scratch tensors",
+        "docs/glossary.md explains the words",
     )
 
 

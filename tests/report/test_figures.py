@@ -187,7 +187,7 @@ def test_mistakes_are_told_before_anything_is_built(
     assert main([verb, "--plot", str(tmp_path / "step.png")]) == 1
     assert capsys.readouterr().err == (
         "batchfinder: drawing needs matplotlib, which is not installed. "
-        "Install it with: pip install matplotlib (or batchfinder with its extra: batchfinder[plot])\n"
+        "Install it with: pip install matplotlib (or batchfinder with its extra: torch-batchfinder[plot])\n"
     )
 
 
@@ -203,5 +203,5 @@ def test_a_matplotlib_that_does_not_import(
     assert capsys.readouterr() == (
         "",
         "batchfinder: drawing needs matplotlib, which cannot be imported: numpy.core.multiarray failed to import. "
-        "Install it with: pip install matplotlib (or batchfinder with its extra: batchfinder[plot])\n",
+        "Install it with: pip install matplotlib (or batchfinder with its extra: torch-batchfinder[plot])\n",
     )

@@ -117,8 +117,8 @@ def test_every_option_is_said() -> None:
 
 def test_several_optimizers_are_said() -> None:
     """Where a model brings its own optimizer, both stand above the table."""
-    own = replace(StepOptions(), optimizer="its own")
-    assert sweep_table([row(), row(options=own)]).details[0] == "fp32, adamw or its own"
+    own = replace(StepOptions(), optimizer="the module's optimizer")
+    assert sweep_table([row(), row(options=own)]).details[0] == "fp32, adamw or the module's optimizer"
 
 
 def test_columns_with_nothing_to_say_are_left_out() -> None:
@@ -170,9 +170,10 @@ def test_assumptions_are_counted_or_explained() -> None:
     rows = [row(unmodelled=("one", "two")), replace(row(unmodelled=("two", "three")), unscaled=2)]
     assert sweep_table(rows).notes == ("3 assumptions; --explain lists them",)
     assert sweep_table(rows, explain=True).notes == (
-        "not modelled: one",
-        "not modelled: two",
-        "not modelled: three",
+        "left out or assumed: one",
+        "left out or assumed: two",
+        "left out or assumed: three",
+        "docs/glossary.md explains the words",
         "recorded at the size itself rather than scaled: 2 of the sizes tried",
     )
     assert sweep_table([row(unmodelled=())]).notes == ()
@@ -215,8 +216,8 @@ def test_other_ends_than_a_full_memory_are_named() -> None:
     rows = [row(100, tried(100), tried(101, verdict), unmodelled=()) for verdict in Verdict if not verdict.fits]
     rows.append(row(100, tried(100), tried(101, Verdict.SIZE_CEILING), seq_len=None, unmodelled=()))
     notes = sweep_table(rows).notes
-    assert f"larger batches of bert-base at 64 do not run: {Verdict.THRASHING.value}" in notes
-    assert f"larger batches of bert-base do not run: {Verdict.SIZE_CEILING.value}" in notes
+    assert f"larger batches of bert-base at 64 do not fit: {Verdict.THRASHING.value}" in notes
+    assert f"larger batches of bert-base do not fit: {Verdict.SIZE_CEILING.value}" in notes
     assert not any(Verdict.OUT_OF_MEMORY.value in note for note in notes)
 
 

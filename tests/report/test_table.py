@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from batchfinder.report.made_by import made_by_words
 from batchfinder.report.table import Table
 
 SHEET = Table(
@@ -93,11 +94,13 @@ def test_cells_that_come_with_spaces_stay_in_line(capsys: pytest.CaptureFixture[
 
 
 def test_markdown() -> None:
-    """Markdown has the same title, details, cells and notes; a bar in a cell does not end it."""
+    """Markdown has the same title, details, cells and notes, and what made it; a bar in a cell does not end it."""
     sheet = Table("Title", ("details",), {"model": ["a|b"], "max batch": ["7"]}, ("a note", "another"))
     assert sheet.to_markdown() == (
         "**Title**\n\ndetails\n\n| model | max batch |\n| --- | ---: |\n| a\\|b | 7 |\n\n- a note\n- another\n"
+        f"- {made_by_words()}\n"
     )
+    assert made_by_words() not in sheet.to_markdown(is_last=False)
 
 
 def test_words_are_not_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def test_what_never_settles_is_thrashing() -> None:
     assert asked(12, Shape()).fits
     seen = asked(14, Shape())
     assert (seen.verdict, seen.fits, seen.peak_allocated_bytes) == (Verdict.THRASHING, False, 14 * MIB)
-    assert seen.message == "thrashing: the allocator releases all cached memory in each of 8 more steps"
+    assert seen.message == "the allocator releases all cached memory in each of 8 more steps (thrashing)"
     assert asked(22, Shape()).verdict is Verdict.OUT_OF_MEMORY
 
 

@@ -165,7 +165,7 @@ def test_a_real_device_needs_the_library(name: str, monkeypatch: pytest.MonkeyPa
         make_optimizer(name, nn.Linear(2, 2))
     assert str(caught.value).startswith(f"{made} on a real device needs {shown}, which ")
     assert str(caught.value).endswith(
-        f"Install it with: pip install {shown} (or batchfinder with its extra: batchfinder[{extra}])"
+        f"Install it with: pip install {shown} (or batchfinder with its extra: torch-batchfinder[{extra}])"
     )
 
 

@@ -148,7 +148,7 @@ def test_what_can() -> None:
     options = StepOptions(strategy="fsdp2", gpus=8)
     assert options.words() == ["fp32", "adamw", "FSDP2 on 8 GPUs"]
     assert options.newer() == {"strategy": "fsdp2", "gpus": 8}
-    assert StepOptions(gpus=8).words()[-1] == "its own sharding on 8 GPUs"
+    assert StepOptions(gpus=8).words()[-1] == "the model's own sharding on 8 GPUs"
     split = StepOptions(strategy="fsdp2-tp", gpus=16, tensor_parallel=4)
     assert split.words()[-1] == "FSDP2 and tensor parallelism of 4 on 16 GPUs"
     assert (split.step().tensor_parallel, split.communicators, options.communicators) == (4, 2, 1)
