@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from batchfinder.errors import SamplesTooLong as SamplesTooLong
     from batchfinder.errors import UnknownName as UnknownName
     from batchfinder.errors import UserCodeFailed as UserCodeFailed
+    from batchfinder.estimate.estimate import OverTime as OverTime
     from batchfinder.find import find_max_batch_size as find_max_batch_size
     from batchfinder.huggingface.tune import tune_trainer as tune_trainer
     from batchfinder.lightning.callback import BatchFinder as BatchFinder
@@ -75,6 +76,7 @@ _PUBLIC = {
         "UnknownName",
         "UserCodeFailed",
     ),
+    "estimate.estimate": ("OverTime",),
     "find": ("find_max_batch_size",),
     "huggingface.tune": ("tune_trainer",),
     "lightning.callback": ("BatchFinder",),

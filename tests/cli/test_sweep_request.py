@@ -159,7 +159,7 @@ def test_a_measured_headroom_is_a_share_of_the_budget() -> None:
 
 def test_a_path_is_no_misspelt_name(tmp_path: Path) -> None:
     """A path, a config or a factory is not looked up among the names."""
-    for model in ("no/such", "no.json", "no:such", str(tmp_path)):
+    for model in ("./no/such", "no.json", "no:such", str(tmp_path)):
         assert request_for(f"--model {model}").models == (model,)
 
 
