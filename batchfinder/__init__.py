@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from batchfinder.probe import Probe as Probe
     from batchfinder.recording.simulate import SimulatedTraining as SimulatedTraining
     from batchfinder.recording.simulate import simulate as simulate
+    from batchfinder.recording.simulate import what_fits as what_fits
+    from batchfinder.recording.what_fits import Fit as Fit
+    from batchfinder.recording.what_fits import WhatFits as WhatFits
     from batchfinder.results import Measurement as Measurement
     from batchfinder.results import SearchResult as SearchResult
     from batchfinder.results import Shape as Shape
@@ -84,7 +87,8 @@ _PUBLIC = {
     "loop.result": ("TunedBatchSize", "TunedBatchSizes"),
     "loop.tune": ("tune_batch_size",),
     "probe": ("FunctionProbe", "Probe"),
-    "recording.simulate": ("SimulatedTraining", "simulate"),
+    "recording.simulate": ("SimulatedTraining", "simulate", "what_fits"),
+    "recording.what_fits": ("Fit", "WhatFits"),
     "results": ("Measurement", "SearchResult", "Shape", "StopReason", "Trial", "Verdict"),
     "training.step": ("Workload",),
 }

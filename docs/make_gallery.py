@@ -26,6 +26,7 @@ QLORA = (
     "batchfinder sweep --model llama-3.1-8b --gpu rtx-4090 --seq-len 2048 --lora 16 --quantization nf4 "
     "--precision bf16-mixed --gradient-checkpointing"
 )
+PLAN = "batchfinder plan --model llama-3.1-8b --gpu rtx-4090 --seq-len 2048 --target-batch-size 16"
 CASES = (
     Case(
         "An 8B model on a card of 24 GB",
@@ -34,10 +35,9 @@ CASES = (
         (QLORA, f"{QLORA} --loss chunked"),
     ),
     Case(
-        "BERT on a T4",
-        "64 sequences do not fit at once; `plan` tries what changes training least first, and here accumulation is "
-        "enough.",
-        ("batchfinder plan --model bert-base --gpu t4 --seq-len 512 --target-batch-size 64",),
+        "The same model, whole, on that card",
+        "Does not fit, and `plan` says what does: the mildest change first, and two runners-up.",
+        (f"{PLAN} --allow lora --allow qlora",),
     ),
     Case(
         "ViT on an RTX 3090",

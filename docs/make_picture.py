@@ -14,8 +14,8 @@ from rich.text import Text
 
 PICTURE = Path(__file__).with_name("sweep.svg")
 COMMAND = (
-    "batchfinder sweep --model llama-3.2-1b --gpu t4 --gpu rtx-4090 --gpu h100 --seq-len 2048 --seq-len 8192 "
-    "--lora 16 --precision bf16-true --gradient-checkpointing"
+    "batchfinder sweep qwen2.5-0.5b --gpu t4,rtx-4090,h100 --seq-len 1024,4096 --precision fp16 "
+    "--gradient-checkpointing"
 )
 COLUMNS = 88
 

@@ -15,7 +15,7 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
-from batchfinder.recording.what_fits import WhatFits
+from batchfinder.recording.what_fits import FitSearch
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, estimate_tables
 from batchfinder.report.page import cell_of_estimate, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_estimate
@@ -144,7 +144,7 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
         changes = None
         if trains and not alone.fits:
             target = request.batch_size * request.accumulation * card.count
-            looking = WhatFits(request.model, request.options, card, target, Shape(seq_len), simulation, line.update)
+            looking = FitSearch(request.model, request.options, card, target, Shape(seq_len), simulation, line.update)
             changes = looking.find()
         strategies = {}
         if card.count > 1 and request.options.gpus == 1:

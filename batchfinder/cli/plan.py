@@ -13,12 +13,12 @@ from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
-from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, Found, WhatFits
+from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits
 from batchfinder.report.made_by import made_by
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.terminal import tell
-from batchfinder.report.what_fits import what_fits_json, what_fits_table
+from batchfinder.report.what_fits import what_fits_table
 from batchfinder.results import Shape
 from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
         line.update(f"building {model}")
         (length,) = seq_lens_of(model, () if seq_len is None else (seq_len,), simulation.facts())
-        looking = WhatFits(model, asked, one, target, Shape(length), simulation, line.update)
+        looking = FitSearch(model, asked, one, target, Shape(length), simulation, line.update)
         found = looking.find(arguments.keep or (), arguments.allow or ())
     at = "" if length is None else f" at {length}"
     title = f"Plan for {target} samples of {model}{at} on {one.name}, simulated"
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def page_cell(model: str, card: Card, seq_len: int | None, found: Found, heading: str) -> PageCell:
+def page_cell(model: str, card: Card, seq_len: int | None, found: WhatFits, heading: str) -> PageCell:
     """What a page has of a plan."""
     usable, micro = card.device.usable_bytes, 0
     facts = [("usable", format_bytes(usable)), ("one sample takes as asked for", format_bytes(found.sample_bytes))]
@@ -101,7 +101,7 @@ def page_cell(model: str, card: Card, seq_len: int | None, found: Found, heading
     )  # fmt: skip
 
 
-def to_json(model: str, card: Card, target: int, seq_len: int | None, found: Found) -> dict[str, Any]:
+def to_json(model: str, card: Card, target: int, seq_len: int | None, found: WhatFits) -> dict[str, Any]:
     """All of it as JSON values."""
     plan = found.fits[0].plan if found.fits else None
     return {
@@ -116,5 +116,5 @@ def to_json(model: str, card: Card, target: int, seq_len: int | None, found: Fou
         "num_devices": card.count,
         "effective_batch_size": plan and plan.effective_batch_size,
         "made_by": made_by(),
-        **what_fits_json(found),
+        **found.to_json(),
     }

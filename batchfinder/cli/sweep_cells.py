@@ -39,7 +39,7 @@ from batchfinder.recording.simulation import (
     search_cards,
     search_simulated,
 )
-from batchfinder.recording.what_fits import WhatFits
+from batchfinder.recording.what_fits import FitSearch
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.report.terminal import words_of
@@ -212,7 +212,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             looked_at.append(cell)
             simulation, target = simulations.get(card.count, cells.simulation), cell.target_batch_size or card.count
             usable = replace(card, device=card.device.with_headroom(cell.headroom_bytes))
-            looking = WhatFits(cells.model, request.options, usable, target, Shape(seq_len), simulation, status)
+            looking = FitSearch(cells.model, request.options, usable, target, Shape(seq_len), simulation, status)
             with suppress(BatchFinderError):  # the row stands without it
                 what_fits = looking.find(count=1)
         return SweepRow(

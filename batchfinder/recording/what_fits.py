@@ -95,8 +95,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was found for one target on one card.
+class WhatFits:
+    """Options under which a target batch trains on one card.
 
     Attributes:
         asked: the options asked for.
@@ -122,8 +122,35 @@ class Found:
     missing: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values; sizes in bytes."""
+        return {
+            "sample_bytes": self.sample_bytes,
+            "flops": self.flops,
+            "fits": [
+                {
+                    "change": fit.change,
+                    **fit.options.to_json(),
+                    "micro_batch_size": fit.plan.micro_batch_size,
+                    "accumulation": fit.plan.accumulation,
+                    "effective_batch_size": fit.plan.effective_batch_size,
+                    "peak_bytes": fit.peak_bytes,
+                    "flops": fit.flops,
+                    "trains_adapters": fit.trains_adapters,
+                    "predicted": fit.predicted,
+                }
+                for fit in self.fits
+            ],
+            "tried": self.tried,
+            "ruled_out": self.ruled_out,
+            "larger_gpus": list(self.larger_gpus),
+            "several_gpus": self.several_gpus,
+            "missing": list(self.missing),
+            "unmodelled": list(self.unmodelled),
+        }
 
-class WhatFits:
+
+class FitSearch:
     """Looks for options under which a model trains on a card, by recordings of one sample.
 
     Args:
@@ -155,7 +182,7 @@ class WhatFits:
         self._missing: dict[str, None] = {}
         self._held: dict[str, int] = {}  # at most by kind, with the options asked for
 
-    def find(self, keep: Collection[str] = (), allow: Collection[str] = (), count: int = COUNT) -> Found:
+    def find(self, keep: Collection[str] = (), allow: Collection[str] = (), count: int = COUNT) -> WhatFits:
         """Of each kind of training that fits, the mildest change and the one that saves most, up to so many.
 
         Args:
@@ -191,7 +218,7 @@ class WhatFits:
             self._say(f"recording {sharded.gpus} GPUs with --strategy fsdp2")
             usable = self.card.device.among_others(sharded.communicators).usable_bytes
             several = sharded.gpus if self.probe(sharded).needed_bytes(1, self.shape) <= usable else None
-        return Found(
+        return WhatFits(
             asked=self.asked,
             sample_bytes=sample_bytes,
             flops=self._flops(self.asked),

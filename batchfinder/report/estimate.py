@@ -8,10 +8,10 @@ from typing import Any
 
 from batchfinder.devices import Card, Gpu, smallest_gpus, without_bf16
 from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
-from batchfinder.recording.what_fits import Found
+from batchfinder.recording.what_fits import WhatFits
 from batchfinder.report.made_by import made_by
 from batchfinder.report.table import Columns, Table, assumptions
-from batchfinder.report.what_fits import what_fits_json, what_fits_table
+from batchfinder.report.what_fits import what_fits_table
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
@@ -79,7 +79,7 @@ class EstimateFindings:
     strategies: Mapping[str, Estimate] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] | None = None
     unmodelled: tuple[str, ...] = ()
-    what_fits: Found | None = None
+    what_fits: WhatFits | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; the figures at the top are those of one GPU that trains alone."""
@@ -105,7 +105,7 @@ class EstimateFindings:
             "modules": module_tree(found.trace, found.alive).to_json(),
             "strategies": [{"strategy": name, **one.to_json()} for name, one in self.strategies.items()],
             "advice": None if self.alternatives is None else [asdict(one) for one in self.alternatives],
-            "what_fits": None if self.what_fits is None else what_fits_json(self.what_fits),
+            "what_fits": None if self.what_fits is None else self.what_fits.to_json(),
             "unmodelled": list(self.unmodelled),
         }
 

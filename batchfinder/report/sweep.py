@@ -12,10 +12,10 @@ from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.estimate import OverTime
-from batchfinder.recording.what_fits import Found, changes_as_typed
+from batchfinder.recording.what_fits import WhatFits, changes_as_typed
 from batchfinder.report.estimate import Alternative
 from batchfinder.report.table import Columns, Table, assumptions
-from batchfinder.report.what_fits import what_fits_json, what_fits_lines
+from batchfinder.report.what_fits import what_fits_lines
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes, format_dollars
@@ -94,7 +94,7 @@ class SweepRow:
     over_time: OverTime | None = None
     changes: tuple[Alternative, ...] | None = None
     throughput: Throughput | None = None
-    what_fits: Found | None = None
+    what_fits: WhatFits | None = None
     not_cached: str = ""
 
     @property
@@ -177,7 +177,7 @@ class SweepRow:
         sizes = {"min_batch_size": cell.min_batch_size, "multiple_of": cell.multiple_of}
         row |= {name: size for name, size in sizes.items() if size > 1}
         if self.what_fits is not None:
-            row["what_fits"] = what_fits_json(self.what_fits)
+            row["what_fits"] = self.what_fits.to_json()
         if self.throughput is not None:
             found = self.throughput
             rate = found.rate(found.batch_size)

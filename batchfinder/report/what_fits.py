@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from batchfinder.devices import Card, without_bf16
-from batchfinder.recording.what_fits import Fit, Found
+from batchfinder.recording.what_fits import Fit, WhatFits
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.units import format_bytes
 
 _ADAPTERS = "adapters alone"
 
 
-def what_fits_table(found: Found, card: Card, title: str, explain: bool = False) -> Table:
+def what_fits_table(found: WhatFits, card: Card, title: str, explain: bool = False) -> Table:
     """The options asked for, and those that train, from the mildest change on."""
     device = card.device
     has = f"{format_bytes(device.usable_bytes + device.context_bytes)}"
@@ -65,7 +63,7 @@ def _trained(adapters: bool) -> str:
     return _ADAPTERS if adapters else "the model"
 
 
-def _elsewhere(found: Found, card: Card) -> list[str]:
+def _elsewhere(found: WhatFits, card: Card) -> list[str]:
     """Where else it trains as asked for."""
     words = []
     if found.several_gpus is not None:
@@ -80,14 +78,14 @@ def _elsewhere(found: Found, card: Card) -> list[str]:
     return words
 
 
-def _counts(found: Found) -> str:
+def _counts(found: WhatFits) -> str:
     tried = f"{found.tried} combinations were tried, those that change least about training first"
     if not found.ruled_out:
         return tried
     return f"{tried}; {found.ruled_out} more do not fit by their weights, gradients and optimizer state alone"
 
 
-def what_fits_lines(found: Found, card: Card, command: str) -> list[str]:
+def what_fits_lines(found: WhatFits, card: Card, command: str) -> list[str]:
     """The same in lines below a table: what to change first, where else it trains, and the command that shows more.
 
     Args:
@@ -101,31 +99,3 @@ def _line(fit: Fit) -> str:
     adapters = ", which trains adapters alone" if fit.trains_adapters else ""
     plan = f": micro-batch x accumulation {fit.plan}" if fit.plan.target_batch_size > 1 else ""
     return f"trains with {fit.change or 'the options as they are'}{adapters}{plan}"
-
-
-def what_fits_json(found: Found) -> dict[str, Any]:
-    """All of it as JSON values; sizes in bytes."""
-    return {
-        "sample_bytes": found.sample_bytes,
-        "flops": found.flops,
-        "fits": [
-            {
-                "change": fit.change,
-                **fit.options.to_json(),
-                "micro_batch_size": fit.plan.micro_batch_size,
-                "accumulation": fit.plan.accumulation,
-                "effective_batch_size": fit.plan.effective_batch_size,
-                "peak_bytes": fit.peak_bytes,
-                "flops": fit.flops,
-                "trains_adapters": fit.trains_adapters,
-                "predicted": fit.predicted,
-            }
-            for fit in found.fits
-        ],
-        "tried": found.tried,
-        "ruled_out": found.ruled_out,
-        "larger_gpus": list(found.larger_gpus),
-        "several_gpus": found.several_gpus,
-        "missing": list(found.missing),
-        "unmodelled": list(found.unmodelled),
-    }

@@ -94,6 +94,27 @@ def test_the_readme_has_the_figures_of_the_page_on_accuracy() -> None:
         assert words in readme
 
 
+def test_the_readme_has_what_others_say_of_the_same_rows() -> None:
+    """Medians of xMem's jobs and of OpenTau, as the page on accuracy has them."""
+    page, readme = (DOCS / "accuracy.md").read_text(), README.read_text()
+    names = {"xMem": "xmem: xMem", "DNNMem": "xmem: DNNMem", "SchedTune": "xmem: SchedTune", "LLMem": "xmem: LLMem"}
+    names |= {
+        "PyTorch's MemTracker": "xmem: PyTorch's MemTracker",
+        "DeepSpeed's estimator": "opentau: DeepSpeed's estimator",
+    }
+    names |= {"accelerate's formula, Adam": "xmem: accelerate's formula, Adam"}
+    for shown, row in names.items():
+        exact = re.search(rf"^\| {re.escape(row)} \| \d+ \| ([\d.]+) % ", page, re.MULTILINE)
+        rounded = re.search(rf"\| {re.escape(shown)} \| ([\d.]+) % ", readme)
+        assert exact, row
+        assert rounded, shown
+        assert abs(float(exact[1]) - float(rounded[1])) < 0.051, shown
+    ours = re.search(r"\| batchfinder \| ([\d.]+) % \| \| batchfinder \| ([\d.]+) % ", readme)
+    assert ours
+    for source, median in zip(("xmem", "opentau"), ours.groups(), strict=True):
+        assert re.search(rf"^\| \[?{source}\b[^|]*\| \d+ \| {median} % ", page, re.MULTILINE), source
+
+
 def test_the_readme_has_how_near_dry_runs_come_to_published_figures() -> None:
     """How many were published, and how many are within the share that it names."""
     off = [abs(float(each)) for each in re.findall(r"\| ([+-][\d.]+) % \|", _script("make_programs").against())]

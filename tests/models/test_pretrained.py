@@ -21,7 +21,7 @@ from batchfinder.models.catalog import find_model
 from batchfinder.training.step import Workload, call
 
 # Millions of parameters, of the checkpoint with the head that is trained. Published: the model cards and papers (BERT
-# 110M and 340M, GPT-2 124M to 1.5B, T5 60M/220M/770M, Llama 1.23B/3.21B/8.03B, Qwen2.5 0.49B/1.54B/7.61B, ViT 86.6M,
+# 110M and 340M, GPT-2 124M to 1.5B, T5 60M/220M/770M, Llama 1.23B/3.21B/8.03B, Qwen2.5 0.49B/1.54B/7.61B, Qwen3 8.2B, Mistral 7.24B, ViT 86.6M,
 # ResNet-50 25.6M), to the digits that the safetensors headers on the hub give.
 PUBLISHED = {
     "bert-base": 109.48, "bert-large": 335.14, "distilbert": 66.96, "roberta-base": 124.65, "roberta-large": 355.36,
@@ -29,6 +29,7 @@ PUBLISHED = {
     "t5-small": 60.51, "t5-base": 222.90, "t5-large": 737.67,
     "llama-3.2-1b": 1235.81, "llama-3.2-3b": 3212.75, "llama-3.1-8b": 8030.26,
     "qwen2.5-0.5b": 494.03, "qwen2.5-1.5b": 1543.71, "qwen2.5-7b": 7615.62,
+    "qwen3-8b": 8190.74, "mistral-7b": 7241.73,
     "vit-base": 86.57, "resnet50": 25.56,
 }  # fmt: skip
 POSITIONS = {
@@ -37,6 +38,7 @@ POSITIONS = {
     "t5-small": None, "t5-base": None, "t5-large": None,
     "llama-3.2-1b": 131072, "llama-3.2-3b": 131072, "llama-3.1-8b": 131072,
     "qwen2.5-0.5b": 32768, "qwen2.5-1.5b": 131072, "qwen2.5-7b": 131072,
+    "qwen3-8b": 40960, "mistral-7b": 32768,
     "vit-base": None, "resnet50": None,
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {

@@ -12,8 +12,9 @@ import pytest
 from batchfinder.cli.options import card
 from batchfinder.errors import InvalidValue
 from batchfinder.estimate.estimate import bytes_over_time
+from batchfinder.recording.simulate import what_fits
 from batchfinder.recording.simulation import Simulation
-from batchfinder.recording.what_fits import WhatFits
+from batchfinder.recording.what_fits import FitSearch
 from batchfinder.results import Shape
 from batchfinder.training.spec import StepOptions
 
@@ -45,7 +46,7 @@ TARGET = 8
 KEPT = {"precision", "optimizer"}
 """So that six combinations are left."""
 
-Looking = Callable[..., WhatFits]
+Looking = Callable[..., FitSearch]
 
 
 @pytest.fixture
@@ -53,19 +54,21 @@ def looking(tmp_path: Path) -> Iterator[Looking]:
     """Makes one for a small model at so many tokens, with so much of a GPU."""
     with ExitStack() as stack:
 
-        def make(model: str, budget: str, seq_len: int = 1024, asked: StepOptions | None = None) -> WhatFits:
+        def make(model: str, budget: str, seq_len: int = 1024, asked: StepOptions | None = None) -> FitSearch:
             if model in MODELS:
                 file = tmp_path / f"{model}.json"
                 file.write_text(json.dumps(MODELS[model]))
                 model = str(file)
             asked = asked or StepOptions()
             simulation = stack.enter_context(Simulation(asked.workload(model), asked.step()))
-            return WhatFits(model, asked, card("a100 40gb", budget), TARGET, Shape(seq_len), simulation, lambda _: None)
+            return FitSearch(
+                model, asked, card("a100 40gb", budget), TARGET, Shape(seq_len), simulation, lambda _: None
+            )
 
         yield make
 
 
-def all_that_train(look: WhatFits) -> list[StepOptions]:
+def all_that_train(look: FitSearch) -> list[StepOptions]:
     """Of the combinations that train the model, each recorded whole, those that fit."""
     trains = []
     for options in look.candidates(KEPT):
@@ -212,3 +215,16 @@ def net():
     found = look.find()
     assert look._layers == 0
     assert found.tried >= 1
+
+
+def test_the_function(tmp_path: Path) -> None:
+    """`what_fits` says the same as the command, by a model's name; and what it cannot take."""
+    file = tmp_path / "llama.json"
+    file.write_text(json.dumps(MODELS["llama"]))
+    found = what_fits(str(file), gpu="T4", seq_len=64, target_batch_size=4, precision="fp16")
+    (only,) = found.fits
+    assert (only.change, only.plan.micro_batch_size, only.options.precision) == ("", 4, "16-mixed")
+    assert found.to_json()["fits"][0]["micro_batch_size"] == 4
+    for wrong in ({"keep": ("loss", "colour")}, {"allow": ("dora",)}, {"colour": 1}, {"seq_len": None}):
+        with pytest.raises(InvalidValue):
+            what_fits(str(file), **{"gpu": "T4", "seq_len": 64, **wrong})  # type: ignore[arg-type]
