@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,9 @@ class Case(NamedTuple):
 
     title: str
     words: str
-    commands: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    code: str = ""  # of a notebook's cell, whose last line is shown
+    copied: str = ""  # of a file in the repository, into the folder in which the commands run
 
 
 QLORA = (
@@ -27,7 +30,55 @@ QLORA = (
     "--precision bf16-mixed --gradient-checkpointing"
 )
 PLAN = "batchfinder plan --model llama-3.1-8b --gpu rtx-4090 --seq-len 2048 --target-batch-size 16"
+NET = """\
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from batchfinder import simulate
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 10))
+
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        return nn.functional.cross_entropy(self.body(features), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self):
+        data = torch.utils.data.TensorDataset(torch.randn(512, 4096), torch.randint(10, (512,)))
+        return torch.utils.data.DataLoader(data, batch_size=32)
+
+
+simulated = simulate(Net(), gpu="RTX 4090", precision="bf16-mixed")
+simulated, simulated.on("T4").batch_size, str(simulated.plan(1 << 20))
+"""
 CASES = (
+    Case(
+        "A LightningModule in a notebook",
+        "As it is, with its own step, optimizer and data; it is left as it was.",
+        code=NET,
+    ),
+    Case(
+        "A 7B model on 24 GB, from an axolotl config",
+        "The config that trains it one sample at a time, and the sizes put back into it; the rest of the file stays as "
+        "it was ([The config that you have](configs.md)).",
+        ('batchfinder sweep --from qlora.yml --gpu "RTX 4090" --write',),
+        copied="docs/examples/axolotl/qlora.yml",
+    ),
+    Case(
+        "8B pre-training, and what it costs by the hour",
+        "FSDP2 over 8 to 64 GPUs of two kinds of instances; prices are dated, and `--prices` takes yours.",
+        (
+            "batchfinder sweep llama-3.1-8b --instance p4d.24xlarge,p5.48xlarge --strategy fsdp2 --gpus 8,16,64 "
+            "--seq-len 4096 --precision bf16-mixed --gradient-checkpointing --target-batch-size 512",
+        ),
+    ),
     Case(
         "An 8B model on a card of 24 GB",
         "QLoRA: 4-bit weights, adapters of rank 16, activation checkpointing. The peak is at the logits, so the "
@@ -62,26 +113,43 @@ page. All of it is simulated, without a GPU.
 """
 
 
-def output_of(command: str, cache: Path) -> str:
-    """What the command prints in a clone."""
+def output_of(words: list[str], cache: Path, folder: Path) -> str:
+    """What a Python program prints that runs in a folder; of a command also what it says beside its answer."""
     done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(command)],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "100", "BATCHFINDER_CACHE": str(cache)},
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "100", "BATCHFINDER_CACHE": str(cache), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stdout.rstrip()
+    said = [line for line in done.stderr.splitlines() if line.startswith("batchfinder: ")]
+    return "\n".join([*said, done.stdout.rstrip()])
+
+
+def shown(code: str) -> str:
+    """A cell that prints the value of its last line, as a notebook does."""
+    *lines, last = code.splitlines()
+    return "\n".join([*lines, f"print({last}, sep='\\n')"])
 
 
 def main() -> None:
     """Run all commands and write the page."""
     parts = [HEAD]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        cache = Path(name) / "cache"
         for case in CASES:
             parts.append(f"\n## {case.title}\n\n{case.words}\n")
-            parts += [f"\n```console\n$ {each}\n{output_of(each, Path(folder))}\n```\n" for each in case.commands]
+            folder = ROOT
+            if case.copied:
+                folder = Path(name)
+                shutil.copy(ROOT / case.copied, folder)
+            if case.code:
+                printed = output_of(["-c", shown(case.code)], cache, ROOT)
+                parts.append(f"\n```python\n{case.code}```\n\n```\n{printed}\n```\n")
+            for command in case.commands:
+                printed = output_of(["-m", *shlex.split(command)], cache, folder)
+                parts.append(f"\n```console\n$ {command}\n{printed}\n```\n")
     PAGE.write_text("".join(parts), encoding="utf-8")
 
 

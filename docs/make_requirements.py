@@ -81,8 +81,9 @@ AFTER = """\
 CUDA context, 0.1 to 0.7 GiB ([Devices](devices.md)). A T4 has no bf16 units: its column is with `--precision 16-mixed`,
 so that LoRA's frozen weights are in fp32 there. A chunked loss (`--loss chunked`) makes room for more of models with
 large vocabularies ([Gallery](gallery.md)). An effective batch beyond these is reached by accumulation
-(`--target-batch-size`). A size whose steps would run only by giving the allocator's cache back does not count
-([thrashing](glossary.md)), so a card with a little more memory can have a smaller batch.
+(`--target-batch-size`). A size may fit after the allocator has given its cache back once, and does not count where
+each further step would have to ([thrashing](glossary.md)). Which of the two it is depends on how blocks lie, down to
+the size of cuBLAS's workspace, so of two cards of nearly one size either can have the larger batch.
 
 What these figures leave out, as `--explain` lists it:
 

@@ -26,7 +26,7 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import CUDA_BUILD, OWN_OPTIMIZER
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OWN_OPTIMIZER
 from batchfinder.training.synonyms import one_of
 
 # What holds less in its state than the optimizer that is the key.
@@ -138,14 +138,15 @@ def run_estimate(request: EstimateRequest, advice: bool = False) -> EstimateFind
             simulation = stack.enter_context(Simulation(spec, step))
             probe = simulation.probe(card.device, [seq_len], request.allocator)
             unmodelled = (*unmodelled, "what other options would change is recorded on the fake device")
-        trains = request.options.mode == "train"
-        if advice or not (alone.fits or trains):
+        may_change = request.options.mode == "train" and not request.options.optimizer_in_backward
+        if advice or not (alone.fits or may_change):
             alternatives = suggest(request, simulation, probe, alone, line)
         changes = None
-        if trains and not alone.fits:
+        if may_change and not alone.fits:
             target = request.batch_size * request.accumulation * card.count
-            looking = FitSearch(request.model, request.options, card, target, Shape(seq_len), simulation, line.update)
-            changes = looking.find()
+            asked_for = replace(request.options, recorder=FAKE_DEVICE)
+            search = FitSearch(request.model, asked_for, card, target, Shape(seq_len), simulation, line.update)
+            changes = search.find()
         strategies = {}
         if card.count > 1 and request.options.gpus == 1:
             line.update(f"recording what {card.count} GPUs can do")

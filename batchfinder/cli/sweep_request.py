@@ -301,6 +301,19 @@ class SweepRequest:
         return tuple(words)
 
 
+def _several(one: Card, gpus: int, among_others: bool) -> str:
+    """A card's name where so many of it train together: of an instance with how many of these that takes.
+
+    Args:
+        among_others: whether there are rows of other numbers of GPUs; else the title has the number.
+    """
+    instance, _, gpu = one.name.partition(f": {one.count} x ")
+    if not gpu:
+        return f"{gpus} x {one.name}" if among_others and one.count != gpus else one.name
+    instances = -(-gpus // one.count)
+    return f"{f'{instances} x ' if instances > 1 else ''}{instance}: {gpus} x {gpu}"
+
+
 def read_request(arguments: argparse.Namespace) -> SweepRequest:
     """Check the options.
 
@@ -355,7 +368,7 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
             replace(
                 one,
                 device=one.device.among_others(each.communicators),
-                name=f"{each.gpus} x {one.name}" if len(options) > 1 and one.count != each.gpus else one.name,
+                name=_several(one, each.gpus, len(options) > 1),
                 count=each.gpus,
                 price=one.price and one.price.times(-(-each.gpus // one.count)),
             )

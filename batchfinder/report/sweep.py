@@ -56,8 +56,10 @@ class Cell:
         """What `batchfinder plan` is asked for the same."""
         length = "" if self.seq_len is None else f"--seq-len {self.seq_len} "
         asked = changes_as_typed(StepOptions(), self.options)
+        if self.options.strategy is not None:
+            asked += f" --strategy {self.options.strategy} --gpus {self.options.gpus}"
         where = f'--model {self.model} --gpu "{self.card.device.name}"'
-        return f"{where} {length}--target-batch-size {self.target_batch_size or 8}{f' {asked}' if asked else ''}"
+        return f"{where} {length}--target-batch-size {self.target_batch_size or 8} {asked}".rstrip()
 
     @property
     def where(self) -> str:

@@ -124,6 +124,7 @@ def test_each_instance_has_its_own_gpus() -> None:
     assert cards == {"p4d.24xlarge: 8 x A100 40GB": 8, "p3.8xlarge: 4 x V100 16GB": 4}
     asked = request_for("--instance p4d.24xlarge,p3.16xlarge --strategy fsdp2 --gpus 16").place.cards
     assert [card.count for card in asked] == [16, 16]
+    assert [card.name for card in asked] == ["2 x p4d.24xlarge: 16 x A100 40GB", "2 x p3.16xlarge: 16 x V100 16GB"]
     with pytest.raises(InvalidValue, match="--gpus: invalid value 1; expected at least 2 with fsdp2"):
         request_for(f"{several} --strategy fsdp2")
 

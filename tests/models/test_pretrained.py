@@ -21,8 +21,8 @@ from batchfinder.models.catalog import find_model
 from batchfinder.training.step import Workload, call
 
 # Millions of parameters, of the checkpoint with the head that is trained. Published: the model cards and papers (BERT
-# 110M and 340M, GPT-2 124M to 1.5B, T5 60M/220M/770M, Llama 1.23B/3.21B/8.03B, Qwen2.5 0.49B/1.54B/7.61B, Qwen3 8.2B, Mistral 7.24B, ViT 86.6M,
-# ResNet-50 25.6M), to the digits that the safetensors headers on the hub give.
+# 110M and 340M, GPT-2 124M to 1.5B, T5 60M/220M/770M, Llama 1.23B/3.21B/8.03B, Qwen2.5 0.49B/1.54B/7.61B, Qwen3 8.2B,
+# Mistral 7.24B, ViT 86.6M, ResNet-50 25.6M), to the digits that the safetensors headers on the hub give.
 PUBLISHED = {
     "bert-base": 109.48, "bert-large": 335.14, "distilbert": 66.96, "roberta-base": 124.65, "roberta-large": 355.36,
     "gpt2": 124.44, "gpt2-medium": 354.82, "gpt2-large": 774.03, "gpt2-xl": 1557.61,
