@@ -83,5 +83,5 @@ def test_one_size(run: Run, tmp_path: Path) -> None:
     assert [each["change"] for each in cell["changes"]] == [each["change"] for each in estimated["advice"]]
     planned = run("plan", *one, "--target-batch-size", "8", "--json", "--html", str(file)).json
     (cell,) = figures(file)["cells"]
-    assert [each["peak_bytes"] for each in cell["changes"]] == [row["peak_bytes"] for row in planned["rows"]]
+    assert [each["peak_bytes"] for each in cell["changes"]] == [fit["peak_bytes"] for fit in planned["fits"]]
     assert cell["batch_size"] == planned["micro_batch_size"]

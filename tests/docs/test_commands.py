@@ -58,7 +58,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_are_commands() -> None:
     """The pages are found, and each command stands on one of them."""
     verbs = {command.split()[1] for command in _commands()}
-    assert verbs == {"sweep", "profile", "estimate", "plan", "reproduce", "cache", "page"}
+    assert verbs == {"sweep", "profile", "estimate", "plan", "reproduce", "cache", "page", "gpus", "instances"}
 
 
 def test_the_readmes_table_has_commands_of_the_pages() -> None:
