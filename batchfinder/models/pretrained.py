@@ -601,6 +601,12 @@ def add_lora(
             raise InvalidValue("lora", rank, expected) from error
         said = " ".join(str(error).split())
         raise InvalidValue("lora_targets", targets, f"names of layers of {what} ({said})") from error
+    except RuntimeError as error:
+        if quantization is None:
+            raise
+        # As with bitsandbytes: transformers quantizes a head that has a bias, and peft trains it whole.
+        expected = f"none: {what} has a head that trains beside adapters, which it quantizes too ({error})"
+        raise InvalidValue("quantization", quantization, expected) from error
     return replace(workload, model=adapted, casts_weights=False)
 
 

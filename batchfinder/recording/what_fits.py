@@ -177,6 +177,7 @@ class FitSearch:
         layers = simulation.facts().layers
         self._layers = layers if layers >= _DEEP else 0  # of a deep model; 0 for one that is not
         self._refused: set[tuple[str, Any]] = set()
+        self._failed: set[StepOptions] = set()
         self._simulations: dict[tuple[StepOptions, int | None], Simulation] = {}
         self._predicted: dict[tuple[StepOptions, int], int] = {}
         self._missing: dict[str, None] = {}
@@ -314,12 +315,8 @@ class FitSearch:
         The last, of all and of those with one kind of checkpointing, is taken to save most: where it does not fit, the
         others are not recorded.
         """
-        may_train = False
-        for saving in reversed(members):
-            may_train = self._may_train(saving)
-            if not self._is_refused(saving):
-                break
-        if not may_train:
+        saving = self._least(members)
+        if saving is None or not self._may_train(saving):
             return []
         schemes = groupby(
             (one for one in members if not self._is_refused(one)), key=lambda one: one.gradient_checkpointing
@@ -328,7 +325,8 @@ class FitSearch:
         for probe in (probe for same in alike for probe in self._few(same[-1])):
             probe.traces.ask(1, self.shape.seq_len)
         for same in alike:
-            if not self._may_train(same[-1]):
+            least = self._least(same)
+            if least is None or not self._may_train(least):
                 continue
             for options in filter(self._may_train, same):
                 change = changes_as_typed(self.asked, options)
@@ -344,9 +342,13 @@ class FitSearch:
                     return [first] if second is None else [first, second]
         return []
 
+    def _least(self, members: list[StepOptions]) -> StepOptions | None:
+        """The last that the model does not refuse; None where it refuses all."""
+        return next((one for one in reversed(members) if self._may_train(one) or not self._is_refused(one)), None)
+
     def _is_refused(self, options: StepOptions) -> bool:
-        """Whether the model is known to refuse one of the options."""
-        return any((name, getattr(options, name)) in self._refused for name in _WORDS)
+        """Whether the model is known to refuse one of the options, or to fail with them."""
+        return options in self._failed or any((name, getattr(options, name)) in self._refused for name in _WORDS)
 
     def _may_train(self, options: StepOptions) -> bool:
         """Whether what tensors hold with one sample leaves room for it; not where the model refuses the options.
@@ -365,6 +367,11 @@ class FitSearch:
             if error.option not in _WORDS or getattr(options, error.option) == getattr(self.asked, error.option):
                 raise
             name = error.option
+        except BatchFinderError:
+            if options == self.asked:
+                raise
+            self._failed.add(options)
+            return False
         self._refused.add((name, getattr(options, name)))
         return False
 

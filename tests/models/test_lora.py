@@ -93,6 +93,14 @@ def test_quantized_weights(name: str, layer: type[nn.Module], tmp_path: Path) ->
     assert type(model.get_output_embeddings()) is nn.Linear
 
 
+def test_a_head_that_would_be_quantized_is_refused() -> None:
+    """BERT's classifier has a bias, so that transformers quantizes it, and peft trains it: which fails for real too."""
+    mode = FakeDeviceMode(allow_non_fake_inputs=True)
+    with pytest.raises(InvalidValue, match="a head that trains beside adapters") as caught, mode:
+        build_workload("bert-base", lora=4, quantization="nf4")
+    assert caught.value.option == "quantization"
+
+
 def test_checkpointing_lets_gradients_through(tmp_path: Path) -> None:
     """With checkpointing the embeddings' output requires a gradient, which peft asks the model for."""
     for checkpointing in (False, True):

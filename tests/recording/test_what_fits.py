@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchfinder.cli.options import card
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.recording.simulate import what_fits
 from batchfinder.recording.simulation import Simulation
@@ -228,3 +228,23 @@ def test_the_function(tmp_path: Path) -> None:
     for wrong in ({"keep": ("loss", "colour")}, {"allow": ("dora",)}, {"colour": 1}, {"seq_len": None}):
         with pytest.raises(InvalidValue):
             what_fits(str(file), **{"gpu": "T4", "seq_len": 64, **wrong})  # type: ignore[arg-type]
+
+
+def test_options_that_a_model_fails_with_are_left_out(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure with an option that was not asked for is no answer; with what was asked for it is an error."""
+    look = looking("llama", "93MiB")
+    real = look._allocated
+
+    def fails(options: StepOptions, batch_size: int = 1) -> int:
+        if options.loss == "chunked":
+            raise RecordingFailed("this model has no such loss")
+        return real(options, batch_size)
+
+    monkeypatch.setattr(look, "_allocated", fails)
+    found = look.find(KEPT)
+    assert [fit.options.loss for fit in found.fits] == ["default"] * len(found.fits)
+    assert found.fits[0].change == "--gradient-checkpointing selective"
+    asked = looking("llama", "93MiB", asked=StepOptions(loss="chunked"))
+    monkeypatch.setattr(asked, "_allocated", fails)
+    with pytest.raises(RecordingFailed):
+        asked._may_train(asked.asked)
