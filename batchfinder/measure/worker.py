@@ -325,7 +325,9 @@ def main(argv: list[str]) -> int:
             device = next(iter(request.values())).get("device", "cpu")
             if device != "cpu":
                 if not torch.cuda.is_available():
-                    raise InvalidValue("device", device, f"cpu, or a GPU that PyTorch {torch.__version__} can use here")
+                    built = "" if torch.version.cuda or torch.version.hip else ", which is a build for CPUs alone"
+                    expected = f"cpu, or a GPU that PyTorch {torch.__version__} can use here{built}"
+                    raise InvalidValue("device", device, expected)
                 count = torch.cuda.device_count()
                 if (torch.device(device).index or 0) >= count:
                     expected = f"one of {', '.join(f'cuda:{index}' for index in range(count))}"

@@ -32,6 +32,7 @@ from batchfinder.training.spec import ATTENTION_NAMES, CHECKPOINTING_NAMES, LOSS
 from batchfinder.training.step import PRECISIONS, Workload
 
 _FACTORY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_FILE = re.compile(r".*\.py:[^\W\d]\w*(\.[^\W\d]\w*)*", re.DOTALL)
 _EVERY = re.compile(r"every-([1-9]\d{0,3})")
 _aten = torch.ops.aten
 _KEPT_BY_SELECTIVE = (
@@ -154,6 +155,8 @@ def build_workload(
         # Unlike Path's, these take a name that is too long, a loop of links, a zero byte and the home of nobody.
         path = Path(os.path.expanduser(spec))
         exists = os.path.exists(path)
+        if spec.endswith(".py"):
+            raise InvalidValue("model", spec, f"{spec}:NAME, with the name of what makes the model in that file")
         is_file = spec.endswith(".json")
         try:
             row = None if (os.sep in spec or is_file) and exists else find_model(spec)
@@ -289,25 +292,32 @@ def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
 
 
 def is_factory(spec: str) -> bool:
-    """Whether this is written `package.module:factory`."""
-    return _FACTORY.fullmatch(spec) is not None
+    """Whether this is written `package.module:factory`, or `folder/file.py:factory`."""
+    return _FACTORY.fullmatch(spec) is not None or _FILE.fullmatch(spec) is not None
 
 
 def workload_from_factory(spec: str) -> Workload:
     """Import and call a factory.
 
-    The current directory is put on the module search path and stays there, since the user's code may import from it
-    later.
+    The current directory, or that of the file, is put on the module search path and stays there, since the user's code
+    may import from it later.
 
     Args:
-        spec: `package.module:factory`.
+        spec: `package.module:factory`, or `folder/file.py:factory`.
 
     Raises:
         InvalidValue: there is no such module or attribute, or what it returned cannot be trained.
         UserCodeFailed: importing or calling it raised.
     """
-    module_name, _, attribute = spec.partition(":")
+    module_name, _, attribute = spec.rpartition(":")
     search_working_folder()
+    if _FILE.fullmatch(spec):
+        file = os.path.expanduser(module_name)
+        if not os.path.isfile(file):
+            raise InvalidValue("model", spec, f"a Python file that exists; there is no {module_name}")
+        folder, name = os.path.split(os.path.realpath(file))
+        sys.path.insert(0, folder)
+        module_name = name.removesuffix(".py")
 
     def load() -> Any:
         try:

@@ -130,9 +130,9 @@ def test_no_card_is_said_in_words():
     spec = WorkloadSpec("tests.measure.workloads:encoder")
     with ChildProcessProbe(spec, StepConfig(), "cuda:0") as probe, pytest.raises(InvalidValue) as caught:
         probe(1, Shape(8))
-    assert str(caught.value) == (
-        f"device: invalid value 'cuda:0'; expected cpu, or a GPU that PyTorch {torch.__version__} can use here."
-    )
+    built = "" if torch.version.cuda else ", which is a build for CPUs alone"
+    expected = f"cpu, or a GPU that PyTorch {torch.__version__} can use here{built}."
+    assert str(caught.value) == f"device: invalid value 'cuda:0'; expected {expected}"
 
 
 def test_the_near_end_needs_no_torch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,24 @@ def test_what_cannot_be_used_is_explained(write_module: WriteModule, spec: str, 
     write_module("user_models", MODULES)
     with pytest.raises(InvalidValue, match=said):
         workload_from_factory(spec)
+
+
+def test_a_file_will_do_for_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`folder/file.py:factory`, from any working folder; and what is wrong with one."""
+    (tmp_path / "code").mkdir()
+    code = "from torch import nn\n\nclass Parts:\n    @staticmethod\n    def net():\n        return nn.Embedding(9, 2)"
+    (tmp_path / "code" / "their_net.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for spec in ("code/their_net.py:Parts.net", f"{tmp_path}/code/their_net.py:Parts.net"):
+        assert isinstance(build_workload(spec).model, nn.Embedding)
+    for spec, said in (
+        ("code/nothing.py:net", "a Python file that exists; there is no code/nothing.py"),
+        ("code/their_net.py", "code/their_net.py:NAME, with the name of what makes the model in that file"),
+    ):
+        with pytest.raises(InvalidValue) as caught:
+            build_workload(spec)
+        assert said in str(caught.value)
 
 
 def test_a_factory_that_raises_shows_its_own_traceback(write_module: WriteModule) -> None:
