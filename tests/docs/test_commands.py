@@ -19,7 +19,10 @@ TESTED_WHOLE = ("batchfinder reproduce all",)
 """Commands whose whole output has a test of its own, in tests/cli/test_reproduce.py."""
 FIRST = "batchfinder sweep"
 """What a newcomer runs."""
-LONG = ("--find seq-len", "--html", "estimate --model gpt2", "--strategy fsdp2", "plan ", "llama-3.2-1b --seq-len")
+LONG = (
+    *("--find seq-len", "24GB+", "--from", "Qwen/", "--html", "estimate --model gpt2", "--strategy fsdp2", "plan "),
+    "llama-3.2-1b --seq-len",
+)
 """Parts of the commands that CI has no time for; each has tests of its own elsewhere."""
 
 _INLINE = re.compile(r"`(batchfinder [^`]+)`")
@@ -50,6 +53,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
     (folder / "path/to").mkdir(parents=True)
     (folder / "path/to/config.json").write_text(CONFIG)
+    (folder / "qlora.yml").write_text((ROOT / "docs/examples/axolotl/qlora.yml").read_text())
     (folder / "my_package").mkdir()
     (folder / "my_package/my_module.py").write_text(MODULE)
     return folder

@@ -109,15 +109,14 @@ def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budg
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "batch_size"),
     [
-        StepOptions(),
-        StepOptions(precision="bf16-mixed", gradient_checkpointing="selective"),
-        StepOptions(precision="bf16-true", lora=16, lora_targets="all-linear", gradient_checkpointing=True),
+        (StepOptions(), 1),
+        (StepOptions(precision="bf16-mixed", gradient_checkpointing="selective"), 2),
+        (StepOptions(precision="bf16-true", lora=16, lora_targets="all-linear", gradient_checkpointing=True), 2),
     ],
-    ids=lambda options: "-".join(options.words()),
+    ids=["whole", "selective", "lora"],
 )
-@pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_deep_model_is_predicted_by_few_of_its_layers(
     looking: Looking, options: StepOptions, batch_size: int
 ) -> None:
