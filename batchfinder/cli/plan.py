@@ -54,8 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
     with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
         line.update(f"building {model}")
         (length,) = seq_lens_of(model, () if seq_len is None else (seq_len,), simulation.facts())
-        looking = FitSearch(model, asked, one, target, Shape(length), simulation, line.update)
-        found = looking.find(arguments.keep or (), arguments.allow or ())
+        search = FitSearch(model, asked, one, target, Shape(length), simulation, line.update)
+        found = search.find(arguments.keep or (), arguments.allow or ())
     at = "" if length is None else f" at {length}"
     title = f"Plan for {target} samples of {model}{at} on {one.name}, simulated"
     table = what_fits_table(found, one, title, arguments.explain)

@@ -212,9 +212,10 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             looked_at.append(cell)
             simulation, target = simulations.get(card.count, cells.simulation), cell.target_batch_size or card.count
             usable = replace(card, device=card.device.with_headroom(cell.headroom_bytes))
-            looking = FitSearch(cells.model, request.options, usable, target, Shape(seq_len), simulation, status)
+            asked = replace(request.options, gpus=cell.options.gpus)
+            search = FitSearch(cells.model, asked, usable, target, Shape(seq_len), simulation, status)
             with suppress(BatchFinderError):  # the row stands without it
-                what_fits = looking.find(count=1)
+                what_fits = search.find(count=1)
         return SweepRow(
             cell,
             result,

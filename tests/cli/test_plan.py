@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batchfinder.cli.main import main
+from batchfinder.devices import find_gpu
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")
 
@@ -80,3 +81,15 @@ def test_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], m
     """With what was expected, before anything is recorded."""
     assert main(["plan", *options]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_sweep_says_what_trains_where_nothing_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The first change of a plan for the same, for two rows of a model at most."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MODELS["llama"]))
+    where = ("--model", str(file), "--seq-len", "1024", "--gpu", "a100 40gb", "--budget", "60MiB", "--no-cache")
+    assert main(["sweep", *where, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["max_batch_size"] == 0
+    assert [fit["change"] for fit in row["what_fits"]["fits"]] == ["--loss chunked"]
+    assert row["what_fits"]["fits"][0]["peak_bytes"] <= (60 << 20) + find_gpu("a100 40gb").context_bytes

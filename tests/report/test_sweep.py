@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from batchfinder.accumulation import AccumulationPlan
 from batchfinder.devices import Card, Device, Price
+from batchfinder.recording.what_fits import Fit, WhatFits
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -267,3 +269,25 @@ def test_a_plan_is_made_of_the_size_at_full_speed() -> None:
     known = replace(row(target_batch_size=256), throughput=Throughput(71, 100, RATES, True, 5, 0.004))
     assert known.plan is not None
     assert (known.plan.micro_batch_size, known.plan.accumulation) == (64, 4)
+
+
+def test_what_fits_stands_below_a_row_in_which_nothing_does() -> None:
+    """The first change, other GPUs, and the command that says more, with the options of the sweep; and in the JSON."""
+    options = StepOptions(precision="bf16-true", gpus=16, strategy="fsdp2")
+    changed = replace(options, loss="chunked")
+    fit = Fit("--loss chunked", changed, AccumulationPlan(256, 2, 8, 16), 9 * GIB, 5, trains_adapters=False)
+    found = WhatFits(options, 20 * GIB, 5, (fit,), tried=3, ruled_out=0, larger_gpus=("A10", "A30"))
+    nothing = needing(20 * GIB)
+    cell = replace(nothing.cell, options=options)
+    notes = sweep_table([replace(nothing, cell=cell, what_fits=found)]).notes
+    about = [
+        note.removeprefix("bert-base at 64 on T4: ") for note in notes if note.startswith("bert-base at 64 on T4: ")
+    ]
+    assert about == [
+        "trains with --loss chunked: micro-batch x accumulation 2 x 8 x 16 devices = 256",
+        "as asked for it trains on A10, A30",
+        'batchfinder plan --model bert-base --gpu "T4" --seq-len 64 --target-batch-size 256 --precision bf16-true '
+        "--strategy fsdp2 --gpus 16 shows what else would do",
+    ]
+    assert replace(nothing, what_fits=found).to_json()["what_fits"]["fits"][0]["loss"] == "chunked"
+    assert "what_fits" not in nothing.to_json()
