@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +40,24 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file.write_text(json.dumps(MODELS["llama"]))
     where = ("--model", str(file), "--seq-len", "1024", "--gpu", "a100 40gb", "--target-batch-size", "4")
     where += ("--budget", "45MiB", "--keep", "precision", "--keep", "optimizer")
-    found = planned(capsys, *where)
+    page = tmp_path / "plan.md"
+    found = planned(capsys, *where, "--markdown", str(page))
     assert found["trains"]
     least = found["fits"][0]
     assert least["change"].endswith("--loss chunked")
     assert (least["precision"], least["optimizer"], least["trains_adapters"]) == ("fp32", "adamw", False)
     assert found["micro_batch_size"] * found["accumulation"] == found["effective_batch_size"] == 4
     assert least["peak_bytes"] < found["sample_bytes"]
-    assert main(["plan", *where]) == 0
-    printed = capsys.readouterr().out
-    title, details, has, _, heading, _, asked, first, *_ = printed.splitlines()
-    assert title == f"Plan for 4 samples of {file} at 1024 on A100 40GB, 45.00 MiB budget, simulated"
+    written = page.read_text()
+    title, details, has, heading, _, asked, first, *_ = [line for line in written.splitlines() if line]
+    assert title == f"**Plan for 4 samples of {file} at 1024 on A100 40GB, 45.00 MiB budget, simulated**"
     assert details == "fp32, adamw"
     assert "of which the CUDA context takes" in has
-    assert [word.strip() for word in re.split("  +", heading)] == [
-        *("change", "micro-batch x accumulation", "peak", "FLOPs", "what trains")
-    ]
-    assert asked.startswith("as asked for ")
-    assert "1 does not fit" in asked
-    assert first.startswith(least["change"])
-    assert f"the least change that trains is {least['change']}: micro-batch x accumulation" in printed
-    assert "as asked for it trains on " in printed
+    assert heading == "| change | micro-batch x accumulation | peak | FLOPs | what trains |"
+    assert asked.startswith("| as asked for | 1 does not fit | ")
+    assert first.startswith(f"| {least['change']} | ")
+    assert f"the least change that trains is {least['change']}: micro-batch x accumulation" in written
+    assert "as asked for it trains on " in written
 
 
 @pytest.mark.parametrize(

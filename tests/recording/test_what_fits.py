@@ -85,7 +85,7 @@ def all_that_train(look: FitSearch) -> list[StepOptions]:
 @pytest.mark.parametrize(
     ("model", "budget", "change"),
     [
-        ("llama", "93MiB", "--loss chunked"),
+        pytest.param("llama", "93MiB", "--loss chunked", marks=pytest.mark.slow),
         ("llama", "45MiB", "--gradient-checkpointing selective --loss chunked"),
         pytest.param("bert", "78MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param("deep-llama", "140MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
@@ -113,7 +113,11 @@ def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budg
     [
         (StepOptions(), 1),
         (StepOptions(precision="bf16-mixed", gradient_checkpointing="selective"), 2),
-        (StepOptions(precision="bf16-true", lora=16, lora_targets="all-linear", gradient_checkpointing=True), 2),
+        pytest.param(
+            StepOptions(precision="bf16-true", lora=16, lora_targets="all-linear", gradient_checkpointing=True),
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["whole", "selective", "lora"],
 )
@@ -143,6 +147,8 @@ def test_what_is_ruled_out_does_not_fit(looking: Looking, options: StepOptions) 
         assert look._may_fit(options) == may_fit
 
 
+@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_adapters_are_for_where_nothing_else_trains(looking: Looking) -> None:
     """They say so; and where they are allowed they come last."""
     found = looking("wide-llama", "51MiB", seq_len=16).find({"checkpointing", "loss"})
@@ -158,6 +164,7 @@ def test_adapters_are_for_where_nothing_else_trains(looking: Looking) -> None:
     assert roomy.find({"checkpointing", "loss"}, allow=("lora",), count=9).fits[-1].trains_adapters
 
 
+@pytest.mark.slow
 def test_runners_up_have_larger_micro_batches(looking: Looking) -> None:
     """The one that computes most again, of the kind of training that the first is."""
     first, second = looking("llama", "93MiB").find(KEPT).fits
