@@ -341,6 +341,7 @@ def test_a_sweep_writes_what_it_found(run: Run, tiny: Path) -> None:
     assert "has these sizes already" in again.err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_plan_writes_its_sizes_and_names_its_options(run: Run, tiny: Path) -> None:
     """Options that it adds are left to the reader."""

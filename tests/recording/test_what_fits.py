@@ -85,7 +85,7 @@ def all_that_train(look: FitSearch) -> list[StepOptions]:
 @pytest.mark.parametrize(
     ("model", "budget", "change"),
     [
-        pytest.param("llama", "93MiB", "--loss chunked", marks=pytest.mark.slow),
+        pytest.param("llama", "93MiB", "--loss chunked", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         ("llama", "45MiB", "--gradient-checkpointing selective --loss chunked"),
         pytest.param("bert", "78MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param("deep-llama", "140MiB", None, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
@@ -116,7 +116,7 @@ def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budg
         pytest.param(
             StepOptions(precision="bf16-true", lora=16, lora_targets="all-linear", gradient_checkpointing=True),
             2,
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.exhaustive],
         ),
     ],
     ids=["whole", "selective", "lora"],
