@@ -87,7 +87,7 @@ def page_cell(model: str, card: Card, seq_len: int | None, found: WhatFits, head
         facts = [("train with", typed), ("micro-batch x accumulation", str(least.plan)), *facts]
     changes = [
         {
-            "change": fit.change,
+            "change": f"{fit.change} (predicted)" if fit.predicted else fit.change,
             "batch_size": fit.plan.micro_batch_size,
             "peak_bytes": fit.peak_bytes,
             "max_batch_size": fit.plan.micro_batch_size,

@@ -213,7 +213,11 @@ class FitSearch:
             adapters = self._adapters(members[0])
             if fits and (len(fits) >= count or fits[-1].plan.accumulation == 1 or (adapters and adapters not in allow)):
                 continue  # there are enough, there is nothing to gain, or what trains is to stay
-            fits += self._of_group(members, count - len(fits), runners_up=bool(fits))
+            for fit in self._of_group(members, count - len(fits), runners_up=bool(fits)):
+                alike = [other for other in fits if self._adapters(other.options) == adapters]
+                # What alters more has to be worth it.
+                if all(fit.plan.micro_batch_size > other.plan.micro_batch_size for other in alike):
+                    fits.append(fit)
         several = None
         if sharded is not None and all(fit.trains_adapters for fit in fits):
             self._say(f"recording {sharded.gpus} GPUs with --strategy fsdp2")
