@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -12,7 +13,7 @@ from batchfinder.cache.record import encode
 from batchfinder.cli.options import read_file, write_file
 from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.report.table import Columns, Table, assumptions
-from batchfinder.report.terminal import printable
+from batchfinder.report.terminal import printable, tell
 from batchfinder.results import SearchResult
 from batchfinder.units import format_bytes
 
@@ -44,6 +45,12 @@ def main(arguments: argparse.Namespace) -> int:
             chosen = {record.key.digest: record for record in (_one(store, digits) for digits in arguments.record)}
             gone = sum(store.remove(record.key) for record in chosen.values())
         else:
+            if not arguments.yes and sys.stdin is not None and sys.stdin.isatty():
+                count = len(list(store.records()))
+                tell(f"batchfinder: remove all {count} records of {printable(store.url)}, measured ones too? [y/N]")
+                if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                    tell("batchfinder: nothing was removed")
+                    return 1
             gone = store.clear()
         print(f"{gone} record{'s' * (gone != 1)} removed from {store.url}")
     elif command == "export":

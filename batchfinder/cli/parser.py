@@ -448,6 +448,10 @@ CACHE = Command(
             {
                 "": {
                     "record": {"nargs": "*", "metavar": "RECORD", "help": "the first digits of a name in the list"},
+                    "--yes": {
+                        "action": "store_true",
+                        "help": "remove all without asking, as it does on a terminal",
+                    },
                     **_CACHE,
                 }
             },

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,6 +76,22 @@ def test_the_size_at_full_speed_is_listed_where_it_is_known(cache: Store, capsys
     assert (one.split()[-2:], other.split()[-1]) == (["2026-11-20", "190"], "2026-11-20")
     _, out, _ = _run(capsys, "show", record.key.digest[:12])
     assert "full speed from 190 on, at 808 ± 1.0 % samples/s (best: 816 ± 2.0 % at 269)" in out
+
+
+@pytest.mark.parametrize(("answer", "gone"), [("", False), ("n\n", False), ("y\n", True)])
+def test_a_terminal_is_asked_before_all_goes(
+    cache: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answer: str, gone: bool
+) -> None:
+    """With how many there are; --yes does not ask."""
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    code, _, said = _run(capsys, "clear")
+    assert "remove all 2 records of memory://of-test-cache, measured ones too? [y/N]" in said
+    assert (code, len(list(cache.records()))) == ((0, 0) if gone else (1, 2))
+    assert ("nothing was removed" in said) == (not gone)
+    assert _run(capsys, "clear", "--yes")[0] == 0
+    assert not list(cache.records())
 
 
 def test_an_empty_cache(cache: Store, capsys: pytest.CaptureFixture[str]) -> None:
