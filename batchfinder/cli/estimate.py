@@ -37,7 +37,6 @@ _LIGHTER_OPTIMIZERS = {
     "adafactor": ("sgd",),
     "sgd-momentum": ("sgd",),
 }
-_BF16_CAPABILITY = (8, 0)
 _STRATEGIES = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3, FSDP": "fsdp2"}
 """What is shown for several GPUs where none was asked for, by the names that it has there."""
 
@@ -236,7 +235,7 @@ def changes_nothing(changes: Changes, alone: Estimate) -> bool:
 def single_changes(request: EstimateRequest, brings_optimizer: bool) -> list[Changes]:
     """The changes worth trying, one at a time; a workload's own optimizer is not replaced."""
     asked = request.options
-    bf16 = request.card.device.compute_capability >= _BF16_CAPABILITY
+    bf16 = request.card.device.has_bf16
     worth: list[Changes] = []
     if asked.precision == "fp32":
         worth.append({"precision": "bf16-mixed" if bf16 else "16-mixed"})

@@ -214,7 +214,7 @@ def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def longest_stack(model: nn.Module) -> nn.ModuleList | None:
-    """Of the stacks of layers that are in no other one, the longest; None where there is none."""
+    """The longest `nn.ModuleList` of layers that is not inside another one; None for a model without."""
     stacks = layer_stacks(model)
     inner = {id(part) for stack in stacks for layer in stack for part in layer.modules()}
     return max((stack for stack in stacks if id(stack) not in inner), key=len, default=None)

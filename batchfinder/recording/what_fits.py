@@ -39,24 +39,16 @@ KEEPABLE = ("precision", "optimizer", "loss", "checkpointing")
 ADAPTERS = ("lora", "qlora")
 COUNT = 3
 """How many are found: the mildest, and two runners-up."""
-_BF16_CAPABILITY = (8, 0)
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 """By what is computed again: no matrix products, and then all of those of the layers' forward."""
 
 _CHANGED = {"16-mixed": 1, "bf16-mixed": 1, "adamw-8bit": 2, "bf16-true": 4, "lora": 8, "qlora": 16}
 """How much each choice changes about training: each is more than those before it together."""
 
-_WORDS = {
-    "precision": "--precision {}",
-    "optimizer": "--optimizer {}",
-    "lora": "--lora {}",
-    "lora_targets": "--lora-targets {}",
-    "quantization": "--quantization {}",
-    "attention": "--attention {}",
-    "gradient_checkpointing": "--gradient-checkpointing {}",
-    "loss": "--loss {}",
-}
-"""The options that may be changed, as they are typed."""
+_CHANGEABLE = (
+    *("precision", "optimizer", "lora", "lora_targets", "quantization", "attention", "gradient_checkpointing", "loss"),
+)
+"""The options that may be changed, in the order in which they are typed."""
 
 _EIGHT_BIT_STATE_BYTES = 2
 """Of Adam's two states, for each parameter that trains."""
@@ -105,8 +97,10 @@ class WhatFits:
         fits: from the mildest change on; empty where nothing trains.
         tried: how many combinations of options were recorded.
         ruled_out: how many were not, as their weights, gradients and optimizer state alone are too much.
-        larger_gpus: names of the smallest cards on which one sample trains as asked for; empty where it does here.
-        several_gpus: how many GPUs of this kind train it as asked for, sharded by FSDP2; None where it was not tried.
+        larger_gpus: names of the smallest cards with the memory that one sample takes as asked for; empty where it
+            trains here.
+        several_gpus: how many GPUs of this kind train it as asked for, sharded by FSDP2; None where 2, 4 and 8 do not,
+            or were not tried.
         missing: what could not be tried, in words.
         unmodelled: what the figures leave out, in words.
     """
@@ -249,7 +243,7 @@ class FitSearch:
     def candidates(self, keep: Collection[str] = ()) -> list[StepOptions]:
         """The options that may be used, the least change first, and of those the ones that compute least again."""
         asked, how = self.asked, self.asked.gradient_checkpointing
-        bf16 = self.card.device.compute_capability >= _BF16_CAPABILITY
+        bf16 = self.card.device.has_bf16
         precisions, optimizers, losses = [asked.precision], [asked.optimizer], [asked.loss]
         schemes: tuple[bool | str, ...] = (how,)
         attentions = ["eager", "sdpa"] if asked.attention == "eager" else [asked.attention]
@@ -352,7 +346,7 @@ class FitSearch:
 
     def _is_refused(self, options: StepOptions) -> bool:
         """Whether the model is known to refuse one of the options, or to fail with them."""
-        return options in self._failed or any((name, getattr(options, name)) in self._refused for name in _WORDS)
+        return options in self._failed or any((name, getattr(options, name)) in self._refused for name in _CHANGEABLE)
 
     def _may_train(self, options: StepOptions) -> bool:
         """Whether what tensors hold with one sample leaves room for it; not where the model refuses the options.
@@ -368,7 +362,7 @@ class FitSearch:
             self._missing[str(error)] = None
             name = "quantization" if options.quantization != self.asked.quantization else "lora"
         except InvalidValue as error:
-            if error.option not in _WORDS or getattr(options, error.option) == getattr(self.asked, error.option):
+            if error.option not in _CHANGEABLE or getattr(options, error.option) == getattr(self.asked, error.option):
                 raise
             name = error.option
         except BatchFinderError:
@@ -477,8 +471,14 @@ class FitSearch:
         return round(self._beyond(few.flops, more.flops)) if self._layers else more.flops
 
     def _larger_gpus(self, sample_bytes: int) -> tuple[str, ...]:
-        needed, bf16 = sample_bytes - self.card.device.context_bytes, self.asked.precision.startswith("bf16")
-        return tuple(gpu.name for gpu in smallest_gpus(needed, bf16=bf16, communicators=self.asked.communicators))
+        device, bf16 = self.card.device, self.asked.precision.startswith("bf16")
+        found = smallest_gpus(
+            sample_bytes - device.context_bytes,
+            bf16=bf16,
+            oldest=device.compute_capability,  # on an older one other kernels run
+            communicators=self.asked.communicators,
+        )
+        return tuple(gpu.name for gpu in found)
 
     def _sharded(self) -> StepOptions | None:
         """The options asked for on the fewest GPUs of this kind that may train one sample each, sharded by FSDP2."""
@@ -508,9 +508,7 @@ def _most(trace: Trace) -> list[int]:
 
 def changes_as_typed(asked: StepOptions, options: StepOptions) -> str:
     """The options that differ from those asked for, as they are typed."""
-    changed = [
-        (words, getattr(options, name))
-        for name, words in _WORDS.items()
-        if getattr(asked, name) != getattr(options, name)
-    ]
-    return " ".join(words.format("full" if value is True else value) for words, value in changed)
+    changed = {name: getattr(options, name) for name in _CHANGEABLE if getattr(asked, name) != getattr(options, name)}
+    return " ".join(
+        f"--{name.replace('_', '-')} {'full' if value is True else value}" for name, value in changed.items()
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -53,13 +54,19 @@ class Cell:
 
     @property
     def plan_command(self) -> str:
-        """What `batchfinder plan` is asked for the same."""
-        length = "" if self.seq_len is None else f"--seq-len {self.seq_len} "
-        asked = changes_as_typed(StepOptions(), self.options)
-        if self.options.strategy is not None:
-            asked += f" --strategy {self.options.strategy} --gpus {self.options.gpus}"
-        where = f'--model {self.model} --gpu "{self.card.device.name}"'
-        return f"{where} {length}--target-batch-size {self.target_batch_size or 8} {asked}".rstrip()
+        """The options with which `batchfinder plan` is asked the same."""
+        options, limits = self.options, self.card.device.name.split(", ")
+        words = [] if limits[0].endswith(" budget") else ["--gpu", limits.pop(0)]
+        for limit in limits:  # as `device_for` and `device_with_budget` name them
+            size, unit, kind = limit.split(" ")[:3]
+            words += [f"--{kind}", f"{size}{unit}"]
+        words += [] if self.seq_len is None else ["--seq-len", str(self.seq_len)]
+        words += ["--target-batch-size", str(self.target_batch_size or 8)]
+        words += changes_as_typed(StepOptions(), options).split()
+        words += ["--packed"] if options.packed else []
+        words += [] if options.compile is None else ["--compile", options.compile]
+        words += [] if options.strategy is None else ["--strategy", options.strategy, "--gpus", str(options.gpus)]
+        return shlex.join(["--model", self.model, *words])
 
     @property
     def where(self) -> str:

@@ -1,4 +1,4 @@
-"""What is said of options that train where those asked for do not: a table, JSON, and one line with a command."""
+"""What is said of options that train where those asked for do not: a table, or lines below another one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _elsewhere(found: WhatFits, card: Card) -> list[str]:
         sharded = f"--strategy fsdp2 --gpus {found.several_gpus}"
         words.append(f"as asked for it trains on {found.several_gpus} of {card.name}, sharded: {sharded}")
     if found.larger_gpus:
-        words.append(f"as asked for it trains on {', '.join(found.larger_gpus)}")
+        words.append(f"GPUs with the memory that it takes as asked for: {', '.join(found.larger_gpus)}")
     elif found.fits and found.fits[0].change == "":
         return words
     else:

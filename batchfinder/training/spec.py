@@ -156,7 +156,7 @@ class WorkloadFacts:
         versions: of the libraries that took part.
         warnings: what the user is told of how it was built.
         recorder: what records its steps: one of `RECORDERS`.
-        layers: how many the model's longest stack of layers has; 0 where there is none.
+        layers: the length of the model's longest list of layers; 0 for a model without.
     """
 
     fingerprint: str

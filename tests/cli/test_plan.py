@@ -57,7 +57,7 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert asked.startswith("| as asked for | 1 does not fit | ")
     assert first.startswith(f"| {least['change']} | ")
     assert f"the least change that trains is {least['change']}: micro-batch x accumulation" in written
-    assert "as asked for it trains on " in written
+    assert "GPUs with the memory that it takes as asked for: " in written
 
 
 @pytest.mark.parametrize(

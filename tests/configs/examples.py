@@ -119,7 +119,7 @@ fsdp_config:
 
 # torchtune: recipes/configs/llama3_1/8B_lora_single_device.yaml
 TORCHTUNE = """\
-output_dir: /tmp/out # moved later
+output_dir: ./out # moved later
 
 model:
   _component_: torchtune.models.llama3_1.lora_llama3_1_8b

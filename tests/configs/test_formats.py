@@ -195,7 +195,7 @@ def test_what_is_no_config_of_a_tool(text: str, name: str, said: str) -> None:
 
 
 def of(config: TrainingConfig, option: str) -> Any:
-    """The value of an option that was read; None where there is none."""
+    """The value that was read for an option; None where the file does not say it."""
     return config.options[option].value if option in config.options else None
 
 

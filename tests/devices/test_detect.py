@@ -99,7 +99,7 @@ def test_visible_gpus(visible: str | None, indices: list[int]) -> None:
 
 
 def test_a_driver_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is loaded where all cards are hidden; where no library can be loaded there is none."""
+    """With all cards hidden no library is tried; without a library that loads there is no driver."""
     loaded: list[str] = []
 
     def load(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from batchfinder.accumulation import AccumulationPlan
+from batchfinder.cli.options import asked_card, card, step_options
+from batchfinder.cli.parser import build_parser
 from batchfinder.devices import Card, Device, Price
 from batchfinder.recording.what_fits import Fit, WhatFits
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
@@ -285,9 +288,30 @@ def test_what_fits_stands_below_a_row_in_which_nothing_does() -> None:
     ]
     assert about == [
         "trains with --loss chunked: micro-batch x accumulation 2 x 8 x 16 devices = 256",
-        "as asked for it trains on A10, A30",
-        'batchfinder plan --model bert-base --gpu "T4" --seq-len 64 --target-batch-size 256 --precision bf16-true '
+        "GPUs with the memory that it takes as asked for: A10, A30",
+        "batchfinder plan --model bert-base --gpu T4 --seq-len 64 --target-batch-size 256 --precision bf16-true "
         "--strategy fsdp2 --gpus 16 shows what else would do",
     ]
     assert replace(nothing, what_fits=found).to_json()["what_fits"]["fits"][0]["loss"] == "chunked"
     assert "what_fits" not in nothing.to_json()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "budget", "context"),
+    [
+        ("a100 40gb", None, None),
+        ("a100 40gb", "60MiB", None),
+        ("t4", "60GiB", "1.30GiB"),
+        ("t4", None, "1.30GiB"),
+        (None, "12GiB", None),
+    ],
+)
+def test_the_command_for_a_plan_is_of_the_same_card(gpu: str | None, budget: str | None, context: str | None) -> None:
+    """With its budget and its CUDA context, as the command line reads them."""
+    asked = card(gpu, budget, context=context)
+    options = StepOptions(precision="bf16-true", packed=True, compile="layers")
+    words = ["plan", *shlex.split(replace(CELL, card=asked, model="a path/config.json", options=options).plan_command)]
+    arguments = build_parser().parse_args(words)
+    assert asked_card(arguments).device.usable_bytes == asked.device.usable_bytes
+    assert step_options(arguments) == options
+    assert (arguments.model, arguments.seq_len, arguments.target_batch_size) == ("a path/config.json", "64", "8")
