@@ -27,14 +27,13 @@ from batchfinder.huggingface.step import (
     own_loader,
     set_size,
 )
-from batchfinder.loop.options import LoopConfig, device_of, store_of
+from batchfinder.loop.options import LoopConfig, device_of
 from batchfinder.loop.result import TunedBatchSize
 from batchfinder.loop.tune import tune_loop
+from batchfinder.measure.options import SearchOptions
 from batchfinder.measure.trial import clear
-from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Trial
 from batchfinder.snapshot.training_state import TrainingState
-from batchfinder.units import parse_budget, parse_headroom
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -169,21 +168,22 @@ def tune_trainer(
         # A larger batch would be dropped, and none be left.
         most = max(min_batch_size, len(trainer.train_dataset) // args.world_size)
         max_batch_size = most if max_batch_size is None else min(max_batch_size, most)
-    limits = SearchLimits(
-        max_batch_size=max_batch_size,
-        tolerance=tolerance,
-        headroom=parse_headroom(headroom),
-        min_batch_size=min_batch_size,
-        multiple_of=multiple_of,
+    options = SearchOptions(
         target_batch_size=target if target_batch_size is None else target_batch_size,
-        num_devices=args.world_size,
-        exact=exact or target_batch_size is None,
-        certify=certify,
         goal=goal,
+        exact=exact or target_batch_size is None,
+        headroom=headroom,
+        min_batch_size=min_batch_size,
+        max_batch_size=max_batch_size,
+        multiple_of=multiple_of,
+        tolerance=tolerance,
+        budget=budget,
+        cache=cache,
+        certify=certify,
     )
-    budget_bytes = None if budget is None else parse_budget(budget)
+    limits = options.limits(num_devices=args.world_size)
     device = device_of(args.device, ())
-    store, outputs = store_of(cache), EvaluationOutputs()
+    outputs = EvaluationOutputs()
 
     def search(loader: Any) -> TunedBatchSize:
         batches = TrainerBatches(loader, make_batch)
@@ -198,7 +198,7 @@ def tune_trainer(
         config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone, others=others)
         batches(limits.bounds.first, seq_len)
         key = functools.partial(make_key, trainer)
-        return tune_loop(config, limits, budget_bytes, [seq_len], store, on_trial, key).smallest
+        return tune_loop(config, limits, options.budget_bytes, [seq_len], options.store, on_trial, key).smallest
 
     found = where_training_begins(trainer, own_loader, probe_callbacks, search)
     clear(device)  # of what was prepared, such as DDP's buckets

@@ -59,7 +59,7 @@ from batchfinder.measure.oom import classify
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
 from batchfinder.snapshot.training_state import restore_on_exit
-from batchfinder.units import format_bytes, parse_budget, parse_headroom
+from batchfinder.units import format_bytes
 
 if TYPE_CHECKING:
     from batchfinder.lightning.compat import StageLoop
@@ -142,14 +142,14 @@ class BatchFinder(Accumulating):
     Attributes:
         batch_size: the size training was given; None before, and where the loader keeps one that cannot be seen.
         plan: how the target is made up; None without one, or before.
-        options: the arguments, each in one form.
+        options: the arguments.
         results: what was found, by stage and length.
 
     Raises:
         InvalidValue: names the argument and what it may be.
 
     Example:
-        >>> BatchFinder(target_batch_size=1024, headroom="5%").options.headroom
+        >>> BatchFinder(target_batch_size=1024, headroom="5%").options.limits().headroom
         0.05
     """
 
@@ -185,12 +185,12 @@ class BatchFinder(Accumulating):
             seq_lens=None if seq_lens is None else tuple(sorted(seq_lens, reverse=True)),
             make_batch=make_batch,
             also=(also,) if isinstance(also, str) else tuple(also),
-            headroom=parse_headroom(headroom),
+            headroom=headroom,
             min_batch_size=min_batch_size,
             max_batch_size=max_batch_size,
             multiple_of=multiple_of,
             tolerance=tolerance,
-            budget=None if budget is None else parse_budget(budget),
+            budget=budget,
             cache=cache,
             certify=certify,
             batch_size_attribute=batch_size_attribute,
@@ -376,7 +376,7 @@ class BatchFinder(Accumulating):
         elif self._micro_batching is not None:
             found_sizes["micro_batch_size"] = results[0].batch_size  # at the longest length
         self._applied["hyperparameters"] = Applied(undoing=[add_hyperparameters(trainer, found_sizes)])
-        self._memory = memory_of(trainer.strategy.root_device, options.budget)
+        self._memory = memory_of(trainer.strategy.root_device, options.budget_bytes)
         self._memory.reset_peak()
         self._retries_before = self._memory.retries()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,43 +10,30 @@ from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 
-from batchfinder.cache import Store
 from batchfinder.data.split import WEIGHTS, Weight
 from batchfinder.errors import InvalidValue
 from batchfinder.lightning.compat import callbacks_of, is_a
+from batchfinder.measure.options import SearchOptions
 from batchfinder.measure.tuner import SearchLimits
 
 IN_ORDER = "in_order"
 EVALUATION_STAGES = ("validate", "test", "predict")
 
 
-@dataclass(frozen=True)
-class FinderOptions:
-    """The arguments of a BatchFinder, each in one form; see there for what they mean.
+@dataclass(frozen=True, kw_only=True)
+class FinderOptions(SearchOptions):
+    """The arguments of a BatchFinder; see there for what they mean.
 
     Attributes:
         seq_lens: the longest first.
-        headroom: a share from 0.0 to below 1.0 (a float), or bytes (an int).
-        budget: bytes.
 
     Raises:
         InvalidValue: names the argument and what it may be.
     """
 
-    target_batch_size: int | None
-    goal: str
-    exact: bool
     seq_lens: tuple[int, ...] | None
     make_batch: Callable[[int, int | None], Any] | None
     also: tuple[str, ...]
-    headroom: float | int
-    min_batch_size: int
-    max_batch_size: int | None
-    multiple_of: int
-    tolerance: float
-    budget: int | None
-    cache: str | os.PathLike[str] | Store | bool | None
-    certify: bool
     batch_size_attribute: str
     probe_callbacks: tuple[Callback | type[Callback], ...]
     predict: bool | None
@@ -56,7 +42,7 @@ class FinderOptions:
     recover: bool | None
 
     def __post_init__(self) -> None:
-        self.limits().bounds  # noqa: B018  there are sizes to try
+        super().__post_init__()
         if self.split_batches and (self.min_batch_size > 1 or self.multiple_of > 1):
             name = "min_batch_size" if self.min_batch_size > 1 else "multiple_of"
             raise InvalidValue(
@@ -72,9 +58,6 @@ class FinderOptions:
         for stage in self.also:
             if stage not in EVALUATION_STAGES:
                 raise InvalidValue("also", stage, f"any of {', '.join(EVALUATION_STAGES)}")
-        for name in ("exact", "certify"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidValue(name, getattr(self, name), "True or False")
         if not (self.predict is None or isinstance(self.predict, bool)):
             raise InvalidValue("predict", self.predict, "True, False, or None for on a GPU only")
         if self.split_batches not in (True, False, IN_ORDER):
@@ -85,23 +68,9 @@ class FinderOptions:
             raise InvalidValue("recover", self.recover, "True, False, or None for with a single process only")
 
     def limits(self, **differing: Any) -> SearchLimits:
-        """What bounds a search, apart from what a stage and its data add to it."""
-        return SearchLimits(
-            **{
-                "max_batch_size": self.max_batch_size,
-                "tolerance": self.tolerance,
-                "headroom": self.headroom,
-                "min_batch_size": self.min_batch_size,
-                "multiple_of": self.multiple_of,
-                "target_batch_size": self.target_batch_size,
-                "goal": self.goal,
-                "exact": self.exact,
-                "certify": self.certify,
-                # A split batch's last micro-batch may be one sample.
-                "from_two": not self.split_batches,
-                **differing,
-            }
-        )
+        """What bounds a search; `differing` is what a stage and its data add to it."""
+        # A split batch's last micro-batch may be one sample.
+        return super().limits(**{"from_two": not self.split_batches, **differing})
 
 
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy")

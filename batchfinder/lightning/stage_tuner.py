@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 
-from batchfinder.cache import CacheKey, Store
+from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
 from batchfinder.cache.record import Record
 from batchfinder.cache.store import ResultEntry
@@ -117,7 +117,7 @@ class StageTuner:
         self._ranks = ranks
         self.records: list[Record] = []
         self._device = trainer.strategy.root_device
-        self._memory = memory_of(self._device, options.budget)
+        self._memory = memory_of(self._device, options.budget_bytes)
         spares = self._device.type == "cuda" and config.stage == "fit" and config.train is None
         before = capture_data(trainer, finder)
         try:
@@ -188,8 +188,7 @@ class StageTuner:
         """
         self._shapes = shapes = [Shape(seq_len) for seq_len in seq_lens]
         keys = self._keys(shapes)
-        cache, stage = self._options.cache, self._config.stage
-        store = cache if isinstance(cache, Store) else Store(None if cache is True else cache or None)
+        store, stage = self._options.store, self._config.stage
         name = type(self._trainer.lightning_module).__name__
         if resumed and not any(key.digest in resumed for key in keys):
             rank_zero_info(
@@ -214,7 +213,7 @@ class StageTuner:
             )
             try:
                 for shape, key in zip(shapes, keys, strict=True):
-                    entry = None if cache is False else store.entry(key, name)
+                    entry = None if store is None else store.entry(key, name)
                     kept = ResumedEntry(entry, resumed[key.digest]) if key.digest in resumed else entry
                     longer = results[-1].result if results and whole else None
                     if longer is not None and longer.shape.seq_len is not None and shape.seq_len is not None:

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from batchfinder.cache import CacheEntry, Store
 from batchfinder.cache.validity import outgrown
 from batchfinder.errors import CacheFailed, InvalidValue, OutOfMemory
-from batchfinder.loop.options import LoopConfig, check_single_process, device_of, store_of, warn_not_cached
+from batchfinder.loop.options import LoopConfig, check_single_process, device_of, warn_not_cached
 from batchfinder.loop.tune import make_key
 from batchfinder.measure.device_memory import memory_of
+from batchfinder.measure.options import store_of
 from batchfinder.measure.trial import Failure, attempt, clear
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict

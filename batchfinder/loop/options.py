@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from batchfinder.cache import Store
 from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.snapshot.training_state import TrainingState
 
@@ -103,15 +101,6 @@ def check_arguments(option: str, function: Callable[..., object], *given: str) -
         name = getattr(function, "__qualname__", type(function).__qualname__)
         expected = f"a function that is called with {' and '.join(given)}, and nothing else"
         raise InvalidValue(option, f"{name}{signature}", f"{expected} ({error})") from None
-
-
-def store_of(cache: str | os.PathLike[str] | Store | bool | None) -> Store | None:
-    """The store that was asked for: True or None for the default place, False for none."""
-    if cache is False:
-        return None
-    if isinstance(cache, Store):
-        return cache
-    return Store(None if cache is True else cache)
 
 
 def warn_not_cached(error: CacheFailed) -> None:

@@ -25,17 +25,17 @@ from batchfinder.distributed.agreement import (
     forget_used_parameters,
 )
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.options import LoopConfig, check_arguments, device_of, store_of, warn_not_cached, world_size
+from batchfinder.loop.options import LoopConfig, check_arguments, device_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
+from batchfinder.measure.options import SearchOptions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import Shape, Trial
-from batchfinder.units import parse_budget, parse_headroom
 
 _log = logging.getLogger(__name__)
 
@@ -254,22 +254,23 @@ def tune_batch_size(
     """
     if seq_lens is not None and (not seq_lens or min(seq_lens) < 1):
         raise InvalidValue("seq_lens", seq_lens, "lengths of at least 1, or None for data of one fixed shape")
-    limits = SearchLimits(
-        max_batch_size=max_batch_size,
-        tolerance=tolerance,
-        headroom=parse_headroom(headroom),
-        min_batch_size=min_batch_size,
-        multiple_of=multiple_of,
+    options = SearchOptions(
         target_batch_size=target_batch_size,
-        num_devices=world_size() if num_devices is None else num_devices,
-        exact=exact,
-        certify=certify,
         goal=goal,
+        exact=exact,
+        headroom=headroom,
+        min_batch_size=min_batch_size,
+        max_batch_size=max_batch_size,
+        multiple_of=multiple_of,
+        tolerance=tolerance,
+        budget=budget,
+        cache=cache,
+        certify=certify,
     )
-    budget_bytes = None if budget is None else parse_budget(budget)
+    limits = options.limits(num_devices=world_size() if num_devices is None else num_devices)
     named = tuple(state) if isinstance(state, list | tuple) else (state,)
     check_arguments("train_step", train_step, "the batch")
     check_arguments("make_batch", make_batch, "batch_size", "seq_len")
     config = LoopConfig(train_step, make_batch, named, device_of(device, named))
     lengths = sorted(set(seq_lens), reverse=True) if seq_lens else [None]
-    return tune_loop(config, limits, budget_bytes, lengths, store_of(cache), on_trial)
+    return tune_loop(config, limits, options.budget_bytes, lengths, options.store, on_trial)

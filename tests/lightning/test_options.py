@@ -155,8 +155,7 @@ def test_an_option_set_after_construction_is_refused(name: str) -> None:
 def test_texts_are_read_as_elsewhere() -> None:
     """Shares and sizes as on the command line; one stage needs no list."""
     options = BatchFinder(headroom="5%", budget="1GiB", also="validate").options
-    assert (options.headroom, options.budget, options.also) == (0.05, 1 << 30, ("validate",))
-    assert BatchFinder(headroom="1GiB").options.headroom == 1 << 30
+    assert (options.limits().headroom, options.budget_bytes, options.also) == (0.05, 1 << 30, ("validate",))
 
 
 def test_fast_dev_run_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
