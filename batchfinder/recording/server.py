@@ -21,6 +21,7 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -80,6 +81,8 @@ class RecordingServer:
     silent_seconds: float
     recorder: str = FAKE_DEVICE
     workload: Any = None
+    built_in_forks: dict[str, Any] | None = None
+    """How to build a workload that cannot be built here: bitsandbytes, which peft imports, would initialize CUDA."""
     not_built: BaseException | None = None
     mode: Any = None
     warnings: list[str] = field(default_factory=list)  # what the user is told of the build
@@ -127,7 +130,8 @@ class RecordingServer:
                     from batchfinder.recording import distributed
 
                     distributed.prepare()  # here once, and not in every fork
-                if (request["record"]["workload"] or {}).get("arguments", {}).get("lora") and self.workload is not None:
+                adapters = (request["record"]["workload"] or {}).get("arguments", {}).get("lora")
+                if adapters and self.workload is not None and self.recorder == FAKE_DEVICE:
                     with suppress(Exception):  # raised again, and told, in the fork
                         import_module("peft")
                 done, child_end = pipe()
@@ -148,8 +152,6 @@ class RecordingServer:
         try:
             import torch
 
-            from batchfinder.models.build import longest_stack
-            from batchfinder.models.fingerprint import fingerprint_workload
             from batchfinder.recording.fake_device import FakeDeviceMode
             from batchfinder.recording.modules import compiled_modules
             from batchfinder.recording.user_kernels import skip_triton_launches
@@ -160,23 +162,18 @@ class RecordingServer:
             if on_fake_device:
                 skip_triton_launches()
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
+            if not on_fake_device and arguments.get("lora"):
+                self.built_in_forks = {"builder": builder, "arguments": arguments}
+                answer(
+                    self.answers, _in_a_fork(lambda: self._facts(self._build(builder, arguments), builder, arguments))
+                )
+                return
             self.workload = self._build(builder, arguments)
             if on_fake_device and compiled_modules(self.workload.model) and find_spec("triton") is not None:
                 from batchfinder.recording import inductor
 
                 inductor.prepare()  # here once, and not in every fork
-            versions = installed("torch", "transformers", "pytorch-lightning")
-            facts = {
-                "fingerprint": fingerprint_workload(self.workload, builder, str(arguments.get("spec", ""))),
-                "max_seq_len": self.workload.max_seq_len,
-                "seq_len_unit": self.workload.seq_len_unit,
-                "brings_optimizer": self.workload.optimizer is not None,
-                "versions": versions,
-                "warnings": self.warnings,
-                "parallelizes": self.workload.parallelize is not None,
-                "recorder": self.recorder,
-                "layers": len(longest_stack(self.workload.model) or ()),
-            }
+            facts = self._facts(self.workload, builder, arguments)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -186,6 +183,23 @@ class RecordingServer:
             answer(self.answers, {"facts": facts})
         finally:
             gc.set_threshold(*thresholds)
+
+    def _facts(self, workload: Any, builder: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The fields of `WorkloadFacts`."""
+        from batchfinder.models.build import longest_stack
+        from batchfinder.models.fingerprint import fingerprint_workload
+
+        return {
+            "fingerprint": fingerprint_workload(workload, builder, str(arguments.get("spec", ""))),
+            "max_seq_len": workload.max_seq_len,
+            "seq_len_unit": workload.seq_len_unit,
+            "brings_optimizer": workload.optimizer is not None,
+            "versions": installed("torch", "transformers", "pytorch-lightning"),
+            "warnings": self.warnings,
+            "parallelizes": workload.parallelize is not None,
+            "recorder": self.recorder,
+            "layers": len(longest_stack(workload.model) or ()),
+        }
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
         """The workload, on fake tensors; with real weights where the user's code cannot do without their values.
@@ -237,7 +251,7 @@ class RecordingServer:
             from batchfinder.training.spec import StepConfig
 
             torch.set_num_threads(1)  # whatever the user's code has set
-            workload, other = self.workload, job["workload"]
+            workload, other = self.workload, job["workload"] or self.built_in_forks
             self.warnings.clear()
             if other is not None:
                 workload = self._build(other["builder"], other["arguments"])
@@ -271,6 +285,28 @@ class RecordingServer:
         partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
         os._exit(0)
+
+
+def _in_a_fork(make_facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The answer with facts that a fork has found, or with what it raised."""
+    read, write = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(read)
+        try:
+            said = {"facts": make_facts()}
+        except BaseException as error:
+            said = {"error": describe(error)}
+        with os.fdopen(write, "w") as file:
+            json.dump(said, file, default=repr)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    os.waitpid(process, 0)
+    return (
+        json.loads(text) if text else {"error": describe(RecordingFailed("the workload's process died as it built it"))}
+    )
 
 
 def _reads_values(text: str) -> str:

@@ -18,7 +18,7 @@ from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.results import Shape
 from batchfinder.stub_cards import card_of_device
 from batchfinder.testing import CudaStub
-from batchfinder.training.spec import CUDA_BUILD, RecordingJob, StepConfig, WorkloadSpec
+from batchfinder.training.spec import CUDA_BUILD, RecordingJob, StepConfig, StepOptions, WorkloadSpec
 
 pytestmark = pytest.mark.cuda_build
 # As wide as real ones: the values of smaller tensors would be computed.
@@ -37,14 +37,14 @@ def build() -> None:
         pytest.skip(str(error))
 
 
-def peaks(path: str, config: StepConfig, batch_size: int, seq_len: int) -> tuple[int, int]:
+def peaks(spec: WorkloadSpec, config: StepConfig, batch_size: int, seq_len: int) -> tuple[int, int]:
     """Most allocated and most reserved of the step, as the allocator on the card counts them."""
     import torch
 
     from batchfinder.models import build_workload
     from batchfinder.training.step import Step
 
-    workload = build_workload(path)
+    workload = build_workload(**spec.arguments)
     device = torch.device("cuda", 0)
     step = Step(workload, config, device)
     workload.model.to(device, step.weights_dtype)
@@ -54,20 +54,21 @@ def peaks(path: str, config: StepConfig, batch_size: int, seq_len: int) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "config", "batch_size"),
+    ("model", "gpu", "options", "micro_batches", "batch_size"),
     [
-        (BERT, "H100", StepConfig(precision="16-mixed"), 8),
-        (GPT2, "T4", StepConfig(optimizer="adafactor", micro_batches=2), 5),
+        (BERT, "H100", StepOptions(precision="16-mixed"), 1, 8),
+        (GPT2, "T4", StepOptions(optimizer="adafactor"), 2, 5),
+        (GPT2, "T4", StepOptions(lora=8), 1, 5),
     ],
 )
 def test_a_recorded_step_is_the_step(
-    model: dict[str, Any], gpu: str, config: StepConfig, batch_size: int, tmp_path: Path
+    model: dict[str, Any], gpu: str, options: StepOptions, micro_batches: int, batch_size: int, tmp_path: Path
 ) -> None:
-    """Replayed on the card, it has the peaks that PyTorch counts, to the byte."""
+    """Replayed on the card, it has the peaks that PyTorch counts, to the byte; peft's adapters are built in forks."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(model))
-    real = CudaStub(gpu=gpu).run(peaks, str(path), config, batch_size, 64).result
-    spec = WorkloadSpec("batchfinder.models:build_workload", {"spec": str(path)})
+    spec, config = options.workload(str(path)), options.step(micro_batches)
+    real = CudaStub(gpu=gpu).run(peaks, spec, config, batch_size, 64).result
     with Simulation(spec, config, CUDA_BUILD) as simulation:
         assert simulation.facts().recorder == CUDA_BUILD
         probe = simulation.probe(device_for(find_gpu(gpu)), [64])
@@ -95,7 +96,8 @@ def test_the_command(tmp_path: Path) -> None:
     """`estimate --recorder cuda-build` has PyTorch's own peaks, which the fake device misses here, and says so in JSON."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(BERT))
-    real = CudaStub(gpu="T4").run(peaks, str(path), StepConfig(), 8, 128).result
+    spec = StepOptions().workload(str(path))
+    real = CudaStub(gpu="T4").run(peaks, spec, StepConfig(), 8, 128).result
     command = [sys.executable, "-m", "batchfinder", "estimate", "--model", "config.json", "--gpu", "t4", "--json"]
     done = subprocess.run(
         [*command, "--recorder", "cuda-build"], capture_output=True, text=True, cwd=tmp_path, check=True
