@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -23,6 +24,7 @@ class Case(NamedTuple):
     commands: tuple[str, ...] = ()
     code: str = ""  # of a notebook's cell, whose last line is shown
     copied: str = ""  # of a file in the repository, into the folder in which the commands run
+    notebook: str = ""  # whose cells are run, but for the one that installs
 
 
 QLORA = (
@@ -63,6 +65,12 @@ CASES = (
         "A LightningModule in a notebook",
         "As it is, with its own step, optimizer and data; it is left as it was.",
         code=NET,
+    ),
+    Case(
+        "The notebook for Colab, without a GPU",
+        "Its cells, one after the other ([notebook](notebooks/colab.ipynb)). In a runtime with a T4 the check compares "
+        "its prediction with the card, and the fit finds the size there.",
+        notebook="docs/notebooks/colab.ipynb",
     ),
     Case(
         "A 7B model on 24 GB, from an axolotl config",
@@ -127,6 +135,43 @@ def output_of(words: list[str], cache: Path, folder: Path) -> str:
     return "\n".join([*said, done.stdout.rstrip()])
 
 
+CELLS = """
+import ast, contextlib, io, json, sys
+namespace, printed = {"__name__": "__main__"}, []
+for source in json.load(sys.stdin):
+    body = ast.parse(source).body
+    last = body.pop() if isinstance(body[-1], ast.Expr) else None
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(ast.Module(body, []), "cell", "exec"), namespace)
+        value = None if last is None else eval(compile(ast.Expression(last.value), "cell", "eval"), namespace)
+        if value is not None:
+            print(repr(value))
+    printed.append(said.getvalue())
+print(json.dumps(printed))
+"""
+"""Runs cells as a notebook does, which shows the value of a cell's last line."""
+
+
+def run_cells(notebook: Path, cache: Path, folder: Path) -> list[tuple[str, str]]:
+    """A notebook's cells of code but for the first, which installs; each with what it shows where there is no GPU.
+
+    Raises:
+        subprocess.CalledProcessError: a cell failed.
+    """
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    _, *sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    done = subprocess.run(
+        [sys.executable, "-c", CELLS],
+        input=json.dumps(sources),
+        cwd=folder,
+        env={**os.environ, "BATCHFINDER_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return list(zip(sources, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
 def shown(code: str) -> str:
     """A cell that prints the value of its last line, as a notebook does."""
     *lines, last = code.splitlines()
@@ -147,6 +192,9 @@ def main() -> None:
             if case.code:
                 printed = output_of(["-c", shown(case.code)], cache, ROOT)
                 parts.append(f"\n```python\n{case.code}```\n\n```\n{printed}\n```\n")
+            for source, said in run_cells(ROOT / case.notebook, cache, folder) if case.notebook else ():
+                parts.append(f"\n```python\n{source.rstrip()}\n```\n")
+                parts.append(f"\n```\n{said.rstrip()}\n```\n" if said.strip() else "")
             for command in case.commands:
                 printed = output_of(["-m", *shlex.split(command)], cache, folder)
                 parts.append(f"\n```console\n$ {command}\n{printed}\n```\n")
