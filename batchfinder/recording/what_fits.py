@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise, product
+from itertools import groupby, product
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
@@ -378,8 +378,8 @@ class FitSearch:
         if (options, batch_size) not in self._predicted:
             self._say(f"trying {changes_as_typed(self.asked, options) or 'the options that were asked for'}")
             few, more = self._with_few_layers(options, batch_size)
-            pairs = zip(_most(few), _most(more), strict=True)
-            most = max(round(self._beyond(*pair)) for pair in pairs) if self._layers else max(_most(more))
+            pairs = zip(few.most_held(), more.most_held(), strict=True)
+            most = max(round(self._beyond(*pair)) for pair in pairs) if self._layers else max(more.most_held())
             self._predicted[options, batch_size] = most
         return self._predicted[options, batch_size]
 
@@ -413,7 +413,7 @@ class FitSearch:
     def _beside_tensors(self, options: StepOptions) -> int:
         """What the allocator reserves beside what tensors hold: it grows little with layers and samples."""
         few = self.probe(options, _FEW_LAYERS[-1])
-        return few.needed_bytes(1, self.shape) - max(_most(few.trace(1, self.shape, exact=True)))
+        return few.needed_bytes(1, self.shape) - max(few.trace(1, self.shape, exact=True).most_held())
 
     def _fit(self, options: StepOptions, plan: AccumulationPlan, whole: bool) -> Fit | None:
         """A plan, with micro-batches that train: as large as it has, or smaller; None where not one sample does.
@@ -495,15 +495,6 @@ class FitSearch:
                     self.probe(options).traces.ask(1, self.shape.seq_len)
                     return options
         return None
-
-
-def _most(trace: Trace) -> list[int]:
-    """The most that tensors hold between each mark of a trace and the next, in bytes."""
-    held = list(
-        accumulate(trace.sizes[event] if event >= 0 else -trace.sizes[~event] for event in trace.structure.order)
-    )
-    ends = [mark.position for mark in trace.structure.marks] + [len(held)]
-    return [max(held[start:end], default=0) for start, end in pairwise(ends)]
 
 
 def changes_as_typed(asked: StepOptions, options: StepOptions) -> str:

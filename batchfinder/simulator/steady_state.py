@@ -349,17 +349,23 @@ class SimulatedProbe:
 
 
 def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
-    """A guess to start a search from: where a line through the peaks of two sizes crosses the card's capacity.
+    """A guess to start a search from: where a line through two sizes crosses the card's capacity, in the first stage.
+
+    At small sizes the peak may be the optimizer's, which takes the same at each; the forward's line is steeper.
 
     Returns:
         A size of at least 2, as a batch of one needs a recording of its own; where each size does, of at least 1.
     """
     small, large = probe.traces.two_sizes(shape.seq_len)
-    low, high = (probe.timeline(size, shape, UNLIMITED).max_allocated_bytes for size in (small, large))
-    per_sample = (high - low) / (large - small)
-    if per_sample <= 0:
+    low, high = (probe.trace(size, shape).most_held() for size in (small, large))
+    # Blocks are a little larger than what they hold.
+    filled = probe.timeline(large, shape, UNLIMITED).max_allocated_bytes - max(high)
+    room = probe.memory.capacity_bytes - filled
+    pairs = zip(low, high, strict=True) if len(low) == len(high) else [(max(low), max(high))]
+    rises = [(first, (second - first) / (large - small)) for first, second in pairs if second > first]
+    if not rises:
         return large
-    crossing = math.floor(small + (probe.memory.capacity_bytes - low) / per_sample)
+    crossing = min(math.floor(small + (room - first) / per_sample) for first, per_sample in rises)
     return max(2 if probe.traces.is_scaled(shape.seq_len) else 1, crossing)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 SCHEMA = 2
@@ -78,6 +79,13 @@ class Trace:
     compiled: bool = False
     flops: int = field(default=0, compare=False)
     alike: Mapping[tuple[int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict, compare=False)
+
+    def most_held(self) -> list[int]:
+        """The most that blocks hold before the first stage and in each, in bytes as they were asked for."""
+        taken = (self.sizes[event] if event >= 0 else -self.sizes[~event] for event in self.structure.order)
+        held = list(accumulate(taken))
+        ends = [0, *(mark.position for mark in self.structure.marks), len(held)]
+        return [max(held[start:end], default=0) for start, end in pairwise(ends)]
 
     def to_json(self) -> dict[str, Any]:
         """The trace as JSON values; names are written once and referred to by index."""

@@ -152,6 +152,23 @@ def test_no_slope_no_line() -> None:
     assert predict_max_batch_size(probe_of(DeviceMemory(12 * GIB, 11 * GIB), per_sample=0), SHAPE) == 32
 
 
+def test_a_peak_of_the_optimizer_hides_no_stage_that_grows() -> None:
+    """At small sizes the optimizer's 3 GiB are the peak, which has no slope; a sample takes 24 MiB in the forward."""
+
+    def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+        marks = StageMark(0, -1, "model"), StageMark(1, 0, "forward"), StageMark(3, 0, "optimizer")
+        structure = TraceStructure((0, 1, ~1, 2, ~2), marks, *(("", "", ""),) * 3)
+        future: Future[Trace] = Future()
+        future.set_result(Trace(batch_size, seq_len, structure, (GIB, batch_size * 24 * MIB, 3 * GIB)))
+        return future
+
+    asked = SimulatedProbe(TraceSource(submit, [128]), DeviceMemory(12 * GIB, 9 * GIB))
+    assert asked.trace(7, SHAPE).most_held() == [0, GIB, GIB + 7 * 24 * MIB, 4 * GIB]
+    answer = find_max_batch_size(asked, SHAPE, search=Secant(tolerance=0.0)).max_batch_size
+    assert answer == 8 * GIB // (24 * MIB)
+    assert abs(predict_max_batch_size(asked, SHAPE) - answer) <= 1
+
+
 class Unscaled:
     """Recordings whose events differ with the size: 24 MiB a sample, and `more` for it in one piece."""
 
