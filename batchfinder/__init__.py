@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from batchfinder.errors import SamplesTooLong as SamplesTooLong
     from batchfinder.errors import UnknownName as UnknownName
     from batchfinder.errors import UserCodeFailed as UserCodeFailed
-    from batchfinder.estimate.estimate import OverTime as OverTime
     from batchfinder.find import find_max_batch_size as find_max_batch_size
     from batchfinder.huggingface.tune import tune_trainer as tune_trainer
     from batchfinder.lightning.callback import BatchFinder as BatchFinder
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from batchfinder.loop.result import TunedBatchSize as TunedBatchSize
     from batchfinder.loop.result import TunedBatchSizes as TunedBatchSizes
     from batchfinder.loop.tune import tune_batch_size as tune_batch_size
+    from batchfinder.memory_use.breakdown import OverTime as OverTime
     from batchfinder.probe import FunctionProbe as FunctionProbe
     from batchfinder.probe import Probe as Probe
     from batchfinder.recording.simulate import SimulatedTraining as SimulatedTraining
@@ -79,7 +79,7 @@ _PUBLIC = {
         "UnknownName",
         "UserCodeFailed",
     ),
-    "estimate.estimate": ("OverTime",),
+    "memory_use.breakdown": ("OverTime",),
     "find": ("find_max_batch_size",),
     "huggingface.tune": ("tune_trainer",),
     "lightning.callback": ("BatchFinder",),

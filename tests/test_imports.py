@@ -20,7 +20,7 @@ HEAVY = (
 )
 BELOW_THE_LINE = (
     *("find", "simulator", "search", "cache", "accumulation", "devices", "retry", "probe", "results"),
-    *("errors", "estimate", "units"),
+    *("errors", "memory_use", "units"),
 )
 # These run in the process that prints: the recording process imports torch for them.
 ALSO_WITHOUT = (

@@ -12,7 +12,7 @@ from typing import Any
 from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
 from batchfinder.devices import Device
 from batchfinder.errors import BatchFinderError
-from batchfinder.estimate.estimate import Estimate, bytes_over_time, estimate
+from batchfinder.memory_use.breakdown import Estimate, bytes_over_time, estimate
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.recording.what_fits import FitSearch

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
 from batchfinder.devices import without_bf16
-from batchfinder.estimate.estimate import bytes_over_time
+from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.made_by import made_by

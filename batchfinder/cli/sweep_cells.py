@@ -27,10 +27,10 @@ from batchfinder.cli.sweep_request import CPU, SweepRequest
 from batchfinder.cuda_stub import StubSession
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, RecordingFailed
-from batchfinder.estimate.estimate import bytes_over_time
 from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
 from batchfinder.measure.tuner import SearchLimits, Tuner
+from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.probe import Probe
 from batchfinder.recording.simulation import (
     Simulation,

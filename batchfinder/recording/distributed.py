@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from batchfinder.errors import InvalidValue
-from batchfinder.estimate.sharding import bucket_sizes
+from batchfinder.memory_use.sharding import bucket_sizes
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.training.spec import FSDP1_STRATEGIES, STRATEGIES, StepConfig
@@ -115,7 +115,7 @@ class BucketViews:
 
     A gradient is copied into its bucket as soon as it is ready and goes (`mark_variable_ready_dense` and
     `finalize_bucket_dense` of https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/reducer.cpp).
-    In the first step there is one bucket; `estimate.sharding` says which there are later.
+    In the first step there is one bucket; `memory_use.sharding` says which there are later.
 
     Attributes:
         sums: whether this backward's gradients are summed over the GPUs; else they stay where they are (`no_sync`).

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchfinder.devices import all_gpus, device_for
 from batchfinder.errors import BatchFinderError, RecordingFailed
-from batchfinder.estimate.sharding import buckets_of
+from batchfinder.memory_use.sharding import buckets_of
 from batchfinder.models import quantization
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.recording import (

@@ -21,7 +21,7 @@ from batchfinder.data.longest_samples import UnreadableData, batches_of
 from batchfinder.data.sequence_dim import SequenceDims, find_sequence
 from batchfinder.devices import Card, Device, device_for, find_gpu
 from batchfinder.errors import InvalidValue, OutOfMemory, RecordingFailed
-from batchfinder.estimate.estimate import OverTime, bytes_over_time
+from batchfinder.memory_use.breakdown import OverTime, bytes_over_time
 from batchfinder.models.build import build_workload, run_user_code, workload_from_object
 from batchfinder.models.catalog import check_model_name
 from batchfinder.models.lightning_module import has_training_step, workload_from_training_step

@@ -26,7 +26,7 @@ from typing import Any
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card, smallest_gpus
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
-from batchfinder.estimate.estimate import bytes_over_time
+from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings

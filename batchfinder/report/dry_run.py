@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from batchfinder.cuda_stub import StubCard
 from batchfinder.devices import smallest_gpus
-from batchfinder.estimate.estimate import NAMES, OverTime
+from batchfinder.memory_use.breakdown import NAMES, OverTime
 from batchfinder.programs import DryRun, ProcessMemory
 from batchfinder.programs.dry_run import FAILED, FITS, INTERRUPTED, NO_GPU, OUT_OF_MEMORY
 from batchfinder.report.page import PageCell

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchfinder.devices import Card, Gpu, smallest_gpus, without_bf16
-from batchfinder.estimate.estimate import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
+from batchfinder.memory_use.breakdown import NAMES, Estimate, ModuleBytes, Peak, fold_lists, module_tree
 from batchfinder.recording.what_fits import WhatFits
 from batchfinder.report.made_by import made_by
 from batchfinder.report.table import Columns, Table, assumptions

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from batchfinder.errors import InvalidValue, MissingExtra
-from batchfinder.estimate.estimate import NAMES, OverTime
+from batchfinder.memory_use.breakdown import NAMES, OverTime
 from batchfinder.report.estimate import Alternative, EstimateFindings
 from batchfinder.report.made_by import made_by_words
 from batchfinder.report.plots import COLOUR_OF

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfinder.errors import InvalidValue, MissingExtra
-from batchfinder.estimate.estimate import NAMES, OverTime
+from batchfinder.memory_use.breakdown import NAMES, OverTime
 from batchfinder.report.estimate import EstimateFindings
 from batchfinder.report.sweep import SweepRow
 from batchfinder.units import GIB, format_bytes

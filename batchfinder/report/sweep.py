@@ -12,7 +12,7 @@ from typing import Any
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import InvalidValue
-from batchfinder.estimate.estimate import OverTime
+from batchfinder.memory_use.breakdown import OverTime
 from batchfinder.recording.what_fits import WhatFits, changes_as_typed
 from batchfinder.report.estimate import Alternative
 from batchfinder.report.table import Columns, Table, assumptions

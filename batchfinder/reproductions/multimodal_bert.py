@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from batchfinder.devices import device_for, find_instance
-from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import buckets_of
+from batchfinder.memory_use.breakdown import Estimate, estimate
+from batchfinder.memory_use.sharding import buckets_of
 from batchfinder.recording.simulation import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_multimodal_bert, row

@@ -11,7 +11,7 @@ from batchfinder.cli.estimate import as_typed, changes_nothing, combined, read_r
 from batchfinder.cli.main import main
 from batchfinder.cli.parser import build_parser
 from batchfinder.devices import find_gpu
-from batchfinder.estimate.estimate import Kinds, estimate
+from batchfinder.memory_use.breakdown import Kinds, estimate
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.trace import Trace, TraceStructure

@@ -11,7 +11,7 @@ import pytest
 
 from batchfinder.cli.options import card
 from batchfinder.errors import InvalidValue, RecordingFailed
-from batchfinder.estimate.estimate import bytes_over_time
+from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.recording.simulate import what_fits
 from batchfinder.recording.simulation import Simulation
 from batchfinder.recording.what_fits import FitSearch

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from batchfinder.devices import Card, Device, find_gpu
-from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import buckets_of
+from batchfinder.memory_use.breakdown import Estimate, estimate
+from batchfinder.memory_use.sharding import buckets_of
 from batchfinder.report.estimate import Alternative, EstimateFindings, EstimateRequest, enough_for, estimate_tables
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from batchfinder.cli.main import main
 from batchfinder.devices import Card, Device
-from batchfinder.estimate.estimate import bytes_over_time, estimate
-from batchfinder.estimate.sharding import buckets_of
+from batchfinder.memory_use.breakdown import bytes_over_time, estimate
+from batchfinder.memory_use.sharding import buckets_of
 from batchfinder.report.estimate import EstimateFindings, EstimateRequest
 from batchfinder.report.plots import COLOUR_OF, draw_estimate, draw_profile, draw_sweep
 from batchfinder.report.sweep import SweepRow

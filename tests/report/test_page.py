@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from batchfinder.estimate.estimate import OverTime, bytes_over_time
+from batchfinder.memory_use.breakdown import OverTime, bytes_over_time
 from batchfinder.report.page import PageCell, page_of
 from batchfinder.results import Rate, Throughput
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure

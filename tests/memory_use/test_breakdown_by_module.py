@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchfinder.estimate.estimate import ModuleBytes, estimate, fold_lists, module_tree
+from batchfinder.memory_use.breakdown import ModuleBytes, estimate, fold_lists, module_tree
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.units import GIB

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from batchfinder.estimate.estimate import NAMES, Kinds, bytes_by_kind, estimate, kind_of
+from batchfinder.memory_use.breakdown import NAMES, Kinds, bytes_by_kind, estimate, kind_of
 from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
 from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.blocks import DeviceMemory

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.estimate.estimate import Estimate, estimate
-from batchfinder.estimate.sharding import bucket_sizes, buckets_of
+from batchfinder.memory_use.breakdown import Estimate, estimate
+from batchfinder.memory_use.sharding import bucket_sizes, buckets_of
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.replay import alive_at
 from batchfinder.simulator.trace import Trace, add_blocks
