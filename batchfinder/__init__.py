@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from batchfinder.loop.result import TunedBatchSize as TunedBatchSize
     from batchfinder.loop.result import TunedBatchSizes as TunedBatchSizes
     from batchfinder.loop.tune import tune_batch_size as tune_batch_size
+    from batchfinder.memory_use.breakdown import Estimate as Estimate
+    from batchfinder.memory_use.breakdown import Kinds as Kinds
     from batchfinder.memory_use.breakdown import OverTime as OverTime
     from batchfinder.probe import FunctionProbe as FunctionProbe
     from batchfinder.probe import Probe as Probe
@@ -49,12 +51,18 @@ if TYPE_CHECKING:
     from batchfinder.recording.simulate import what_fits as what_fits
     from batchfinder.recording.what_fits import Fit as Fit
     from batchfinder.recording.what_fits import WhatFits as WhatFits
+    from batchfinder.report.estimate import Alternative as Alternative
+    from batchfinder.report.estimate import EstimateFindings as EstimateFindings
+    from batchfinder.report.sweep import SweepRow as SweepRow
     from batchfinder.results import Measurement as Measurement
     from batchfinder.results import SearchResult as SearchResult
     from batchfinder.results import Shape as Shape
     from batchfinder.results import StopReason as StopReason
     from batchfinder.results import Trial as Trial
     from batchfinder.results import Verdict as Verdict
+    from batchfinder.sizing.estimate import estimate as estimate
+    from batchfinder.sizing.sweep import SweepResult as SweepResult
+    from batchfinder.sizing.sweep import sweep as sweep
     from batchfinder.training.step import Workload as Workload
 
 _PUBLIC = {
@@ -79,17 +87,21 @@ _PUBLIC = {
         "UnknownName",
         "UserCodeFailed",
     ),
-    "memory_use.breakdown": ("OverTime",),
     "find": ("find_max_batch_size",),
     "huggingface.tune": ("tune_trainer",),
     "lightning.callback": ("BatchFinder",),
     "loop.executable": ("executable_batch_size",),
     "loop.result": ("TunedBatchSize", "TunedBatchSizes"),
     "loop.tune": ("tune_batch_size",),
+    "memory_use.breakdown": ("Estimate", "Kinds", "OverTime"),
     "probe": ("FunctionProbe", "Probe"),
     "recording.simulate": ("SimulatedTraining", "simulate", "what_fits"),
     "recording.what_fits": ("Fit", "WhatFits"),
+    "report.estimate": ("Alternative", "EstimateFindings"),
+    "report.sweep": ("SweepRow",),
     "results": ("Measurement", "SearchResult", "Shape", "StopReason", "Trial", "Verdict"),
+    "sizing.estimate": ("estimate",),
+    "sizing.sweep": ("SweepResult", "sweep"),
     "training.step": ("Workload",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -72,6 +72,10 @@ class InvalidValue(BatchFinderError, ValueError):
         nearest = f" Did you mean {' or '.join(self.matches)}?" if self.matches else ""
         super().__init__(f"{option}: {wrong}; expected {expected}.{nearest}")
 
+    def renamed(self, option: str) -> InvalidValue:
+        """The same of an option by another name."""
+        return InvalidValue(option, self.value, self.expected, self.matches)
+
 
 class UnknownName(BatchFinderError, LookupError):
     """A look-up by name found nothing.

@@ -1,4 +1,4 @@
-"""Bytes, shares and dollars to text and back: the only place that formats memory and that reads `12GiB` and `5%`."""
+"""Bytes, shares, counts and dollars to text and back: what alone formats memory, and reads `12GiB` and `5%`."""
 
 from __future__ import annotations
 
@@ -93,6 +93,24 @@ def parse_share(value: float | str, option: str) -> float:
     if not 0 <= share < 1:
         raise InvalidValue(option, value, "a share from 0 to below 1, such as 0.01 or 1%")
     return share
+
+
+_MAX_COUNT = 1 << 40
+
+
+def parse_count(value: int | str, option: str) -> int:
+    """Read a whole number of at least 1, given as one or as text.
+
+    Raises:
+        InvalidValue: it is not one, or larger than what any machine could train.
+    """
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    digits = text.lstrip("0") if isinstance(text, str) and text.isdecimal() else ""
+    if not digits:
+        raise InvalidValue(option, value, "a whole number of at least 1")
+    if len(digits) > len(str(_MAX_COUNT)) or not 0 < int(digits) <= _MAX_COUNT:
+        raise InvalidValue(option, value, f"a whole number from 1 to {_MAX_COUNT}")
+    return int(digits)
 
 
 def parse_headroom(value: float | str, option: str = "headroom") -> float | int:

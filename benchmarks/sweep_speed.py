@@ -31,8 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
-from batchfinder.cli.options import card
 from batchfinder.devices import Device, host_name
+from batchfinder.devices.cards import card
 from batchfinder.find import find_max_batch_size
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.results import Measurement, Shape, Verdict

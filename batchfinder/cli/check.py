@@ -12,8 +12,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from batchfinder.cli.options import check_file, seq_lens_of, step_options, whole_number, write_file
-from batchfinder.cli.sweep_request import CUDA_DEVICE, Place, real_gpu
+from batchfinder.cli.options import check_file, step_options, whole_number, write_file
+from batchfinder.cli.sweep_request import CUDA_DEVICE, real_gpu
 from batchfinder.devices import host_name
 from batchfinder.errors import InvalidValue
 from batchfinder.measure.child_probe import ChildProcessProbe
@@ -23,7 +23,8 @@ from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.training.spec import StepOptions
+from batchfinder.sizing.sweep_request import Place
+from batchfinder.training.spec import StepOptions, seq_lens_of
 from batchfinder.units import format_bytes
 
 DEFAULT_MODELS = ("bert-base", "gpt2", "resnet50")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchfinder.cli.from_file import check_write, write_sizes
-from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
+from batchfinder.cli.options import asked_card, check_file, step_options, whole_number, write_file
 from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import check_model_name
@@ -20,6 +20,7 @@ from batchfinder.report.progress import StatusLine
 from batchfinder.report.terminal import tell
 from batchfinder.report.what_fits import what_fits_table
 from batchfinder.results import Shape
+from batchfinder.training.spec import seq_lens_of
 from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from batchfinder.cli.options import asked_card, check_file, seq_lens_of, step_options, whole_number, write_file
+from batchfinder.cli.options import asked_card, check_file, step_options, whole_number, write_file
 from batchfinder.devices import without_bf16
 from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.models.catalog import check_model_name
@@ -21,6 +21,7 @@ from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
+from batchfinder.training.spec import seq_lens_of
 from batchfinder.units import format_bytes
 
 # Moving the model and the batch is not shown.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchfinder.cli.options import check_file, whole_number, write_file
-from batchfinder.cli.sweep_request import SIMULATED, SweepRequest, read_request
+from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.recording.simulation import Simulation, search_seq_len
@@ -17,6 +17,7 @@ from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.terminal import tell
 from batchfinder.results import SearchResult
+from batchfinder.sizing.sweep_request import SIMULATED, SweepRequest
 from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes
 

@@ -1,22 +1,14 @@
-"""What a sweep is asked for, checked before anything is built, and which device its figures are for."""
+"""What a sweep's options ask for, checked before anything is built, and which device its figures are for."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 
 from batchfinder.cache import Store
-from batchfinder.cli.options import (
-    DEFAULT_GPU,
-    card,
-    instance_card,
-    named_gpus,
-    read_prices,
-    step_options,
-    whole_number,
-)
+from batchfinder.cli.options import DEFAULT_GPU, read_prices, step_options, whole_number
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import (
     Card,
@@ -29,53 +21,20 @@ from batchfinder.devices import (
     mps_limit_bytes,
     present_gpus,
 )
+from batchfinder.devices.cards import card, instance_card, named_gpus
 from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.errors import BatchFinderError, CudaStubUnavailable, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
 from batchfinder.measure.host_limits import available_bytes
 from batchfinder.models.catalog import check_model_name
-from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.training.spec import STRATEGIES, StepConfig, StepOptions
+from batchfinder.sizing.sweep_request import CPU, SIMULATED, Place, SweepRequest, check_request
 from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headroom, parse_share
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
-DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
-SIMULATED, CPU = "simulated", "cpu"
-
 CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
 _UNKNOWN_CONTEXT_BYTES = 600 << 20
 """What the CUDA context of a GPU that is not in the catalogue is taken to need."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The device that a sweep's figures are for, and how they are found.
-
-    Attributes:
-        device: `simulated`, or the device that takes real steps, as `torch.device` takes it.
-        cards: what the figures are for; one where real steps are taken.
-        versions: of a real GPU's driver and libraries.
-        budget_bytes: the most that may be used; None for all there is.
-        notes: what the user should know first.
-        on_stub: whether the steps are PyTorch's CUDA build's without a GPU, on cards that the CUDA stub stands in for.
-    """
-
-    device: str
-    cards: tuple[Card, ...]
-    versions: dict[str, str] = field(default_factory=dict)
-    budget_bytes: int | None = None
-    notes: tuple[str, ...] = ()
-    on_stub: bool = False
-
-    def within_budget(self, free_bytes: int | None = None, card: Card | None = None) -> int:
-        """The most that may be used of a device that takes steps, with so much of it free, or with all of it.
-
-        Args:
-            card: which one; None for the only one.
-        """
-        size = (card or self.cards[0]).device.total_bytes if free_bytes is None else free_bytes
-        return size if self.budget_bytes is None else min(self.budget_bytes, size)
 
 
 def choose_place(arguments: argparse.Namespace) -> Place:
@@ -218,102 +177,6 @@ def _host(budget_bytes: int | None) -> Place:
     return Place(CPU, (Card(device, f"{device.name}, {format_bytes(budget_bytes)} budget"),), {}, budget_bytes)
 
 
-@dataclass(frozen=True)
-class SweepRequest:
-    """A sweep to be run.
-
-    Attributes:
-        seq_lens: as they were asked for; empty for the defaults that suit the model.
-        target_batch_size: the effective batch size to plan for; None without one.
-        max_batch_size: the largest size to try; None without one.
-        min_batch_size: the smallest size to try.
-        multiple_of: only multiples of it are tried.
-        headroom: what stays free: a float for a share, an int for bytes.
-        tolerance: how far below the largest a measured result may be, as a share.
-        cache: where results are kept; None for nowhere.
-        certify: whether a cached measured result is tried once before it is used.
-        throughput: whether sizes are timed as well, for the smallest at full speed.
-    """
-
-    models: tuple[str, ...]
-    seq_lens: tuple[int, ...]
-    place: Place
-    options: StepOptions
-    allocator: AllocatorSettings
-    target_batch_size: int | None
-    max_batch_size: int | None
-    headroom: float | int
-    tolerance: float
-    cache: Store | None
-    draw: bool = False
-    page: bool = False
-    certify: bool = True
-    min_batch_size: int = 1
-    multiple_of: int = 1
-    throughput: bool = False
-
-    @property
-    def step(self) -> StepConfig:
-        """The step; with accumulation the gradients of one micro-batch are in memory while the next one runs."""
-        return self.options.step(micro_batches=1 if self.target_batch_size is None else 2)
-
-    def reserve_bytes(self, card: Card) -> int:
-        """The headroom on a card, in bytes.
-
-        A share of a real device is a share of what may be used of it at most, so that it is the same whatever else is
-        on it.
-
-        Raises:
-            InvalidValue: it leaves nothing.
-        """
-        simulated = self.place.device == SIMULATED
-        usable = card.device.usable_bytes if simulated else self.place.within_budget(card=card)
-        reserve = int(self.headroom * usable) if isinstance(self.headroom, float) else self.headroom
-        if reserve >= usable:
-            expected = f"less than the {format_bytes(usable)} usable on {card.name}"
-            raise InvalidValue("--headroom", format_bytes(reserve), expected)
-        return reserve
-
-    @property
-    def conditions(self) -> tuple[str, ...]:
-        """What the figures hold under, beyond what each row says, in words."""
-        words = [f"to within {100 * self.tolerance:g} %"] if self.place.device != SIMULATED and self.tolerance else []
-        if self.headroom:
-            share = isinstance(self.headroom, float)
-            words.append(f"headroom {f'{100 * self.headroom:g}%' if share else format_bytes(int(self.headroom))}")
-        if self.min_batch_size > 1:
-            words.append(f"at least {self.min_batch_size}")
-        if self.max_batch_size is not None:
-            words.append(f"at most {self.max_batch_size}")
-        if self.multiple_of > 1:
-            words.append(f"multiples of {self.multiple_of}")
-        if self.target_batch_size is not None:
-            words.append(f"for an effective batch of {self.target_batch_size}, gradients kept between micro-batches")
-        if self.throughput:
-            words.append("speed of forward, backward and step on one device, without loader and communication")
-        if self.place.device == CPU:
-            return tuple(words)
-        usual = asdict(AllocatorSettings())
-        given = {
-            name: value for name, value in asdict(self.allocator).items() if name not in ("by_address", "unmodelled")
-        }
-        words += [f"{name}={value}" for name, value in given.items() if value != usual[name]]
-        return tuple(words)
-
-
-def _several(one: Card, gpus: int, among_others: bool) -> str:
-    """A card's name where so many of it train together: of an instance with how many of these that takes.
-
-    Args:
-        among_others: whether there are rows of other numbers of GPUs; else the title has the number.
-    """
-    instance, _, gpu = one.name.partition(f": {one.count} x ")
-    if not gpu:
-        return f"{gpus} x {one.name}" if among_others and one.count != gpus else one.name
-    instances = -(-gpus // one.count)
-    return f"{f'{instances} x ' if instances > 1 else ''}{instance}: {gpus} x {gpu}"
-
-
 def read_request(arguments: argparse.Namespace) -> SweepRequest:
     """Check the options.
 
@@ -357,37 +220,7 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         raise InvalidValue("--throughput", True, expected)
     if request.throughput and request.options.mode != "train":
         raise InvalidValue("--throughput", True, f"--mode train with it, not {request.options.mode}")
-    if request.options.gpus > 1:
-        if request.options.strategy is None and any(":" not in model for model in models):
-            expected = f"one of {', '.join(STRATEGIES)}: how {request.options.gpus} GPUs train the model together"
-            raise InvalidValue("--strategy", None, expected)
-        if request.place.device != SIMULATED:
-            expected = "a --gpu or --instance, or --device simulated with it: several GPUs are simulated"
-            raise InvalidValue("--gpus", request.options.gpus, expected)
-        cards = tuple(
-            replace(
-                one,
-                device=one.device.among_others(each.communicators),
-                name=_several(one, each.gpus, len(options) > 1),
-                count=each.gpus,
-                price=one.price and one.price.times(-(-each.gpus // one.count)),
-            )
-            for one in request.place.cards
-            for each in options
-            if arguments.gpus is not None or one.count == each.gpus
-        )
-        request = replace(request, place=replace(request.place, cards=cards))
-    target, step = request.target_batch_size, request.multiple_of
-    smallest = -(-request.min_batch_size // step) * step
-    allowed = f"at least {request.min_batch_size}{f' and a multiple of {step}' if step > 1 else ''}"
-    most = request.max_batch_size
-    if most is not None and most < smallest:
-        raise InvalidValue("--max-batch-size", most, f"at least {smallest}, the smallest size that is {allowed}")
-    if most is None and smallest > DEFAULT_MAX_BATCH_SIZE:
-        expected = f"sizes of at most {DEFAULT_MAX_BATCH_SIZE} to try, or a --max-batch-size"
-        raise InvalidValue("--min-batch-size" if step == 1 else "--multiple-of", smallest, expected)
-    if target is not None and (target < smallest or target % step):
-        raise InvalidValue("--target-batch-size", target, f"{allowed}, as each micro-batch has to be")
+    request = check_request(request, options, arguments.gpus is not None)
     if arguments.engine == "here" or request.place.device == SIMULATED:
         for one in request.place.cards:
             request.reserve_bytes(one)

@@ -20,16 +20,17 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-from batchfinder.cli.options import seq_lens_of
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_cells import ModelCells, measure_cells, simulate_cells
-from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest, read_request, real_gpu
+from batchfinder.cli.sweep_request import read_request, real_gpu
 from batchfinder.devices import find_gpu
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, MissingExtra, UnknownName
 from batchfinder.recording.simulation import Simulation
 from batchfinder.report.progress import SweepProgress
 from batchfinder.report.sweep import SweepRow
-from batchfinder.report.terminal import tell
+from batchfinder.report.terminal import tell, words_of
+from batchfinder.sizing.sweep_cells import ModelCells, measure_cells, simulate_cells
+from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest
+from batchfinder.training.spec import seq_lens_of
 from batchfinder.versions import installed
 
 _MAX_RETRIES = 5
@@ -101,7 +102,7 @@ class CellGroup:
         except CacheFailed as error:
             yield Failed(error.reason, error.url)
         except BatchFinderError as error:
-            yield Failed(str(error))
+            yield Failed(words_of(error))
 
 
 def versions() -> dict[str, str]:
@@ -110,7 +111,7 @@ def versions() -> dict[str, str]:
 
 
 def run_on_ray(request: SweepRequest, progress: SweepProgress, address: str | None = None) -> bool:
-    """Find every cell on a Ray cluster, telling `progress` of each as it arrives; as `cli.sweep.run_sweep`.
+    """Find every cell on a Ray cluster, telling `progress` of each as it arrives; as `sizing.sweep.find_rows` here.
 
     Args:
         address: the cluster's; None for `RAY_ADDRESS`, the one that this machine is part of, or one on this machine.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -50,13 +50,10 @@ from batchfinder.simulator.trace import Trace
 from batchfinder.snapshot.training_state import ProcessState, TrainingState
 from batchfinder.training.optimizers import OptimizerFactory
 from batchfinder.training.spec import (
-    ATTENTION_NAMES,
     LOSS_NAMES,
-    MODES,
     OPTIMIZER_NAMES,
     PEAK_MICRO_BATCHES,
     PRECISION_NAMES,
-    QUANTIZATION_NAMES,
     STRATEGIES,
     StepConfig,
     StepOptions,
@@ -436,27 +433,11 @@ def _step_options(by_name: bool, **given: Any) -> StepOptions:
     Raises:
         InvalidValue: they do not, or are for models by their name.
     """
+    options = StepOptions.checked(**given)
     chosen = ("mode", "precision", "optimizer", "gpus", "strategy")
-    known = [each.name for each in fields(StepOptions) if each.name != "recorder"]
     for name, value in given.items():
-        if name not in known:
-            raise InvalidValue(name, value, f"none of this name, but {', '.join(known)}")
         if not by_name and name not in chosen and not (name == "loss" and value == LOSS_NAMES[0]):
             raise InvalidValue(name, value, "left out but for a model by its name or config")
-    for name, names in (
-        ("precision", PRECISION_NAMES),
-        ("mode", MODES),
-        ("loss", LOSS_NAMES),
-        ("optimizer", OPTIMIZER_NAMES),
-        ("strategy", tuple(STRATEGIES)),
-        ("attention", ATTENTION_NAMES),
-        ("quantization", QUANTIZATION_NAMES),
-    ):
-        if given.get(name) is not None:
-            given[name] = one_of(name, given[name], names)
-    options = StepOptions(**given)
-    if (refused := options.refused_together()) is not None:
-        raise refused
     return options
 
 

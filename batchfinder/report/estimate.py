@@ -64,9 +64,12 @@ class Alternative:
 
 @dataclass(frozen=True)
 class EstimateFindings:
-    """One size of one model on one GPU.
+    """What the memory of one size of one model is used for on one GPU.
+
+    Printed it is the tables of `batchfinder estimate`, and so it is in a notebook.
 
     Attributes:
+        request: what was asked for: the model, the card and the options of the step.
         estimate: of one GPU that trains alone.
         strategies: of each of several GPUs, by how they train together.
         alternatives: what other options would change; None where none were tried.
@@ -80,6 +83,52 @@ class EstimateFindings:
     alternatives: tuple[Alternative, ...] | None = None
     unmodelled: tuple[str, ...] = ()
     what_fits: WhatFits | None = None
+
+    @property
+    def gpu(self) -> str:
+        """Its name; of an instance with the instance's."""
+        return self.request.card.name
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a GPU's micro-batch."""
+        return self.estimate.trace.batch_size
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens per sample, or pixels of an image's side; None for data of one fixed shape."""
+        return self.estimate.trace.seq_len
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has room for it, step after step."""
+        return self.estimate.fits
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that the process takes of the GPU, the CUDA context included; where it does not fit, what it would."""
+        return self.estimate.peak_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the GPU has for the process, the CUDA context included."""
+        return self.estimate.capacity_bytes
+
+    @property
+    def required_bytes(self) -> int:
+        """The least that a GPU must have for this size to run, the CUDA context included."""
+        return self.estimate.required_bytes
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """What the peak is made of: parameters, gradients, optimizer, activations and so on."""
+        return self.estimate.kinds.shown()
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(str, estimate_tables(self)))
+
+    def _repr_html_(self) -> str:
+        return "".join(table.to_html() for table in estimate_tables(self))
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; the figures at the top are those of one GPU that trains alone."""

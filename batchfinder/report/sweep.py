@@ -79,6 +79,7 @@ class SweepRow:
     """The largest batch of one cell: what was asked, what the search found, and how this run came by it.
 
     Attributes:
+        cell: the model, the sequence length, the GPU and the options asked for.
         result: as it is cached: with its original source and all trials.
         trials: of this run; none where the result came from the cache.
         seconds: spent on this row, with the recordings that it was the first to need.
@@ -105,6 +106,49 @@ class SweepRow:
     throughput: Throughput | None = None
     what_fits: WhatFits | None = None
     not_cached: str = ""
+
+    def __repr__(self) -> str:
+        return f"<{self.cell}: {self.batch_size}>"
+
+    @property
+    def model(self) -> str:
+        """As it was asked for."""
+        return self.cell.model
+
+    @property
+    def gpu(self) -> str:
+        """Its name; of an instance with the instance's."""
+        return self.cell.card.name
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens per sample, or pixels of an image's side; None for data of one fixed shape."""
+        return self.cell.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """The largest that trains; 0 where the smallest that was to be tried does not fit."""
+        return self.result.max_batch_size
+
+    @property
+    def peak_allocated_bytes(self) -> int | None:
+        """`torch.cuda.max_memory_allocated` at that size; None for 0."""
+        return None if self.at_max is None else self.at_max.peak_allocated_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """`torch.cuda.max_memory_reserved` at that size; None for 0."""
+        return None if self.at_max is None else self.at_max.peak_reserved_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the caching allocator can reserve of the GPU, the headroom included."""
+        return self.cell.card.device.usable_bytes
+
+    @property
+    def published(self) -> int | None:
+        """The size that others have published of the same; None where there is none."""
+        return self.cell.published
 
     @property
     def at_max(self) -> Measurement | None:
@@ -167,8 +211,8 @@ class SweepRow:
             "budget_bytes": cell.card.device.usable_bytes,
             **cell.options.to_json(),
             "max_batch_size": result.max_batch_size,
-            "peak_allocated_bytes": self.at_max and self.at_max.peak_allocated_bytes,
-            "peak_reserved_bytes": self.at_max and self.at_max.peak_reserved_bytes,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
             "source": "cache" if self.cached else result.source,
             "trials": len(self.trials),
             "seconds": round(self.seconds, 3),

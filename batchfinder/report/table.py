@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from html import escape
 
 from rich import box
 from rich.cells import cell_len
@@ -75,11 +76,29 @@ class Table:
         """Print it on stdout: as wide as the terminal, or as plain text as wide as it needs to be."""
         if sys.stdout.isatty():
             Console(highlight=False).print(self)
-            return
+        else:
+            print(self)
+
+    def __str__(self) -> str:
+        """As plain text, as wide as it needs to be."""
         console = Console(color_system=None, force_terminal=False, highlight=False, width=_PIPE_WIDTH)
         with console.capture() as capture:
             console.print(self)
-        print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def to_html(self) -> str:
+        """For a notebook."""
+        words = {heading: "left" if heading in _LEFT else "right" for heading in self.columns}
+
+        def row(cell: str, texts: Iterable[str]) -> str:
+            aligned = zip(words.values(), texts, strict=True)
+            inner = (f'<{cell} style="text-align: {side}">{escape(text)}</{cell}>' for side, text in aligned)
+            return f"<tr>{''.join(inner)}</tr>"
+
+        above = "<br>".join([f"<b>{escape(self.title)}</b>", *map(escape, self.details)])
+        rows = "".join(row("td", texts) for texts in zip(*self.columns.values(), strict=True))
+        below = "<br>".join(map(escape, self.notes))
+        return f"<p>{above}</p><table><thead>{row('th', words)}</thead><tbody>{rows}</tbody></table><p>{below}</p>"
 
     def to_markdown(self, *, is_last: bool = True) -> str:
         """The same for GitHub, ending with a line break; the last table of a file says what made it."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self, TypedDict
 
 from batchfinder.errors import InvalidValue
+from batchfinder.training.synonyms import one_of
+from batchfinder.units import parse_count
 
 MODES = ("train", "forward", "inference")
 """All stages of training, one forward in eval mode with its graph kept, or one without a graph."""
@@ -170,6 +174,64 @@ class WorkloadFacts:
     layers: int = 0
 
 
+DEFAULT_IMAGE_SIDE = 224
+
+
+def seq_lens_of(
+    model: str, asked: Sequence[int], facts: WorkloadFacts, usual: Sequence[int] = (128,)
+) -> tuple[int | None, ...]:
+    """The lengths asked for, which the model must allow; without any, those of the usual ones that it allows.
+
+    Raises:
+        InvalidValue: a length asked for is beyond the model's positions.
+    """
+    most = facts.max_seq_len
+    for seq_len in asked:
+        if most is not None and seq_len > most:
+            raise InvalidValue("seq_len", seq_len, f"at most {most} {facts.seq_len_unit}, the most that {model} allows")
+    if asked:
+        return tuple(asked)
+    if facts.seq_len_unit == "pixels":
+        return (DEFAULT_IMAGE_SIDE,)
+    if facts.seq_len_unit == "none":
+        return (None,)
+    return tuple(seq_len for seq_len in usual if most is None or seq_len <= most) or (most,)
+
+
+class StepWords(TypedDict, total=False):
+    """What `StepOptions.checked` takes where a function has the number of GPUs as an argument of its own."""
+
+    mode: str
+    precision: str
+    optimizer: str
+    attention: str | None
+    gradient_checkpointing: bool | str
+    compile: str | None
+    loss: str
+    packed: bool
+    optimizer_in_backward: bool
+    lora: int | None
+    lora_targets: str | None
+    quantization: str | None
+    strategy: str | None
+    tensor_parallel: int | None
+    context_parallel: int | None
+
+
+_NAMES = {
+    "mode": MODES,
+    "precision": PRECISION_NAMES,
+    "optimizer": OPTIMIZER_NAMES,
+    "attention": ATTENTION_NAMES,
+    "compile": COMPILED_PARTS,
+    "loss": LOSS_NAMES,
+    "quantization": QUANTIZATION_NAMES,
+    "strategy": tuple(STRATEGIES),
+}
+"""What an option may be, of those that are names."""
+_EVERY = re.compile(r"every-\d+")
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """How a model is built and stepped, by the options that every command has for it.
@@ -212,6 +274,41 @@ class StepOptions:
     tensor_parallel: int | None = None
     context_parallel: int | None = None
     recorder: str = FAKE_DEVICE
+
+    @classmethod
+    def checked(cls, **given: Any) -> Self:
+        """Options by these names, but for the recorder; `training.synonyms` has other words for their values.
+
+        Raises:
+            InvalidValue: there is none of a name, one has an invalid value, or one that another rules out.
+        """
+        usual = {each.name: each.default for each in fields(cls) if each.name != "recorder"}
+        for name, value in given.items():
+            if name not in usual:
+                raise InvalidValue(name, value, f"none of this name, but {', '.join(usual)}")
+            if value is None:
+                given[name] = usual[name]
+            elif name in _NAMES:
+                given[name] = one_of(name, value, _NAMES[name])
+            elif name in ("lora", "gpus", "tensor_parallel", "context_parallel"):
+                given[name] = parse_count(value, name)
+            elif name in ("packed", "optimizer_in_backward") and not isinstance(value, bool):
+                raise InvalidValue(name, value, "True or False")
+            elif name == "gradient_checkpointing" and not isinstance(value, bool) and not _EVERY.fullmatch(str(value)):
+                how = one_of(name, value, (*CHECKPOINTING_NAMES, "none"))
+                given[name] = {"full": True, "none": False}.get(how, how)
+        options = cls(**given)
+        if options.lora_targets is not None and options.lora is None:
+            raise InvalidValue("lora_targets", options.lora_targets, "a --lora rank for them")
+        if options.quantization is not None and options.lora is None and options.mode != "inference":
+            expected = "a --lora rank with it: quantized weights do not train, and adapters do"
+            raise InvalidValue("quantization", options.quantization, expected)
+        if options.optimizer_in_backward and options.precision == "16-mixed":
+            expected = "another --precision than 16-mixed, whose GradScaler looks at all gradients before a step"
+            raise InvalidValue("optimizer_in_backward", True, expected)
+        if (refused := options.refused_together()) is not None:
+            raise refused
+        return options
 
     def workload(self, model: str) -> WorkloadSpec:
         """How another process builds a model that was asked for by name, path or factory."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from batchfinder.cli.check import as_columns, check_model
-from batchfinder.cli.sweep_request import Place
 from batchfinder.devices import Card, device_with_budget
 from batchfinder.report.progress import StatusLine
+from batchfinder.sizing.sweep_request import Place
 from batchfinder.training.spec import StepOptions
 from tests.cli.command import HERE, Run
 

@@ -101,7 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sweep_request, "query_gpu", no_card)
     monkeypatch.setattr(options, "_PIPE_SECONDS", 0.001)
     monkeypatch.setattr(options, "MAX_READ_BYTES", 1 << 20)
-    for module, name in ((sweep, "run_sweep"), (estimate, "run_estimate"), (profile, "Simulation")):
+    for module, name in ((sweep, "find_rows"), (estimate, "run_estimate"), (profile, "Simulation")):
         monkeypatch.setattr(module, name, end)
     monkeypatch.setattr(reproduce, "Simulation", end)
     monkeypatch.setattr(reproduce, "require_card", end)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchfinder.cli.main import main
-from batchfinder.cli.options import card
+from batchfinder.devices.cards import card
 from batchfinder.recording.simulation import Simulation, search_seq_len
 from batchfinder.results import Shape
 from batchfinder.training.spec import StepOptions

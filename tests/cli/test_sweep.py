@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchfinder.cli import sweep
 from batchfinder.cli.main import main
-from batchfinder.cli.sweep_request import SweepRequest
 from batchfinder.data.size_table import from_json
 from batchfinder.devices import known_prices
-from batchfinder.report.progress import SweepProgress
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Measurement, Shape, Trial, Verdict
+from batchfinder.sizing.sweep_request import SweepRequest
 from tests.cli.command import Done, Run, records_too_large
 from tests.report.test_sweep import row as report_row
 
@@ -255,6 +257,19 @@ def test_batch_sizes_for_samplers(run: Run, tmp_path: Path) -> None:
     assert json.loads(lhotse.read_text()) == {"bucket_duration_bins": [16, 96], "bucket_batch_size": [short, long]}
 
 
+def sweep_finds(monkeypatch: pytest.MonkeyPatch, *found: SweepRow, then: Callable[[], object] = lambda: None) -> None:
+    """Let a sweep find these rows, after which this happens."""
+
+    def find_rows(
+        request: SweepRequest, status: object, expect: Callable[[list[Any]], object], many_processes: bool
+    ) -> Generator[SweepRow, None, None]:
+        expect([(row.model, row.gpu, row.seq_len) for row in found])
+        yield from found
+        then()
+
+    monkeypatch.setattr(sweep, "find_rows", find_rows)
+
+
 def test_batch_sizes_where_nothing_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,13 +277,7 @@ def test_batch_sizes_where_nothing_fits(
     sizes = tmp_path / "sizes.json"
 
     def find(*found: SweepRow) -> tuple[int, str]:
-        def run_sweep(request: SweepRequest, progress: SweepProgress) -> bool:
-            progress.expect([(row.cell.model, row.cell.card.name, row.cell.seq_len) for row in found])
-            for row in found:
-                progress.found(row)
-            return True
-
-        monkeypatch.setattr(sweep, "run_sweep", run_sweep)
+        sweep_finds(monkeypatch, *found)
         code = main(["sweep", "--model", "bert-base", "--no-cache", "--batch-sizes", str(sizes), "--json"])
         return code, capsys.readouterr().err.splitlines()[-1]
 
@@ -282,6 +291,40 @@ def test_batch_sizes_where_nothing_fits(
         "batchfinder: batch sizes: invalid value 'not one sample fits at 512'; expected a length at which at least one "
         "sample fits.",
     )
+
+
+def test_an_output_that_fails_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those in a folder that is removed meanwhile are told, each; all others are there, and the exit code is 1."""
+    here, gone = tmp_path / "here", tmp_path / "gone"
+    here.mkdir()
+    gone.mkdir()
+    sweep_finds(monkeypatch, report_row(4), then=gone.rmdir)
+    files = {"--markdown": gone, "--csv": here, "--plot": gone, "--html": here, "--batch-sizes": gone, "--lhotse": here}
+    ends = {"--plot": "row.png", "--html": "row.html"}
+    named = [f"{option}={folder / ends.get(option, option)}" for option, folder in files.items()]
+    assert main(["sweep", "--model", "bert-base", "--no-cache", "--json", *named]) == 1
+    out, err = capsys.readouterr()
+    assert [row["max_batch_size"] for row in json.loads(out)["rows"]] == [4]
+    told = [line.partition("; ")[0] for line in err.splitlines() if line.startswith("batchfinder: --")]
+    failed = [option for option, folder in files.items() if folder == gone]
+    assert told == [f"batchfinder: {each}: invalid value '{gone / ends.get(each, each)}'" for each in failed]
+    assert sorted(file.name for file in here.iterdir()) == ["--csv", "--lhotse", "row.html"]
+    assert (here / "--lhotse").read_text() == '{"bucket_duration_bins": [64], "bucket_batch_size": [4]}\n'
+
+
+def test_a_table_that_cannot_be_printed_loses_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does it go untold."""
+    with open("/dev/full", "w", buffering=1) as full:
+        sweep_finds(monkeypatch, report_row(4), then=lambda: monkeypatch.setattr(sys, "stdout", full))
+        assert main(["sweep", "--model", "bert-base", "--no-cache", "--csv", str(tmp_path / "row.csv")]) == 1
+        monkeypatch.undo()
+    said = "batchfinder: the output could not be printed: No space left on device."
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert (tmp_path / "row.csv").read_text().startswith("model,seq_len,gpu,")
 
 
 def test_the_sizes_that_may_be_tried(run: Run) -> None:

@@ -20,13 +20,13 @@ import pytest
 from batchfinder.cache import Store
 from batchfinder.cli import sweep_request
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_cells import MeasuredCells, ModelCells, measure_cells
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.measure import child_probe
 from batchfinder.measure.child_probe import CpuProbe, GpuFacts
 from batchfinder.recording.simulation import Simulation, predict_full_card
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Shape, StopReason
+from batchfinder.sizing.sweep_cells import MeasuredCells, ModelCells, measure_cells
 from tests.cli.command import COMMAND, HERE, Done, Run, environment, records_too_large
 
 pytestmark = [

@@ -10,11 +10,12 @@ import pytest
 
 from batchfinder.cli import sweep_request
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_request import Place, choose_place
+from batchfinder.cli.sweep_request import choose_place
 from batchfinder.devices.detect import PresentGpu, visible_gpus
 from batchfinder.errors import CudaStubUnavailable, InvalidValue
 from batchfinder.measure import host_limits
 from batchfinder.measure.child_probe import GpuFacts
+from batchfinder.sizing.sweep_request import Place
 
 GIB = 1 << 30
 T4 = PresentGpu(0, "Tesla T4", 15360 << 20, (7, 5))

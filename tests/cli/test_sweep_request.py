@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.options import seq_lens_of
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_cells import ModelCells, cache_key
-from batchfinder.cli.sweep_request import DEFAULT_SEQ_LENS, SweepRequest, read_request
+from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import all_gpus
 from batchfinder.errors import InvalidValue
-from batchfinder.training.spec import WorkloadFacts
-from tests.cli.test_sweep_cells import Built
+from batchfinder.report.terminal import words_of
+from batchfinder.sizing.sweep_cells import ModelCells, cache_key
+from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SweepRequest
+from batchfinder.training.spec import WorkloadFacts, seq_lens_of
+from tests.sizing.test_sweep_cells import Built
 
 FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 VARIANTS = (
@@ -125,7 +126,7 @@ def test_each_instance_has_its_own_gpus() -> None:
     asked = request_for("--instance p4d.24xlarge,p3.16xlarge --strategy fsdp2 --gpus 16").place.cards
     assert [card.count for card in asked] == [16, 16]
     assert [card.name for card in asked] == ["2 x p4d.24xlarge: 16 x A100 40GB", "2 x p3.16xlarge: 16 x V100 16GB"]
-    with pytest.raises(InvalidValue, match="--gpus: invalid value 1; expected at least 2 with fsdp2"):
+    with pytest.raises(InvalidValue, match="gpus: invalid value 1; expected at least 2 with fsdp2"):
         request_for(f"{several} --strategy fsdp2")
 
 
@@ -176,7 +177,7 @@ def test_headroom(headroom: str, size: int) -> None:
 
 def test_headroom_that_leaves_nothing() -> None:
     """A size that leaves nothing of one of the devices is refused, with what is usable of it."""
-    expected = "--headroom: invalid value '13.00 GiB'; expected less than the 12.00 GiB usable on 12.00 GiB budget"
+    expected = "headroom: invalid value '13.00 GiB'; expected less than the 12.00 GiB usable on 12.00 GiB budget"
     with pytest.raises(InvalidValue, match=expected):
         request_for("--budget 12GiB --headroom 13GiB")
 
@@ -213,4 +214,4 @@ def test_sizes_of_which_none_is_left(options: str, said: str) -> None:
     """Limits that leave nothing to try, no micro-batch for the target, or nothing to time, are refused at once."""
     with pytest.raises(InvalidValue) as caught:
         request_for(options)
-    assert str(caught.value) == said
+    assert words_of(caught.value) == said

@@ -12,9 +12,10 @@ import pytest
 
 from batchfinder.cli.main import main
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_request import SweepRequest, read_request
+from batchfinder.cli.sweep_request import read_request
 from batchfinder.errors import InvalidValue
 from batchfinder.fleet.ray_sweep import CellGroup, divide
+from batchfinder.sizing.sweep_request import SweepRequest
 from benchmarks.fleet_sweep import survive
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.options import card
+from batchfinder.devices.cards import card
 from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.recording.simulate import what_fits

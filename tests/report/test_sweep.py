@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from batchfinder.accumulation import AccumulationPlan
-from batchfinder.cli.options import asked_card, card, step_options
+from batchfinder.cli.options import asked_card, step_options
 from batchfinder.cli.parser import build_parser
 from batchfinder.devices import Card, Device, Price
+from batchfinder.devices.cards import card
 from batchfinder.recording.what_fits import Fit, WhatFits
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from batchfinder.cache import CacheKey
-from batchfinder.cli import sweep_cells
 from batchfinder.cli.parser import build_parser
-from batchfinder.cli.sweep_cells import ModelCells, cache_key, simulate_cells
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import all_gpus
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra, RecordingDied, RecordingFailed
 from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.sweep import Cell
 from batchfinder.simulator.scaling import TraceSource
+from batchfinder.sizing import sweep_cells
+from batchfinder.sizing.sweep_cells import ModelCells, cache_key, simulate_cells
 from batchfinder.training.spec import RecordingJob, WorkloadFacts
 from tests.cli.command import Run
 

@@ -22,8 +22,6 @@ from typing import TypeVar
 from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
 from batchfinder.cache.store import ResultEntry
-from batchfinder.cli.estimate import as_typed, single_changes
-from batchfinder.cli.sweep_request import CPU, SweepRequest
 from batchfinder.cuda_stub import StubSession
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, RecordingFailed
@@ -48,6 +46,8 @@ from batchfinder.results import SearchResult, Shape, StopReason
 from batchfinder.search import Prediction
 from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES
 from batchfinder.simulator.steady_state import SimulatedProbe
+from batchfinder.sizing.alternatives import as_typed, single_changes
+from batchfinder.sizing.sweep_request import CPU, SweepRequest
 from batchfinder.stub_cards import card_of_device, open_session
 from batchfinder.training.spec import OWN_OPTIMIZER, StepOptions, WorkloadFacts
 

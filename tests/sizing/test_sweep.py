@@ -1,0 +1,145 @@
+"""`sweep` in Python, beside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchfinder import InvalidValue, SweepResult, UnknownName, UserCodeFailed, sweep
+from batchfinder.devices import device_for, find_gpu
+from batchfinder.units import MIB
+from tests.cli.command import HERE, Run
+
+pytestmark = pytest.mark.usefixtures("forked_recorders")
+BERT = str(HERE / "bert-tiny" / "config.json")
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
+    """A small BERT over two cards and two lengths, the last with a target."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHFINDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return sweep(BERT, gpus=["T4", "rtx 4090"], seq_lens=[8, 16], target_batch_size=10**6, precision="fp16")
+
+
+def without_time(found: dict[str, Any]) -> dict[str, Any]:
+    """What does not differ from run to run."""
+    return {**found, "rows": [{**row, "seconds": 0} for row in found["rows"]]}
+
+
+def test_the_rows_are_those_of_the_command(run: Run, swept: SweepResult) -> None:
+    """Figure by figure, in the same order, and in the same table."""
+    asked = ("sweep", "--model", BERT, "--gpu", "T4,rtx 4090", "--seq-len", "8,16", "--target-batch-size", "1000000")
+    asked += ("--precision", "16-mixed", "--no-cache")
+    assert without_time(swept.to_json()) == without_time(run(*asked, "--json").json)
+    assert f"{swept}\n" == run(*asked).out
+
+
+def test_a_row_says_what_was_found(swept: SweepResult) -> None:
+    """By attributes, in bytes, of each of the rows, which are in the order asked for."""
+    assert [(row.gpu, row.seq_len) for row in swept] == [("T4", 8), ("T4", 16), ("RTX 4090", 8), ("RTX 4090", 16)]
+    row = swept[1]
+    assert len(swept) == 4
+    assert row.model == BERT
+    assert row.usable_bytes == device_for(find_gpu("T4")).usable_bytes
+    assert swept[3].usable_bytes - row.usable_bytes > 0
+    assert row.batch_size < swept[0].batch_size < swept[2].batch_size
+    assert row.peak_allocated_bytes is not None
+    assert row.peak_reserved_bytes is not None
+    assert row.peak_allocated_bytes <= row.peak_reserved_bytes <= row.usable_bytes
+    assert row.plan is not None
+    assert row.plan.target_batch_size == 10**6
+    assert row.plan.micro_batch_size <= row.batch_size
+    assert (row.published, row.what_fits) == (None, None)
+    assert repr(row) == f"<{BERT} at 16 on T4: {row.batch_size}>"
+    assert list(swept[:2]) == [swept[0], swept[1]]
+
+
+def test_a_notebook_shows_the_table(swept: SweepResult) -> None:
+    """One line for each row, with text that is no HTML."""
+    shown = swept._repr_html_()
+    assert shown.count("<tr>") == 5
+    assert f'<td style="text-align: right">{swept[3].batch_size}</td>' in shown
+    assert "on T4" not in shown.partition("<table>")[0]
+    assert "a &lt;b&gt; &amp; c" in SweepResult(swept, ["a <b> & c"])._repr_html_()
+
+
+def test_results_are_kept_unless_that_is_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder, in the command's, or nowhere."""
+    usual, own = tmp_path / "usual", tmp_path / "own"
+    monkeypatch.setenv("BATCHFINDER_CACHE", str(usual))
+    asked: dict[str, Any] = {"gpus": "T4", "seq_lens": 8, "max_batch_size": 8}
+    assert [sweep(BERT, **asked, cache=False)[0].cached for _ in range(2)] == [False, False]
+    assert not usual.exists()
+    assert [sweep(BERT, **asked, cache=str(own))[0].cached for _ in range(2)] == [False, True]
+    assert [sweep(BERT, **asked)[0].cached for _ in range(2)] == [False, True]
+
+
+def test_where_not_one_sample_fits() -> None:
+    """The size is 0 and the row says under which options it trains; a headroom leaves less than a sample takes."""
+    usable = device_for(find_gpu("T4")).usable_bytes
+    needed = sweep(BERT, gpus="T4", seq_lens=16, max_batch_size=1, cache=False)[0].peak_reserved_bytes
+    assert needed is not None
+    (row,) = sweep(BERT, gpus="T4", seq_lens=16, headroom=usable - needed + 2 * MIB, cache=False)
+    assert (row.batch_size, row.plan, row.peak_reserved_bytes) == (0, None, None)
+    assert row.needed_bytes == needed
+    assert row.what_fits is not None
+    assert row.what_fits.fits[0].change
+
+
+def test_an_instance_has_its_gpus_and_its_price() -> None:
+    """All of its GPUs take part; of several numbers of them each has a row."""
+    (row,) = sweep(BERT, instances="p3.8xlarge", seq_lens=8, max_batch_size=4, target_batch_size=64, cache=False)
+    assert row.gpu == "p3.8xlarge: 4 x V100 16GB"
+    assert row.plan is not None
+    assert row.plan.num_devices == 4
+    assert row.cell.card.price is not None
+    sharded = sweep(BERT, instances="p3.8xlarge", seq_lens=8, max_batch_size=4, strategy="fsdp2", cache=False)
+    assert [each.cell.options.gpus for each in sharded] == [4]
+    asked = [2, 4]
+    several = sweep(BERT, gpus="T4", num_gpus=asked, strategy="ddp", seq_lens=8, max_batch_size=4, cache=False)
+    assert [each.gpu for each in several] == ["2 x T4", "4 x T4"]
+
+
+def test_lines_on_what_is_being_done() -> None:
+    """Where somebody wants them."""
+    said: list[str] = []
+    sweep(BERT, gpus="T4", seq_lens=8, max_batch_size=2, cache=False, status=said.append)
+    assert said == [f"building {BERT}", f"{BERT} at 8 on T4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"gpus": "RTX 9999"}, UnknownName, "^unknown GPU 'RTX 9999'"),
+        ({"instances": "p99.huge"}, UnknownName, "^unknown instance 'p99.huge'"),
+        ({"models": "bert-bse"}, UnknownName, "^unknown model 'bert-bse'"),
+        ({"models": []}, InvalidValue, "^models: .* at least one model"),
+        ({"gpus": "9999GB+"}, InvalidValue, "^gpus: .* no GPU of the catalogue is as large"),
+        ({"num_gpus": 0}, InvalidValue, "^num_gpus: invalid value 0; expected a whole number of at least 1"),
+        ({"num_gpus": 8}, InvalidValue, "^strategy: missing; expected one of ddp, .*: how 8 GPUs train"),
+        ({"strategy": "fsdp2"}, InvalidValue, "^num_gpus: invalid value 1; expected at least 2 with fsdp2"),
+        ({"instances": "p3.8xlarge", "num_gpus": 5}, InvalidValue, "^num_gpus: .* at most 4, the GPUs of p3.8xlarge"),
+        ({"seq_lens": [8, -1]}, InvalidValue, "^seq_lens: invalid value -1; expected a whole number of at least 1"),
+        ({"seq_lens": 100_000}, InvalidValue, "^seq_lens: invalid value 100000; expected at most 512 tokens"),
+        ({"precision": "fp8"}, InvalidValue, "^precision: .* one of fp32, bf16-mixed"),
+        ({"lora_rank": 8}, InvalidValue, "^lora_rank: .* none of this name, but mode, precision"),
+        ({"headroom": 1.5}, InvalidValue, "^headroom: .* a share such as 0.1"),
+        ({"headroom": "90GiB"}, InvalidValue, "^headroom: .* less than the .* usable on A100 80GB"),
+        ({"max_batch_size": 4, "min_batch_size": 8}, InvalidValue, "^max_batch_size: invalid value 4; .* at least 8"),
+        ({"target_batch_size": 9, "multiple_of": 2}, InvalidValue, "^target_batch_size: .* and a multiple of 2"),
+    ],
+)
+def test_mistakes(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    """Each is told with the argument's own name, most before anything is built."""
+    with pytest.raises(error, match=words):
+        sweep(**{"models": BERT, "seq_lens": 8, "cache": False, **arguments})
+
+
+def test_a_model_that_cannot_be_recorded_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model raised is in the text."""
+    monkeypatch.chdir(HERE)
+    with pytest.raises(UserCodeFailed, match="no answer today"):
+        sweep(["mine:fails_in_forward", BERT], gpus="T4", seq_lens=8, cache=False)
