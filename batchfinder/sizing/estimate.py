@@ -67,6 +67,7 @@ def estimate(
     Example:
         >>> found = estimate("bert-base", 32, gpu="T4", seq_len=128)  # doctest: +SKIP
         >>> found.fits, found.peak_bytes, found.bytes_by_kind["activations"]  # doctest: +SKIP
+        (True, 4295890043, 2494563524)
     """
     if instance is not None and gpu is not None:
         raise InvalidValue("gpu", gpu, "either a gpu or an instance, not both")

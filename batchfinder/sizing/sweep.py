@@ -36,7 +36,7 @@ class SweepResult(Sequence[SweepRow]):
 
     Example:
         >>> {(row.gpu, row.seq_len): row.batch_size for row in sweep("bert-base", gpus="T4")}  # doctest: +SKIP
-        {('T4', 64): 348, ('T4', 128): 162, ('T4', 256): 69, ('T4', 320): 52, ('T4', 384): 40, ('T4', 512): 26}
+        {('T4', 64): 341, ('T4', 128): 170, ('T4', 256): 85, ('T4', 320): 68, ('T4', 384): 56, ('T4', 512): 42}
     """
 
     def __init__(self, rows: Sequence[SweepRow], conditions: Sequence[str] = ()) -> None:
@@ -116,8 +116,11 @@ def sweep(
         BatchFinderError: a model cannot be built or recorded.
 
     Example:
-        >>> rows = sweep("bert-base", gpus=["T4", "V100"], seq_lens=128, target_batch_size=256)  # doctest: +SKIP
+        >>> rows = sweep(  # doctest: +SKIP
+        ...     "bert-base", gpus=["T4", "V100"], seq_lens=512, target_batch_size=256, precision="16-mixed"
+        ... )
         >>> [(row.gpu, row.batch_size, str(row.plan)) for row in rows]  # doctest: +SKIP
+        [('T4', 64, '64 x 4 = 256'), ('V100 16GB', 69, '64 x 4 = 256')]
     """
     names = tuple(dict.fromkeys([models] if isinstance(models, str) else models))
     if not names:

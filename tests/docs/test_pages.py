@@ -12,6 +12,8 @@ import shlex
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 import batchfinder
 from batchfinder.cli.parser import build_parser
 
@@ -63,6 +65,21 @@ def test_the_example_in_python_prints_what_it_says() -> None:
     with contextlib.redirect_stdout(printed):
         exec(code, {})
     assert printed.getvalue() == code.rpartition("# ")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_recorders")
+def test_the_quickstarts_functions_answer_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sweep` and `estimate`, with the figures in its comments."""
+    monkeypatch.setenv("BATCHFINDER_CACHE", str(tmp_path))
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "quickstart.md").read_text(), re.M | re.S)
+    (code,) = (block for block in blocks if "import estimate, sweep" in block)
+    said, names = " ".join(re.findall(r"# *(.*)", code)), dict[str, object]()
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.Expr):
+            assert repr(eval(ast.unparse(node), names)) in said
+        else:
+            exec(ast.unparse(node), names)
 
 
 def test_the_readmes_lines_of_python_can_be_called() -> None:
