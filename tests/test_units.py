@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfinder.errors import InvalidValue
-from batchfinder.units import GIB, KIB, MIB, format_bytes, parse_budget, parse_bytes, parse_headroom, parse_share
+from batchfinder.units import (
+    GIB,
+    KIB,
+    MIB,
+    format_bytes,
+    parse_budget,
+    parse_bytes,
+    parse_count,
+    parse_headroom,
+    parse_share,
+)
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -180,3 +192,23 @@ def test_a_budget_without_its_unit(value: int | str, text: str) -> None:
     assert str(caught.value).startswith(f"--budget: invalid value {value!r}; expected a size such as 12GiB")
     assert str(caught.value).endswith(text)
     assert parse_budget(str(MIB)) == parse_budget(MIB) == MIB
+
+
+@pytest.mark.parametrize(("value", "count"), [(1, 1), ("007", 7), ("8", 8), (1 << 40, 1 << 40)])
+def test_count(value: int | str, count: int) -> None:
+    """A whole number is read as one and as text."""
+    assert parse_count(value, "lora") == count
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((value, "a whole number of at least 1") for value in ("0", 0, -1, "-1", True, 1.0, "1.0", "", None, "²")),
+        *((value, f"a whole number from 1 to {1 << 40}") for value in ((1 << 40) + 1, "9" * 5000)),
+    ],
+)
+def test_bad_count(value: Any, expected: str) -> None:
+    """Anything else is told with what would do."""
+    with pytest.raises(InvalidValue) as caught:
+        parse_count(value, "lora")
+    assert (caught.value.option, caught.value.expected) == ("lora", expected)

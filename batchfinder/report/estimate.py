@@ -85,6 +85,11 @@ class EstimateFindings:
     what_fits: WhatFits | None = None
 
     @property
+    def model(self) -> str:
+        """As it was asked for."""
+        return self.request.model
+
+    @property
     def gpu(self) -> str:
         """Its name; of an instance with the instance's."""
         return self.request.card.name
@@ -121,7 +126,7 @@ class EstimateFindings:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """What the peak is made of: parameters, gradients, optimizer, activations and so on."""
+        """Parameters, gradients, optimizer, activations and so on, as `Kinds` has them; they sum to `peak_bytes`."""
         return self.estimate.kinds.shown()
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -141,13 +141,13 @@ def sweep(
             price = known_prices().get(find_instance(name).name)
             cards.append(replace(instance_card(name, count=side_by_side), price=price))
         spread = counts or ([one.count for one in cards] if wanted and sharded else [1])
-        each = [StepOptions.checked(gpus=count, **options) for count in dict.fromkeys(spread)]
+        steps = [StepOptions.checked(gpus=count, **options) for count in dict.fromkeys(spread)]
         target, most = target_batch_size, max_batch_size
         request = SweepRequest(
             models=names,
             seq_lens=tuple(dict.fromkeys(parse_count(length, "seq_len") for length in lengths)),
             place=Place(SIMULATED, tuple({one.name: one for one in cards}.values())),
-            options=each[0],
+            options=steps[0],
             allocator=AllocatorSettings.from_environment(),
             target_batch_size=None if target is None else parse_count(target, "target_batch_size"),
             max_batch_size=None if most is None else parse_count(most, "max_batch_size"),
@@ -157,18 +157,20 @@ def sweep(
             min_batch_size=parse_count(min_batch_size, "min_batch_size"),
             multiple_of=parse_count(multiple_of, "multiple_of"),
         )
-        request = check_request(request, each, bool(counts))
+        request = check_request(request, steps, bool(counts))
         for one in request.place.cards:
             request.reserve_bytes(one)
         if request.cache is not None:
             request.cache.check_writable()
         rows = []
-        for found in find_rows(request, lambda doing, brief: None if status is None else status(doing)):
-            if isinstance(found, BatchFinderError):
-                raise found
-            rows.append(found)
+        say = status or (lambda doing: None)
+        with closing(find_rows(request, lambda doing, brief: say(doing))) as found:
+            for each in found:
+                if isinstance(each, BatchFinderError):
+                    raise each
+                rows.append(each)
     except InvalidValue as error:
-        if error.option not in _ARGUMENTS:
+        if error.option not in _ARGUMENTS or error.option in options:
             raise
         raise error.renamed(_ARGUMENTS[error.option]) from error
     return SweepResult(rows, request.conditions)

@@ -103,6 +103,16 @@ def test_markdown() -> None:
     assert made_by_words() not in sheet.to_markdown(is_last=False)
 
 
+def test_html() -> None:
+    """The same for a notebook, aligned as on a terminal; what looks like a tag is text."""
+    sheet = Table("A <b>", ("x & y",), {"model": ["<i>"], "max batch": ["7"]}, ("a <note>",))
+    left, right = 'style="text-align: left"', 'style="text-align: right"'
+    assert sheet.to_html() == (
+        f"<p><b>A &lt;b&gt;</b><br>x &amp; y</p><table><thead><tr><th {left}>model</th><th {right}>max batch</th></tr>"
+        f"</thead><tbody><tr><td {left}>&lt;i&gt;</td><td {right}>7</td></tr></tbody></table><p>a &lt;note&gt;</p>"
+    )
+
+
 def test_words_are_not_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
     """Square brackets, as in a path, are printed as they are."""
     Table("[bold]title", (), {"model": ["[red]model"]}, ("[/] note",)).show()

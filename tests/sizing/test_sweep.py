@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,21 @@ from batchfinder.units import MIB
 from tests.cli.command import HERE, Run
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")
-BERT = str(HERE / "bert-tiny" / "config.json")
+BERT, TINY = str(HERE / "bert-tiny" / "config.json"), "mine:tiny"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _folder_of_the_models() -> Iterator[None]:
+    with contextlib.chdir(HERE):
+        yield
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> SweepResult:
-    """A small BERT over two cards and two lengths, the last with a target."""
+    """A small model over two cards and two lengths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BATCHFINDER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return sweep(BERT, gpus=["T4", "rtx 4090"], seq_lens=[8, 16], target_batch_size=10**6, precision="fp16")
+        return sweep(TINY, gpus=["T4", "rtx 4090"], seq_lens=[8, 16], target_batch_size=10**6, precision="fp16")
 
 
 def without_time(found: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +39,7 @@ def without_time(found: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_rows_are_those_of_the_command(run: Run, swept: SweepResult) -> None:
     """Figure by figure, in the same order, and in the same table."""
-    asked = ("sweep", "--model", BERT, "--gpu", "T4,rtx 4090", "--seq-len", "8,16", "--target-batch-size", "1000000")
+    asked = ("sweep", "--model", TINY, "--gpu", "T4,rtx 4090", "--seq-len", "8,16", "--target-batch-size", "1000000")
     asked += ("--precision", "16-mixed", "--no-cache")
     assert without_time(swept.to_json()) == without_time(run(*asked, "--json").json)
     assert f"{swept}\n" == run(*asked).out
@@ -42,7 +50,7 @@ def test_a_row_says_what_was_found(swept: SweepResult) -> None:
     assert [(row.gpu, row.seq_len) for row in swept] == [("T4", 8), ("T4", 16), ("RTX 4090", 8), ("RTX 4090", 16)]
     row = swept[1]
     assert len(swept) == 4
-    assert row.model == BERT
+    assert row.model == TINY
     assert row.usable_bytes == device_for(find_gpu("T4")).usable_bytes
     assert swept[3].usable_bytes - row.usable_bytes > 0
     assert row.batch_size < swept[0].batch_size < swept[2].batch_size
@@ -53,7 +61,7 @@ def test_a_row_says_what_was_found(swept: SweepResult) -> None:
     assert row.plan.target_batch_size == 10**6
     assert row.plan.micro_batch_size <= row.batch_size
     assert (row.published, row.what_fits) == (None, None)
-    assert repr(row) == f"<{BERT} at 16 on T4: {row.batch_size}>"
+    assert repr(row) == f"<{TINY} at 16 on T4: {row.batch_size}>"
     assert list(swept[:2]) == [swept[0], swept[1]]
 
 
@@ -71,18 +79,18 @@ def test_results_are_kept_unless_that_is_not_wanted(tmp_path: Path, monkeypatch:
     usual, own = tmp_path / "usual", tmp_path / "own"
     monkeypatch.setenv("BATCHFINDER_CACHE", str(usual))
     asked: dict[str, Any] = {"gpus": "T4", "seq_lens": 8, "max_batch_size": 8}
-    assert [sweep(BERT, **asked, cache=False)[0].cached for _ in range(2)] == [False, False]
+    assert [sweep(TINY, **asked, cache=False)[0].cached for _ in range(2)] == [False, False]
     assert not usual.exists()
-    assert [sweep(BERT, **asked, cache=str(own))[0].cached for _ in range(2)] == [False, True]
-    assert [sweep(BERT, **asked)[0].cached for _ in range(2)] == [False, True]
+    assert [sweep(TINY, **asked, cache=str(own))[0].cached for _ in range(2)] == [False, True]
+    assert [sweep(TINY, **asked)[0].cached for _ in range(2)] == [False, True]
 
 
 def test_where_not_one_sample_fits() -> None:
     """The size is 0 and the row says under which options it trains; a headroom leaves less than a sample takes."""
     usable = device_for(find_gpu("T4")).usable_bytes
-    needed = sweep(BERT, gpus="T4", seq_lens=16, max_batch_size=1, cache=False)[0].peak_reserved_bytes
+    needed = sweep(TINY, gpus="T4", seq_lens=16, max_batch_size=1, cache=False)[0].peak_reserved_bytes
     assert needed is not None
-    (row,) = sweep(BERT, gpus="T4", seq_lens=16, headroom=usable - needed + 2 * MIB, cache=False)
+    (row,) = sweep(TINY, gpus="T4", seq_lens=16, headroom=usable - needed + 2 * MIB, cache=False)
     assert (row.batch_size, row.plan, row.peak_reserved_bytes) == (0, None, None)
     assert row.needed_bytes == needed
     assert row.what_fits is not None
@@ -91,23 +99,23 @@ def test_where_not_one_sample_fits() -> None:
 
 def test_an_instance_has_its_gpus_and_its_price() -> None:
     """All of its GPUs take part; of several numbers of them each has a row."""
-    (row,) = sweep(BERT, instances="p3.8xlarge", seq_lens=8, max_batch_size=4, target_batch_size=64, cache=False)
+    (row,) = sweep(TINY, instances="p3.8xlarge", seq_lens=8, max_batch_size=4, target_batch_size=64, cache=False)
     assert row.gpu == "p3.8xlarge: 4 x V100 16GB"
     assert row.plan is not None
     assert row.plan.num_devices == 4
     assert row.cell.card.price is not None
-    sharded = sweep(BERT, instances="p3.8xlarge", seq_lens=8, max_batch_size=4, strategy="fsdp2", cache=False)
+    sharded = sweep(TINY, instances="p3.8xlarge", seq_lens=8, max_batch_size=4, strategy="fsdp2", cache=False)
     assert [each.cell.options.gpus for each in sharded] == [4]
     asked = [2, 4]
-    several = sweep(BERT, gpus="T4", num_gpus=asked, strategy="ddp", seq_lens=8, max_batch_size=4, cache=False)
+    several = sweep(TINY, gpus="T4", num_gpus=asked, strategy="ddp", seq_lens=8, max_batch_size=4, cache=False)
     assert [each.gpu for each in several] == ["2 x T4", "4 x T4"]
 
 
 def test_lines_on_what_is_being_done() -> None:
     """Where somebody wants them."""
     said: list[str] = []
-    sweep(BERT, gpus="T4", seq_lens=8, max_batch_size=2, cache=False, status=said.append)
-    assert said == [f"building {BERT}", f"{BERT} at 8 on T4"]
+    sweep(TINY, gpus="T4", seq_lens=8, max_batch_size=2, cache=False, status=said.append)
+    assert said == [f"building {TINY}", f"{TINY} at 8 on T4"]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +134,7 @@ def test_lines_on_what_is_being_done() -> None:
         ({"seq_lens": 100_000}, InvalidValue, "^seq_lens: invalid value 100000; expected at most 512 tokens"),
         ({"precision": "fp8"}, InvalidValue, "^precision: .* one of fp32, bf16-mixed"),
         ({"lora_rank": 8}, InvalidValue, "^lora_rank: .* none of this name, but mode, precision"),
+        ({"gpu": "T4"}, InvalidValue, "^gpu: invalid value 'T4'; expected none of this name, but mode, .*gpus, "),
         ({"headroom": 1.5}, InvalidValue, "^headroom: .* a share such as 0.1"),
         ({"headroom": "90GiB"}, InvalidValue, "^headroom: .* less than the .* usable on A100 80GB"),
         ({"max_batch_size": 4, "min_batch_size": 8}, InvalidValue, "^max_batch_size: invalid value 4; .* at least 8"),
@@ -138,8 +147,7 @@ def test_mistakes(arguments: dict[str, Any], error: type[Exception], words: str)
         sweep(**{"models": BERT, "seq_lens": 8, "cache": False, **arguments})
 
 
-def test_a_model_that_cannot_be_recorded_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_recorded_raises() -> None:
     """What the model raised is in the text."""
-    monkeypatch.chdir(HERE)
     with pytest.raises(UserCodeFailed, match="no answer today"):
         sweep(["mine:fails_in_forward", BERT], gpus="T4", seq_lens=8, cache=False)
