@@ -57,6 +57,7 @@ from batchfinder.training.spec import (
     STRATEGIES,
     StepConfig,
     StepOptions,
+    StepWords,
 )
 from batchfinder.training.step import Workload
 from batchfinder.training.synonyms import one_of
@@ -433,12 +434,11 @@ def _step_options(by_name: bool, **given: Any) -> StepOptions:
     Raises:
         InvalidValue: they do not, or are for models by their name.
     """
-    options = StepOptions.checked(**given)
-    chosen = ("mode", "precision", "optimizer", "gpus", "strategy")
+    of_names = StepWords.__annotations__.keys() - {"mode", "precision", "optimizer", "strategy"}
     for name, value in given.items():
-        if not by_name and name not in chosen and not (name == "loss" and value == LOSS_NAMES[0]):
+        if not by_name and name in of_names and not (name == "loss" and value == LOSS_NAMES[0]):
             raise InvalidValue(name, value, "left out but for a model by its name or config")
-    return options
+    return StepOptions.checked(**given)
 
 
 def _batches(

@@ -193,6 +193,11 @@ def test_what_does_not_fit() -> None:
         ({"model": Classifier(), "precision": "fp61"}, InvalidValue, "16-mixed"),
         ({"model": Classifier(), "optimizer": "adam-w"}, InvalidValue, "adamw"),
         ({"model": Classifier(), "lora": 8}, InvalidValue, "lora: .* left out but for a model by its name or config"),
+        (
+            {"model": Classifier(), "lora_targets": "body"},
+            InvalidValue,
+            "lora_targets: .* left out but for a model",
+        ),
         ({"model": Classifier(), "loss": "liger"}, InvalidValue, "loss: .* left out but for a model by its name"),
         ({"model": "gpt2", "loss": "ligre"}, InvalidValue, "loss: .* one of default, chunked, liger, trl"),
         ({"model": "gpt2", "lora_rank": 8}, InvalidValue, "lora_rank: .* none of this name, but mode, precision, "),
