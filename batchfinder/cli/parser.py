@@ -189,6 +189,14 @@ _WRITE: Options = {
     }
 }
 
+_RECORDER: Options = {
+    "--recorder": {
+        "metavar": "NAME",
+        "default": FAKE_DEVICE,
+        "help": f"what records the step: {FAKE_DEVICE} (default), or {CUDA_BUILD}, PyTorch's own CUDA code without a "
+        "GPU (`batchfinder stub install` brings it; eager steps on one GPU)",
+    }
+}
 SWEEP = Command(
     "print the largest batch size for each model, GPU and sequence length",
     {
@@ -229,7 +237,7 @@ SWEEP = Command(
             **_PRICES,
             **_OFFLINE,
         },
-        "the step": _STEP,
+        "the step": {**_STEP, **_RECORDER},
         "the search": {
             "--find": {
                 "default": "batch-size",
@@ -303,14 +311,6 @@ SWEEP = Command(
         },
     },
 )
-_RECORDER: Options = {
-    "--recorder": {
-        "metavar": "NAME",
-        "default": FAKE_DEVICE,
-        "help": f"what records the step: {FAKE_DEVICE} (default), or {CUDA_BUILD}, PyTorch's own CUDA code without a "
-        "GPU (`batchfinder stub install` brings it; eager steps on one GPU)",
-    }
-}
 ESTIMATE = Command(
     "print what one size takes memory for, and what would make it fit",
     {

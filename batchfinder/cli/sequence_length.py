@@ -87,7 +87,8 @@ def find_lengths(arguments: argparse.Namespace) -> int:
         for model in request.models:
             line.update(f"building {model}")
             try:
-                with Simulation(request.options.workload(model), request.step) as simulation:
+                options = request.options
+                with Simulation(options.workload(model), request.step, options.recorder) as simulation:
                     rows += lengths_of(model, simulation, request, sizes, step, line)
             except InvalidValue:
                 raise

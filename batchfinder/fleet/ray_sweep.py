@@ -94,7 +94,8 @@ class CellGroup:
             if self.accelerator:
                 request = replace(request, place=real_gpu("cuda", request.place.budget_bytes))
                 request.reserve_bytes(request.place.cards[0])
-            with Simulation(request.options.workload(self.model), request.step) as simulation:
+            options = request.options
+            with Simulation(options.workload(self.model), request.step, options.recorder) as simulation:
                 lengths = seq_lens_of(self.model, request.seq_lens, simulation.facts(), DEFAULT_SEQ_LENS)
                 yield Begun(socket.gethostname(), versions(), tuple(card.name for card in request.place.cards), lengths)
                 find = measure_cells if self.accelerator else simulate_cells

@@ -20,7 +20,16 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.trace import Trace
 from batchfinder.sizing.alternatives import suggest
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OWN_OPTIMIZER, StepOptions, StepWords, seq_lens_of
+from batchfinder.training.spec import (
+    CUDA_BUILD,
+    FAKE_DEVICE,
+    OWN_OPTIMIZER,
+    RECORDERS,
+    StepOptions,
+    StepWords,
+    seq_lens_of,
+)
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import parse_count
 
 _STRATEGIES = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3, FSDP": "fsdp2"}
@@ -37,6 +46,7 @@ def estimate(
     gpus: int | None = None,
     accumulation: int = 1,
     advice: bool = False,
+    recorder: str = FAKE_DEVICE,
     status: Callable[[str], object] | None = None,
     **options: Unpack[StepWords],
 ) -> EstimateFindings:
@@ -54,6 +64,8 @@ def estimate(
         gpus: how many train, each with a batch of its own; None for the instance's, or 1.
         accumulation: micro-batches per optimizer step.
         advice: whether to say what other options would change, also where it fits.
+        recorder: what records the step: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
+            (`batchfinder stub install` brings it; eager steps on one GPU).
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,
             `gradient_checkpointing`, `compile`, `loss`, `packed`, `optimizer_in_backward`, `lora`, `lora_targets`,
@@ -62,6 +74,7 @@ def estimate(
     Raises:
         InvalidValue: an argument cannot be used.
         UnknownName: no such GPU, instance or model.
+        CudaStubUnavailable: the CUDA build is to record, and cannot be had here.
         BatchFinderError: the model cannot be built or recorded.
 
     Example:
@@ -77,7 +90,7 @@ def estimate(
     else:
         chosen = card(find_gpu(gpu or USUAL_GPU).name, count=count or 1)
     together = chosen.count if instance is not None and options.get("strategy") is not None else count
-    step = StepOptions.checked(gpus=together, **options)
+    step = replace(StepOptions.checked(gpus=together, **options), recorder=one_of("recorder", recorder, RECORDERS))
     request = check_request(model, batch_size, seq_len, chosen, step, accumulation)
     return run_estimate(request, advice, status or (lambda doing: None))
 

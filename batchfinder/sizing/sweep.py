@@ -19,7 +19,8 @@ from batchfinder.report.sweep import SCHEMA, SweepRow, sweep_table
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.sizing.sweep_cells import CARDS_OF_A_POOL, ModelCells, measure_cells, search_pool, simulate_cells
 from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, Place, SweepRequest, check_request
-from batchfinder.training.spec import StepOptions, StepWords, seq_lens_of
+from batchfinder.training.spec import FAKE_DEVICE, RECORDERS, StepOptions, StepWords, seq_lens_of
+from batchfinder.training.synonyms import one_of
 from batchfinder.units import parse_count, parse_headroom
 
 _ARGUMENTS = {"gpu": "gpus", "gpus": "num_gpus", "seq_len": "seq_lens"}
@@ -80,6 +81,7 @@ def sweep(
     multiple_of: int = 1,
     headroom: float | str = 0,
     cache: str | bool = True,
+    recorder: str = FAKE_DEVICE,
     status: Callable[[str], object] | None = None,
     **options: Unpack[StepWords],
 ) -> SweepResult:
@@ -104,6 +106,8 @@ def sweep(
         headroom: what stays free of each GPU: a share (0.1, `10%`), or a size (a number of bytes, `1GiB`).
         cache: where results are kept and looked up: a folder or an fsspec URL; True for where the command line keeps
             them, False for nowhere.
+        recorder: what records the steps: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
+            (`batchfinder stub install` brings it; eager steps on one GPU).
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,
             `gradient_checkpointing`, `compile`, `loss`, `packed`, `optimizer_in_backward`, `lora`, `lora_targets`,
@@ -113,6 +117,7 @@ def sweep(
         InvalidValue: an argument cannot be used.
         UnknownName: no such GPU, instance or model.
         CacheFailed: results cannot be kept there.
+        CudaStubUnavailable: the CUDA build is to record, and cannot be had here.
         BatchFinderError: a model cannot be built or recorded.
 
     Example:
@@ -141,7 +146,8 @@ def sweep(
             price = known_prices().get(find_instance(name).name)
             cards.append(replace(instance_card(name, count=side_by_side), price=price))
         spread = counts or ([one.count for one in cards] if wanted and sharded else [1])
-        steps = [StepOptions.checked(gpus=count, **options) for count in dict.fromkeys(spread)]
+        by = one_of("recorder", recorder, RECORDERS)
+        steps = [replace(StepOptions.checked(gpus=count, **options), recorder=by) for count in dict.fromkeys(spread)]
         target, most = target_batch_size, max_batch_size
         request = SweepRequest(
             models=names,
@@ -217,7 +223,7 @@ def find_rows(
             if new:
                 status(f"building {' and '.join(new)}", False)
             for each in new:
-                simulation = Simulation(request.options.workload(each), request.step)
+                simulation = Simulation(request.options.workload(each), request.step, request.options.recorder)
                 simulations[each] = stack.enter_context(simulation)
             try:
                 facts = simulations[model].facts()

@@ -10,7 +10,7 @@ from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.training.spec import STRATEGIES, StepConfig, StepOptions
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, STRATEGIES, StepConfig, StepOptions
 from batchfinder.units import format_bytes
 
 DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
@@ -140,6 +140,14 @@ def check_request(request: SweepRequest, each: Sequence[StepOptions], counts_ask
     Raises:
         InvalidValue: the numbers rule each other out, or it is not said how several GPUs train together.
     """
+    if request.options.recorder == CUDA_BUILD:
+        if request.place.device != SIMULATED:
+            expected = f"{FAKE_DEVICE} where sizes are tried: a recording is for GPUs that are simulated"
+            raise InvalidValue("recorder", CUDA_BUILD, expected)
+        for one in request.place.cards:
+            if one.device.assumed_capability:
+                expected = f"{FAKE_DEVICE} for {one.name}: PyTorch's CUDA build runs on NVIDIA's GPUs alone"
+                raise InvalidValue("recorder", CUDA_BUILD, expected)
     if request.options.gpus > 1:
         if request.options.strategy is None and any(":" not in model for model in request.models):
             expected = f"one of {', '.join(STRATEGIES)}: how {request.options.gpus} GPUs train the model together"

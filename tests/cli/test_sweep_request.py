@@ -43,6 +43,7 @@ VARIANTS = (
     "--headroom 1GiB",
     "--loss chunked",
     "--packed",
+    "--recorder cuda-build",
 )
 
 
@@ -157,6 +158,20 @@ def test_a_measured_headroom_is_a_share_of_the_budget() -> None:
     request = request_for("--device cpu --budget 64MiB --headroom 25%")
     (card,) = request.place.cards
     assert (card.device.usable_bytes, request.reserve_bytes(card)) == (64 << 20, 16 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--device cpu --budget 1GiB", "fake-device where sizes are tried: a recording is for GPUs that are simulated"),
+        ("--gpu t4,mi300x", "fake-device for MI300X: PyTorch's CUDA build runs on NVIDIA's GPUs alone"),
+    ],
+)
+def test_where_the_cuda_build_records_nothing(options: str, said: str) -> None:
+    """It would change nothing about real steps, and it is no build for AMD's GPUs."""
+    with pytest.raises(InvalidValue) as refused:
+        request_for(f"--recorder cuda-build {options}")
+    assert words_of(refused.value) == f"--recorder: invalid value 'cuda-build'; expected {said}."
 
 
 def test_a_path_is_no_misspelt_name(tmp_path: Path) -> None:

@@ -92,6 +92,30 @@ def test_what_it_does_not_record_is_said() -> None:
             several.result()
 
 
+def runs(spec: WorkloadSpec, config: StepConfig, batch_size: int, seq_len: int) -> bool:
+    """Whether the step has enough memory."""
+    import torch
+
+    try:
+        peaks(spec, config, batch_size, seq_len)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
+    """The size found runs on a card of that memory, and the next one runs out of it."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(BERT))
+    command = [sys.executable, "-m", "batchfinder", "sweep", "config.json", "--gpu", "t4", "--budget", "1GiB"]
+    command += ["--seq-len", "128", "--recorder", "cuda-build", "--no-cache", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["recorder"] == "cuda-build"
+    spec, found, card = StepOptions().workload(str(path)), row["max_batch_size"], CudaStub(gpu="T4", memory="1GiB")
+    assert [card.run(runs, spec, StepConfig(), size, 128).result for size in (found, found + 1)] == [True, False]
+
+
 def test_the_command(tmp_path: Path) -> None:
     """`estimate --recorder cuda-build` has PyTorch's own peaks, which the fake device misses here, and says so in JSON."""
     path = tmp_path / "config.json"
