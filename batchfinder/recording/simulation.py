@@ -227,16 +227,19 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         spec: the workload.
         how: its steps are taken.
         recorder: what records them, by name; or a recording process to share, which this simulation does not close.
+
+    Attributes:
+        recorder: its name.
     """
 
-    _on_stub = False
+    recorder = FAKE_DEVICE
 
     def __init__(self, spec: WorkloadSpec, how: StepConfig, recorder: RecordingClient | str = FAKE_DEVICE) -> None:
         self.spec = spec
         self.how = how
         self._owns_recorder = isinstance(recorder, str)
         self._recorder = RecordingClient(spec, recorder=recorder) if isinstance(recorder, str) else recorder
-        self._on_stub = self._recorder.recorder == CUDA_BUILD
+        self.recorder = self._recorder.recorder
         self.facts = self._recorder.facts  # of the workload that the process was opened with
         self._sources: dict[tuple[tuple[int, int], str], TraceSource] = {}
         self._recorded: dict[tuple[int, int | None], list[Future[Trace]]] = {}
@@ -301,7 +304,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
                 return recorded[-1]
 
             compiled = self.spec.arguments.get("compile") is not None
-            self._sources[kind] = TraceSource(submit, seq_lens, compiled)
+            # Kernels' scratch memory, which the CUDA build records as well, goes up in steps.
+            self._sources[kind] = TraceSource(submit, seq_lens, compiled, scales=self.recorder == FAKE_DEVICE)
         return self._sources[kind]
 
     def _on_other(self, trace: Trace, capability: tuple[int, int]) -> Future[Trace]:
@@ -327,7 +331,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         if allocator is not None:
             unmodelled += [f"the allocator's setting {setting}" for setting in allocator.unmodelled]
         card = ""
-        if self._on_stub:
+        if self.recorder == CUDA_BUILD:
             whole = replace(card_of_device(device), name="", total_bytes=_STUB_BYTES, context_bytes=0, held_bytes=0)
             card = whole.setting
         return SimulatedProbe(self.source(device.compute_capability, seq_lens, card), memory, allocator, unmodelled)
@@ -340,6 +344,7 @@ def search_simulated(
     min_batch_size: int = 1,
     multiple_of: int = 1,
     confirm: bool = True,
+    predicted: int | None = None,
 ) -> SearchResult:
     """Find the largest batch size that fits, with tolerance 0.
 
@@ -348,6 +353,7 @@ def search_simulated(
         min_batch_size: the smallest of interest.
         multiple_of: only multiples of it are of interest.
         confirm: whether the sizes that decide it are recorded themselves, where they were scaled.
+        predicted: where each size is recorded itself, about what the answer will be; None for a line through two.
 
     Raises:
         InvalidValue: there is no such size.
@@ -365,10 +371,12 @@ def search_simulated(
             if probe.steady_state(full + 1, shape).fits:  # by giving memory back
                 search = Bisection(full + 1, max(full + 1, filled) + 1)
         else:
-            predicted = predict_max_batch_size(probe, shape)
+            # A line tends to be a little too high: it does not know what the allocator cannot use.
+            neighbour = -1 if predicted is None else 1
+            start = predict_max_batch_size(probe, shape) if predicted is None else max(1, predicted)
             if multiple_of == 1:
-                predicted = _recorded_prediction(probe, shape, min(predicted, max_batch_size or predicted))
-            search = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
+                start = _recorded_prediction(probe, shape, min(start, max_batch_size or start), neighbour)
+            search = Secant(tolerance=0.0, predicted=start, margin=0.0)
         result = find_max_batch_size(probe, shape, search=limited(search))
         # That it fits, and that the next size does not.
         decisive = {max(result.max_batch_size, min_batch_size), result.max_batch_size + multiple_of}
@@ -422,12 +430,13 @@ def search_cards(
     return found
 
 
-def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int) -> int:
+def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int, neighbour: int) -> int:
     """The prediction, or a size not far below it that runs, where each size is recorded itself.
 
-    A line through peaks tends to be a little too high: it does not know what the allocator cannot use.
+    Args:
+        neighbour: how far from it the size is that is likely to be asked for next, and is recorded beside it.
     """
-    for size in (predicted, predicted - 1)[: 2 if predicted > 1 else 1]:
+    for size in (predicted, max(1, predicted + neighbour)):
         probe.traces.ask(size, shape.seq_len)
     step = 1
     while predicted > 1 and not probe.steady_state(predicted, shape).fits:

@@ -247,14 +247,18 @@ class TraceSource:
         submit: asks for a recording at (batch size, sequence length).
         seq_lens: the lengths that will be asked for; others are taken in as they come.
         compiled: whether the step is known to be compiled; its recordings say so too.
+        scales: whether sizes may be scaled; else each is recorded itself.
 
     Attributes:
         unscaled: the sizes that had to be recorded themselves.
     """
 
-    def __init__(self, submit: Submit, seq_lens: Iterable[int | None], compiled: bool = False) -> None:
+    def __init__(
+        self, submit: Submit, seq_lens: Iterable[int | None], compiled: bool = False, scales: bool = True
+    ) -> None:
         self._submit = submit
         self._compiled = compiled
+        self._scales = scales
         self._recorded: dict[tuple[int, int | None], Future[Trace]] = {}
         self._scaled: dict[int | None, ScaledTrace | None] = {}
         self._ones: dict[int | None, ScaledTrace | None] = {}
@@ -336,6 +340,8 @@ class TraceSource:
         return self._scaled_at(seq_len) is not None
 
     def _scaled_at(self, seq_len: int | None) -> ScaledTrace | None:
+        if not self._scales:
+            return None
         if seq_len not in self._scaled:
             group = self._groups.setdefault((seq_len or 0) % _ALIGNMENT == 0, [])
             if seq_len not in group:

@@ -49,7 +49,7 @@ from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.sizing.alternatives import as_typed, single_changes
 from batchfinder.sizing.sweep_request import CPU, SweepRequest
 from batchfinder.stub_cards import card_of_device, open_session
-from batchfinder.training.spec import OWN_OPTIMIZER, StepOptions, WorkloadFacts
+from batchfinder.training.spec import FAKE_DEVICE, OWN_OPTIMIZER, StepOptions, WorkloadFacts
 
 T = TypeVar("T")
 
@@ -73,19 +73,26 @@ _CURVE_POINTS, _CURVE_END = 12, 1.15
 
 @dataclass(frozen=True)
 class ModelCells:
-    """The cells of one model, still to be found; `pool` searches some of them, if there is one."""
+    """The cells of one model, still to be found.
+
+    Attributes:
+        pool: searches some of them; None without one.
+        predicting: the same on the fake device, whose answers a slower recorder starts from; None for none.
+    """
 
     model: str
     simulation: Simulation
     seq_lens: tuple[int | None, ...]
     request: SweepRequest
     pool: Executor | None = None
+    predicting: Simulation | None = None
 
     def cell(self, seq_len: int | None, card: Card) -> Cell:
         """One of the cells."""
         request, options = self.request, self.request.options
         # The published figures are for a whole Titan X of 12 GB, training in fp32 with Adam.
-        like_published = card.name in _TITANS and replace(options, attention=None) == StepOptions()
+        usual = replace(options, attention=None, recorder=FAKE_DEVICE) == StepOptions()
+        like_published = card.name in _TITANS and usual
         published = published_titan_x().get((self.model, seq_len or 0))
         if self.simulation.facts().brings_optimizer:
             options = replace(options, optimizer=OWN_OPTIMIZER)
@@ -161,6 +168,13 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             return probe, None
         return probe, request.cache.entry(cache_key(cell, facts, request), cells.model)
 
+    def predict(cell: Cell, simulation: Simulation) -> int | None:
+        device = cell.card.device.with_headroom(cell.headroom_bytes)
+        with suppress(BatchFinderError):  # the recorder that was asked for may do without
+            probe = simulation.probe(device, cells.seq_lens, request.allocator)
+            return search_simulated(probe, Shape(cell.seq_len), *limits, confirm=False).max_batch_size
+        return None
+
     elsewhere: dict[tuple[Card, int | None], tuple[Future[list[SearchResult | None]], int]] | None = None
 
     def find(card: Card, seq_len: int | None) -> SweepRow:
@@ -184,7 +198,9 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             if known is None and elsewhere is not None and (card, seq_len) in elsewhere:
                 future, place = elsewhere[card, seq_len]
                 result = future.result()[place]
-        result = result or search_simulated(probe, Shape(seq_len), *limits)
+        if result is None:
+            predicted = None if cells.predicting is None else predict(cell, cells.predicting)
+            result = search_simulated(probe, Shape(seq_len), *limits, predicted=predicted)
         if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
             needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
             result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))

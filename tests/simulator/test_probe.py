@@ -194,6 +194,19 @@ def test_the_prediction_of_an_unscaled_step_takes_no_recording() -> None:
     assert sorted(recordings.asked) == [7, 13]
 
 
+@pytest.mark.parametrize(
+    ("predicted", "recorded"), [(42, {42, 43}), (40, {40, 41, 42, 43}), (44, {41, 42, 43, 44, 45})]
+)
+def test_another_recorders_answer_is_where_a_search_begins(predicted: int, recorded: set[int]) -> None:
+    """Where it is right, that size and the next one are recorded and no other; else its neighbours are as well."""
+    recordings = Unscaled()
+    traces = TraceSource(recordings, [128], scales=False)
+    asked = SimulatedProbe(traces, DeviceMemory(3 * GIB, 2 * GIB))
+    assert not traces.is_scaled(128)
+    assert search_simulated(asked, SHAPE, predicted=predicted).max_batch_size == 42
+    assert set(recordings.asked) == recorded
+
+
 @pytest.mark.parametrize("usable", [GIB + 10 * MIB, 2 * GIB, 5 * GIB])
 def test_an_unscaled_search_records_little(usable: int) -> None:
     """Two sizes, the predicted one and the one under it, and the one above where both run; the answer is exact."""
