@@ -49,7 +49,34 @@ are as large as its share, and all are kept for the backward: their sum is the s
 expert at work is larger in a busy one. A test records a Mixtral both ways, evenly routed and with all tokens sent to
 the same two experts, and compares the peaks. Where each expert has a fixed capacity, the capacity decides.
 
-## diffusers, torchvision, timm
+## timm
+
+`--model timm/NAME` is any model of [timm](https://huggingface.co/docs/timm)'s registry (`pip install
+torch-batchfinder[timm]`), with or without the tag of its weights: the id of a repository of timm's on the Hub,
+`timm/vit_base_patch16_224.augreg_in21k`, is one too. Nothing is downloaded. It is trained on images with the
+cross-entropy of its classes (1000 where it has none of its own, which `--explain` says). `--seq-len` is the side of the
+images in pixels; without it they are of the model's own size. What has a table of positions takes that size alone: timm
+has models for others, such as `vit_base_patch16_384`.
+
+```console
+$ batchfinder sweep --model timm/convnext_base --gpu t4 --gpu l4 --precision 16-mixed --gradient-checkpointing
+Largest training batch, simulated
+16-mixed, adamw, gradient checkpointing
+usable: 14.44 GiB of T4, 21.78 GiB of L4
+
+model               GPU  seq len  max batch  peak reserved  source
+─────────────────────────────────────────────────────────────────────
+timm/convnext_base  T4       224        506      14.36 GiB  simulated
+timm/convnext_base  L4       224        784      21.74 GiB  simulated
+
+3 assumptions; --explain lists them
+```
+
+`--gradient-checkpointing` is timm's `set_grad_checkpointing`, `--attention eager` its `set_fused_attn(False)`, and
+`--lora 8 --lora-targets qkv,proj` gives adapters to layers by name. Parameters are counted against torchvision's
+documentation of the same models (a test).
+
+## diffusers, torchvision
 
 A factory wraps the model, and says what a batch is:
 

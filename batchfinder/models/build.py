@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from batchfinder.errors import BatchFinderError, InvalidValue, UnknownName, UserCodeFailed, without_middle
-from batchfinder.models.catalog import find_model
+from batchfinder.models.catalog import TIMM, find_model
 from batchfinder.models.hub import config_from_hub
 from batchfinder.models.lightning_module import TrainingStep, has_training_step, workload_from_training_step
 from batchfinder.models.synthetic_batches import TextBatches
@@ -112,10 +112,10 @@ def build_workload(
     moves while a named model or a config is built.
 
     Args:
-        spec: a name in `list_models`, an `owner/name` or `owner/name@revision` of the Hugging Face Hub, a path to a
-            config.json or to its folder, or `package.module:factory`. A path that exists wins over a name, where it is
-            written with a path separator. Of a model on the Hub the config.json alone is read: from the local cache,
-            else it is downloaded. Or a config of transformers itself, which is copied.
+        spec: a name in `list_models`, `timm/NAME` for a model of timm's, an `owner/name` or `owner/name@revision` of
+            the Hugging Face Hub, a path to a config.json or to its folder, or `package.module:factory`. A path that
+            exists wins over a name, where it is written with a path separator. Of the Hub the config.json alone is
+            read: from the local cache, else it is downloaded. Or a config of transformers itself, which is copied.
         attention: `eager`, `sdpa`, `flash` (to be taken by the flash kernel of PyTorch's
             scaled_dot_product_attention), or None for the model's default.
         gradient_checkpointing: whether activations inside the model's layers are computed again in the backward, and
@@ -158,8 +158,9 @@ def build_workload(
         if spec.endswith(".py"):
             raise InvalidValue("model", spec, f"{spec}:NAME, with the name of what makes the model in that file")
         is_file = spec.endswith(".json")
+        from_timm = spec.startswith(TIMM) and not exists
         try:
-            row = None if (os.sep in spec or is_file) and exists else find_model(spec)
+            row = None if from_timm or ((os.sep in spec or is_file) and exists) else find_model(spec)
         except UnknownName:
             if not exists and (is_file or spec.startswith((".", "~", os.sep))):
                 raise InvalidValue("model", spec, "a config.json or a folder that exists") from None
@@ -169,8 +170,14 @@ def build_workload(
                     raise
                 path = fetched
             row = None
-        what = None if exists else spec
-        workload = workload_from_path(path, attention, what) if row is None else workload_from_row(row, attention)
+        if from_timm:
+            from batchfinder.models.timm import workload_from_timm
+
+            workload = workload_from_timm(spec, attention)
+        elif row is not None:
+            workload = workload_from_row(row, attention)
+        else:
+            workload = workload_from_path(path, attention, None if exists else spec)
     model: Any = workload.model
     if layers is not None and (stack := longest_stack(model)) is not None:
         del stack[layers:]
@@ -265,7 +272,7 @@ def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
         spec: what the user calls the model.
 
     Raises:
-        InvalidValue: the model, or the release of transformers that it is from, cannot.
+        InvalidValue: the model, or the release of the library that it is from, cannot.
     """
     # `gradient_checkpointing_enable` is deprecated in transformers 5.23; older releases have nothing else.
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
@@ -280,6 +287,8 @@ def enable_checkpointing(model: Any, how: bool | str, spec: str) -> None:
         raise InvalidValue("gradient_checkpointing", how, expected)
     if how is True or how == "full":
         enable()
+    elif not inspect.signature(enable).parameters:
+        raise InvalidValue("gradient_checkpointing", how, f"full: {spec} has no other")
     elif how == "selective":
         contexts = partial(create_selective_checkpoint_contexts, list(_KEPT_BY_SELECTIVE))
         enable({"use_reentrant": False, "context_fn": contexts})

@@ -10,10 +10,14 @@ import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from typing import Any
 
-from batchfinder.errors import UnknownName
+from batchfinder.errors import MissingExtra, UnknownName
 from batchfinder.models.hub import config_from_hub
+
+TIMM = "timm/"
+"""What stands before the name of a model of timm's, as in the ids of its repositories on the Hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +167,13 @@ def check_model_name(model: str) -> None:
     Raises:
         UnknownName: no such model.
         HubFailed: it is on the Hub, and its config.json cannot be had.
+        MissingExtra: it is timm's, which is not installed.
     """
     if ":" in model or model.endswith(".json") or model.startswith((".", "~", os.sep)) or os.path.exists(model):
+        return
+    if model.startswith(TIMM):
+        if find_spec("timm") is None:
+            raise MissingExtra("timm", "timm", model)
         return
     try:
         find_model(model)

@@ -189,6 +189,7 @@ class RecordingServer:
         from batchfinder.models.build import longest_stack
         from batchfinder.models.fingerprint import fingerprint_workload
 
+        side = getattr(workload.make_batch, "side", None)
         return {
             "fingerprint": fingerprint_workload(workload, builder, str(arguments.get("spec", ""))),
             "max_seq_len": workload.max_seq_len,
@@ -199,6 +200,7 @@ class RecordingServer:
             "parallelizes": workload.parallelize is not None,
             "recorder": self.recorder,
             "layers": len(longest_stack(workload.model) or ()),
+            "side": side if isinstance(side, int) else None,
         }
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:

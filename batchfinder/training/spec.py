@@ -161,6 +161,7 @@ class WorkloadFacts:
         warnings: what the user is told of how it was built.
         recorder: what records its steps: one of `RECORDERS`.
         layers: the length of the model's longest list of layers; 0 for a model without.
+        side: of the images that the model is made for, in pixels; None where it reads none, or of any side.
     """
 
     fingerprint: str
@@ -172,6 +173,7 @@ class WorkloadFacts:
     parallelizes: bool = False
     recorder: str = FAKE_DEVICE
     layers: int = 0
+    side: int | None = None
 
 
 DEFAULT_IMAGE_SIDE = 224
@@ -180,7 +182,8 @@ DEFAULT_IMAGE_SIDE = 224
 def seq_lens_of(
     model: str, asked: Sequence[int], facts: WorkloadFacts, usual: Sequence[int] = (128,)
 ) -> tuple[int | None, ...]:
-    """The lengths asked for, which the model must allow; without any, those of the usual ones that it allows.
+    """The lengths asked for, which the model must allow; without any, those of the usual ones that it allows, and of
+    images the side that it is made for.
 
     Raises:
         InvalidValue: a length asked for is beyond the model's positions.
@@ -192,7 +195,7 @@ def seq_lens_of(
     if asked:
         return tuple(asked)
     if facts.seq_len_unit == "pixels":
-        return (DEFAULT_IMAGE_SIDE,)
+        return (facts.side or DEFAULT_IMAGE_SIDE,)
     if facts.seq_len_unit == "none":
         return (None,)
     return tuple(seq_len for seq_len in usual if most is None or seq_len <= most) or (most,)

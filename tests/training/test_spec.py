@@ -69,6 +69,12 @@ def test_usual_lengths(most: int | None, unit: str, seq_lens: tuple[int | None, 
     assert seq_lens_of("model", (), facts, (64, 128, 256, 320, 384, 512)) == seq_lens
 
 
+def test_the_usual_side_of_images() -> None:
+    """That which the model is made for, where it says so."""
+    facts = replace(FACTS, max_seq_len=None, seq_len_unit="pixels", side=384)
+    assert seq_lens_of("model", (), facts) == (384,)
+
+
 def test_a_length_beyond_the_positions() -> None:
     """A length asked for that the model does not allow is an error, never silently left out."""
     expected = "^seq_len: invalid value 513; expected at most 512 tokens, the most that model allows"
