@@ -4,6 +4,7 @@ Changes are in the order of what they alter about training, and those alike in t
 
     nothing      a fused attention, a chunked loss, checkpointing: the same gradients, but for rounding
     precision    mixed precision
+    place        states in the host's memory: the same training, whose steps wait for the CPU
     optimizer    8-bit states
     weights      bf16 weights and states
     LoRA         adapters train, and the model does not
@@ -32,7 +33,7 @@ from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import StepOptions
+from batchfinder.training.spec import OFFLOADED_OPTIMIZER, StepOptions
 
 LORA_RANK = 16
 KEEPABLE = ("precision", "optimizer", "loss", "checkpointing")
@@ -42,7 +43,9 @@ COUNT = 3
 _CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 """By what is computed again: no matrix products, and then all of those of the layers' forward."""
 
-_CHANGED = {"16-mixed": 1, "bf16-mixed": 1, "adamw-8bit": 2, "bf16-true": 4, "lora": 8, "qlora": 16}
+_CHANGED = {
+    "16-mixed": 1, "bf16-mixed": 1, OFFLOADED_OPTIMIZER: 2, "adamw-8bit": 4, "bf16-true": 8, "lora": 16, "qlora": 32,
+}  # fmt: skip
 """How much each choice changes about training: each is more than those before it together."""
 
 _CHANGEABLE = (
@@ -50,8 +53,10 @@ _CHANGEABLE = (
 )
 """The options that may be changed, in the order in which they are typed."""
 
-_EIGHT_BIT_STATE_BYTES = 2
-"""Of Adam's two states, for each parameter that trains."""
+_STATE_BYTES = {"adamw-8bit": 2, OFFLOADED_OPTIMIZER: 0}
+"""Of Adam's two states on the GPU, for each parameter that trains."""
+_HOST_COPIES = 4
+"""Of a parameter with its states in the host's memory: itself, its gradient and the two states."""
 _SHARDED_OVER = (2, 4, 8)
 _FEW_LAYERS, _DEEP = (1, 3), 20
 """Of which models a deep one is predicted, and from how many layers on a model is deep."""
@@ -75,6 +80,7 @@ class Fit:
         predicted: whether that was predicted, and not recorded.
         flops: of a sample, in matrix products, convolutions and attention.
         trains_adapters: whether LoRA's adapters train in place of the model.
+        host_bytes: what an optimizer takes of the host's memory at least; 0 for one that is on the GPU.
     """
 
     change: str
@@ -84,6 +90,7 @@ class Fit:
     flops: int
     trains_adapters: bool
     predicted: bool = False
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,7 @@ class WhatFits:
                     "flops": fit.flops,
                     "trains_adapters": fit.trains_adapters,
                     "predicted": fit.predicted,
+                    "host_bytes": fit.host_bytes,
                 }
                 for fit in self.fits
             ],
@@ -252,7 +260,7 @@ class FitSearch:
             precisions += ["bf16-mixed" if bf16 else "16-mixed"] if asked.precision == "fp32" else []
             precisions += ["bf16-true"] if bf16 and asked.precision != "bf16-true" else []
         if "optimizer" not in keep and asked.optimizer in ("adam", "adamw", "adamw-fused"):
-            optimizers += ["adamw-8bit"]
+            optimizers += [OFFLOADED_OPTIMIZER, "adamw-8bit"]
         if "loss" not in keep and asked.loss == "default":
             losses += ["chunked"]
         if "checkpointing" not in keep and how in _CHECKPOINTING:
@@ -443,6 +451,7 @@ class FitSearch:
             flops=self._flops(options),
             trains_adapters=bool(self._adapters(options)),
             predicted=not whole,
+            host_bytes=_HOST_COPIES * self._gradients(options) if options.optimizer == OFFLOADED_OPTIMIZER else 0,
         )
 
     def _may_fit(self, options: StepOptions) -> bool:
@@ -453,17 +462,19 @@ class FitSearch:
         asked = self.asked
         if options == asked or asked.quantization is not None or options.quantization is not None:
             return True
-        width = {"bf16-true": 2}
-        narrower = width.get(options.precision, 4) / width.get(asked.precision, 4)
+        narrower = _width(options) / _width(asked)
         held = self._held.get("parameters", 0) * narrower
         if options.lora == asked.lora and asked.mode == "train" and not asked.optimizer_in_backward:
-            gradients = self._held.get("gradients", 0)
-            held += gradients * narrower
+            held += self._gradients(options)
             if options.optimizer == asked.optimizer:
                 held += self._held.get("optimizer", 0) * min(1, narrower)
             else:
-                held += gradients / width.get(asked.precision, 4) * _EIGHT_BIT_STATE_BYTES
+                held += self._held.get("gradients", 0) / _width(asked) * _STATE_BYTES[options.optimizer]
         return held <= self.card.device.usable_bytes
+
+    def _gradients(self, options: StepOptions) -> int:
+        """Of the model whole, in bytes, by those of the options asked for."""
+        return self._held.get("gradients", 0) * _width(options) // _width(self.asked)
 
     def _flops(self, options: StepOptions) -> int:
         """Of a sample. PyTorch's chunked loss multiplies as often as one in one piece, which is what counts them."""
@@ -495,6 +506,11 @@ class FitSearch:
                     self.probe(options).traces.ask(1, self.shape.seq_len)
                     return options
         return None
+
+
+def _width(options: StepOptions) -> int:
+    """Of a parameter that trains, in bytes."""
+    return 2 if options.precision == "bf16-true" else 4
 
 
 def changes_as_typed(asked: StepOptions, options: StepOptions) -> str:

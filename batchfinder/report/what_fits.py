@@ -42,6 +42,11 @@ def what_fits_table(found: WhatFits, card: Card, title: str, explain: bool = Fal
         )
         if any(fit.predicted for fit in found.fits):
             notes.append("about: predicted by few of the model's layers, with a tenth of the GPU to spare")
+        notes += [
+            f"{fit.options.optimizer}: the same training, slower: each step waits for the CPU, and {_on_host(fit)}"
+            for fit in found.fits
+            if fit.host_bytes
+        ][:1]
     else:
         notes.append("nothing that was tried trains one sample on this GPU")
     notes += _elsewhere(found, card)
@@ -61,6 +66,10 @@ def _add(
 
 def _trained(adapters: bool) -> str:
     return _ADAPTERS if adapters else "the model"
+
+
+def _on_host(fit: Fit) -> str:
+    return f"the optimizer takes {format_bytes(fit.host_bytes)} or more of the host's memory"
 
 
 def _elsewhere(found: WhatFits, card: Card) -> list[str]:
@@ -98,4 +107,5 @@ def what_fits_lines(found: WhatFits, card: Card, command: str) -> list[str]:
 def _line(fit: Fit) -> str:
     adapters = ", which trains adapters alone" if fit.trains_adapters else ""
     plan = f": micro-batch x accumulation {fit.plan}" if fit.plan.target_batch_size > 1 else ""
-    return f"trains with {fit.change or 'the options as they are'}{adapters}{plan}"
+    host = f"; {_on_host(fit)}" if fit.host_bytes else ""
+    return f"trains with {fit.change or 'the options as they are'}{adapters}{plan}{host}"

@@ -19,6 +19,7 @@ from torch import nn
 from torch._guards import active_fake_mode
 
 from batchfinder.errors import InvalidValue, MissingExtra
+from batchfinder.training.spec import OFFLOADED_OPTIMIZER
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -181,6 +182,40 @@ class ScheduleFreeStates(_StandIn):
             torch._foreach_div(squares, 1.0)
 
 
+class OffloadedStates(torch.optim.Optimizer):
+    """torchao's CPUOffloadOptimizer of AdamW: parameters of 4096 elements or more are stepped on the CPU.
+
+    Of them nothing but the gradients is on the GPU, which stay until `zero_grad` has them go: each backward copies them
+    to the host's memory, and a step copies the parameters back, both without a temporary. All others have fused AdamW
+    on the GPU. On the host are a copy of the parameters and of the gradients, and the two states.
+
+    Source: https://github.com/pytorch/ao/blob/v0.18.0/torchao/optim/cpu_offload.py.
+    """
+
+    least_elements = 4096
+    host_copies = 4
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        everything = list(parameters)
+        super().__init__(everything, {})
+        small = [each for each in everything if each.numel() < self.least_elements]
+        self.on_gpu = torch.optim.AdamW(small, lr=_LEARNING_RATE, fused=True) if small else None
+        if self.on_gpu is not None:
+            self.state = self.on_gpu.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Of the small parameters; the others' takes no memory of the GPU."""
+        if self.on_gpu is not None:
+            self.on_gpu.step()
+
+
+def _offloaded(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    try:
+        return _of_library("torchao.optim", "CPUOffloadOptimizer", "optimizers", parameters)
+    except AssertionError as error:
+        raise InvalidValue("optimizer", OFFLOADED_OPTIMIZER, f"another on this device ({error})") from error
+
+
 def _of_library(module: str, name: str, extra: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     package = module.partition(".")[0]
     try:
@@ -210,6 +245,7 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
     "sgd": NamedOptimizer(partial(torch.optim.SGD, lr=_LEARNING_RATE)),
     "sgd-momentum": NamedOptimizer(partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9)),
     "adafactor": NamedOptimizer(partial(torch.optim.Adafactor, lr=_LEARNING_RATE)),
+    OFFLOADED_OPTIMIZER: NamedOptimizer(_offloaded, OffloadedStates),
     "adamw-8bit": NamedOptimizer(
         partial(_of_library, "bitsandbytes.optim", "AdamW8bit", "quantization"), AdamW8bitStates
     ),
@@ -327,7 +363,11 @@ class InBackward(Several):
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Any, list[torch.Tensor]]]:
-    """Each parameter with the tensors of its state; tables that belong to no parameter come with None."""
+    """Each parameter with the tensors of its state on its device; tables that belong to no parameter come with None."""
+    if hasattr(optimizer, "d_opt"):  # of torchao's CPUOffloadOptimizer: of small parameters, where there are any
+        optimizer = optimizer.d_opt
+        if optimizer is None:
+            return
     for parameter, state in optimizer.state.items():
         yield parameter, [value for value in state.values() if isinstance(value, torch.Tensor)]
     for each in getattr(optimizer, "members", [optimizer]):

@@ -18,8 +18,8 @@ PRECISION_NAMES = ("fp32", "bf16-mixed", "16-mixed", "bf16-true")
 """`fp32`, and three by Lightning's names; `training.step.PRECISIONS` says what each means."""
 
 OPTIMIZER_NAMES = (
-    "adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit",
-    "lion", "muon", "schedule-free",
+    "adamw", "adamw-fused", "adam", "sgd", "sgd-momentum", "adafactor", "adamw-offload", "adamw-8bit",
+    "paged-adamw-8bit", "adamw-4bit", "lion", "muon", "schedule-free",
 )  # fmt: skip
 """`training.optimizers.OPTIMIZERS` makes each of them."""
 
@@ -72,6 +72,8 @@ FSDP1_STRATEGIES = ("fsdp", "fsdp-shard-grad-op")
 
 SHARDED_OPTIMIZERS = ("adamw", "adamw-fused", "adam", "sgd", "sgd-momentum")
 """PyTorch's own that look at one element at a time, and so at a shard as at a whole parameter."""
+OFFLOADED_OPTIMIZER = "adamw-offload"
+"""The one whose states are in the host's memory, beside a copy of the parameters and gradients."""
 OWN_OPTIMIZER = "the module's optimizer"
 """What stands for an optimizer that a workload brings."""
 
@@ -351,7 +353,17 @@ class StepOptions:
         )
 
     def refused_together(self) -> InvalidValue | None:
-        """Why these options cannot be had on several GPUs; None where they can."""
+        """Why these options cannot be had with each other, or on several GPUs; None where they can."""
+        if self.optimizer == OFFLOADED_OPTIMIZER and self.mode == "train":
+            if self.precision == "16-mixed":
+                expected = f"another than 16-mixed with {self.optimizer}: a GradScaler looks at gradients on the GPU"
+                return InvalidValue("precision", self.precision, expected)
+            if self.strategy is not None:
+                expected = f"another with {self.strategy}: torchao's CPUOffloadOptimizer is for one GPU"
+                return InvalidValue("optimizer", self.optimizer, expected)
+            if self.optimizer_in_backward:
+                expected = f"a step after the backward with {self.optimizer}"
+                return InvalidValue("optimizer_in_backward", True, expected)
         for name, strategy in (("tensor_parallel", "fsdp2-tp"), ("context_parallel", "fsdp2-cp")):
             split = getattr(self, name)
             if split is not None and self.strategy != strategy:

@@ -20,6 +20,10 @@ SYNONYMS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "adam": ("adam-torch", "torch.optim.adam"),
         "sgd": ("torch.optim.sgd",),
         "adafactor": ("torch.optim.adafactor", "transformers.adafactor"),
+        "adamw-offload": (
+            *("adamw-cpu-offload", "cpuoffloadoptimizer", "torchao.optim.cpuoffloadoptimizer"),
+            "torchao.prototype.low-bit-optim.cpuoffloadoptimizer",
+        ),
         "adamw-8bit": ("adamw-bnb-8bit", "adamw-bnb", "adamw8bit", "bitsandbytes.optim.adamw8bit"),
         "paged-adamw-8bit": ("paged-adamw8bit", "pagedadamw8bit", "bitsandbytes.optim.pagedadamw8bit"),
         "adamw-4bit": ("adamw-torch-4bit", "ao-adamw-4bit", "adamw4bit"),

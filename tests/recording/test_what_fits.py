@@ -135,7 +135,15 @@ def test_a_deep_model_is_predicted_by_few_of_its_layers(
         assert flops == pytest.approx(whole.flops, rel=0.001)
 
 
-@pytest.mark.parametrize("options", [StepOptions(precision="bf16-true"), StepOptions(optimizer="adamw-8bit")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        StepOptions(precision="bf16-true"),
+        StepOptions(optimizer="adamw-8bit"),
+        StepOptions(optimizer="adamw-offload"),
+        StepOptions(optimizer="adamw-offload", precision="bf16-true"),
+    ],
+)
 def test_what_is_ruled_out_does_not_fit(looking: Looking, options: StepOptions) -> None:
     """Weights, gradients and optimizer state are a lower bound, and no loose one."""
     look = looking("wide-llama", "1GiB", seq_len=16)
@@ -193,6 +201,34 @@ def test_what_is_kept_is_in_no_candidate(looking: Looking, keep: str) -> None:
     look = looking("llama", "1GiB")
     assert {getattr(options, name) for options in look.candidates()} != {getattr(StepOptions(), name)}
     assert {getattr(options, name) for options in look.candidates({keep})} == {getattr(StepOptions(), name)}
+
+
+def test_offloaded_states_come_before_those_of_8_bits(looking: Looking) -> None:
+    """They train the same: after mixed precision, which is faster too, and before what alters the states."""
+    look = looking("llama", "1GiB")
+    kinds = [(one.precision, one.optimizer) for one in look.candidates({"checkpointing", "loss"}) if one.lora is None]
+    assert kinds == [
+        *(("fp32", "adamw"), ("bf16-mixed", "adamw")),
+        *(("fp32", "adamw-offload"), ("bf16-mixed", "adamw-offload")),
+        *(("fp32", "adamw-8bit"), ("bf16-mixed", "adamw-8bit")),
+        *(("bf16-true", "adamw"), ("bf16-true", "adamw-offload"), ("bf16-true", "adamw-8bit")),
+    ]
+    look.card = card("v100", None)  # whose 16-mixed has a GradScaler
+    kinds = [(one.precision, one.optimizer) for one in look.candidates() if one.optimizer == "adamw-offload"]
+    assert {precision for precision, _ in kinds} == {"fp32"}
+
+
+def test_what_offloading_takes_of_the_host(looking: Looking) -> None:
+    """Parameters, gradients and two states of what trains, where the weights with their states are too much."""
+    found = looking("wide-llama", "90MiB", seq_len=16).find({"precision", "checkpointing", "loss"})
+    fit = found.fits[0]
+    assert fit.change == "--optimizer adamw-offload"
+    look = looking("wide-llama", "1GiB", seq_len=16)
+    trace = look.probe(look.asked).trace(1, look.shape, exact=True)
+    parameters = max(bytes_over_time(trace).by_kind["parameters"])
+    assert fit.host_bytes == pytest.approx(4 * parameters, rel=0.01)
+    assert found.to_json()["fits"][0]["host_bytes"] == fit.host_bytes
+    assert [other.host_bytes for other in found.fits[1:] if other.options.optimizer == "adamw-8bit"] in ([], [0])
 
 
 def test_a_model_that_counts_on_its_layers_is_recorded_whole(

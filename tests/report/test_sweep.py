@@ -294,6 +294,9 @@ def test_what_fits_stands_below_a_row_in_which_nothing_does() -> None:
         "--strategy fsdp2 --gpus 16 shows what else would do",
     ]
     assert replace(nothing, what_fits=found).to_json()["what_fits"]["fits"][0]["loss"] == "chunked"
+    on_host = replace(found, fits=(replace(fit, host_bytes=3 * GIB),))
+    notes = sweep_table([replace(nothing, cell=cell, what_fits=on_host)]).notes
+    assert any("= 256; the optimizer takes 3.00 GiB or more of the host's memory" in each for each in notes)
     assert "what_fits" not in nothing.to_json()
 
 

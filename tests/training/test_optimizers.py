@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from batchfinder.errors import MissingExtra
+from batchfinder.errors import InvalidValue, MissingExtra
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.optimizers import (
     OPTIMIZERS,
     AdamW4bitStates,
     AdamW8bitStates,
     InBackward,
+    OffloadedStates,
     PagedAdamW8bitStates,
     Several,
     make_optimizer,
@@ -29,6 +30,7 @@ from tests.builders.small import HIDDEN, IN, OUT
 
 Record = Callable[..., Trace]
 FROM_LIBRARIES = {
+    "adamw-offload": ("torchao.optim", "CPUOffloadOptimizer"),
     "adamw-8bit": ("bitsandbytes.optim", "AdamW8bit"),
     "paged-adamw-8bit": ("bitsandbytes.optim", "PagedAdamW8bit"),
     "adamw-4bit": ("torchao.optim", "AdamW4bit"),
@@ -89,6 +91,27 @@ def test_4_bit_states() -> None:
     assert total(whole) == 2 * (64 * 64 + 4 * 64 + 4 * 16)
     assert total(begun) == 2 * 4 * 4100
     assert total(small_one) == 2 * 4 * 100
+
+
+def test_offloaded_states(record: Record) -> None:
+    """On the GPU are the states of parameters below 4096 elements, and the gradients until the next step begins."""
+    trace = record(small.mlp, 8, optimizer="adamw-offload")
+    assert 4 * IN * HIDDEN >= 4 * 4096
+    assert [size for size in held(trace) if size >= 4 * 4096] == []
+    assert [size for size in held(record(small.mlp, 8)) if size >= 4 * 4096] != []
+    gradients = [size for size, kind in zip(trace.sizes, trace.structure.kinds, strict=True) if kind == "gradient"]
+    assert gradients.count(4 * IN * HIDDEN) == 2
+    small_one = sorted(total(state) for state in stepped(OffloadedStates, (64, 64), (4095,)))
+    assert small_one == [0, 2 * 4 * 4095 + 4]
+
+
+def test_offloading_needs_a_gpu() -> None:
+    """torchao's own optimizer copies from one: on a CPU it is an error that says so."""
+    pytest.importorskip("torchao.optim")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(InvalidValue, match="optimizer: invalid value 'adamw-offload'; expected another on this device"):
+        make_optimizer("adamw-offload", nn.Linear(64, 64))
 
 
 def test_a_second_step_takes_nothing_more() -> None:

@@ -131,6 +131,9 @@ def test_types() -> None:
         ({"strategy": "tp", "gpus": 2, "compile": "layers"}, "compile"),
         ({"strategy": "fsdp", "gpus": 2, "compile": "layers"}, "compile"),
         ({"strategy": "fsdp2", "gpus": 2, "lora": 8, "quantization": "nf4"}, "quantization"),
+        ({"strategy": "ddp", "gpus": 2, "optimizer": "adamw-offload"}, "optimizer"),
+        ({"optimizer": "adamw-offload", "precision": "16-mixed"}, "precision"),
+        ({"optimizer": "adamw-offload", "optimizer_in_backward": True}, "optimizer_in_backward"),
     ],
 )
 def test_what_cannot_be_had_together(options: dict[str, object], option: str) -> None:
@@ -145,6 +148,8 @@ def test_what_can() -> None:
     for name in STRATEGIES:
         assert StepOptions(strategy=name, gpus=16, precision="bf16-mixed").refused_together() is None
     assert StepOptions(strategy="ddp", gpus=2, precision="16-mixed", compile="layers").refused_together() is None
+    assert StepOptions(optimizer="adamw-offload", precision="bf16-mixed").refused_together() is None
+    assert StepOptions(optimizer="adamw-offload", precision="16-mixed", mode="inference").refused_together() is None
     options = StepOptions(strategy="fsdp2", gpus=8)
     assert options.words() == ["fp32", "adamw", "FSDP2 on 8 GPUs"]
     assert options.newer() == {"strategy": "fsdp2", "gpus": 8}

@@ -19,7 +19,7 @@ from batchfinder.recording.labels import StepLabels
 from batchfinder.recording.modules import ModuleTracker, compiled_modules
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.optimizers import OPTIMIZERS
-from batchfinder.training.spec import StepConfig
+from batchfinder.training.spec import OFFLOADED_OPTIMIZER, StepConfig
 from batchfinder.training.step import Step, Workload
 
 
@@ -92,6 +92,8 @@ def _not_recorded(workload: Workload, config: StepConfig) -> str:
         return f"{config.gpus} GPUs"
     if compiled_modules(workload.model):
         return "torch.compile"
+    if config.mode == "train" and workload.optimizer is None and config.optimizer == OFFLOADED_OPTIMIZER:
+        return f"the optimizer {config.optimizer}, which would compute on this machine's CPU"
     if any(isinstance(module, (Linear4bit, Linear8bit)) for module in workload.model.modules()):
         return "quantized weights"
     return "" if workload.sums_in_place else "PyTorch before 2.0"
