@@ -76,7 +76,34 @@ timm/convnext_base  L4       224        784      21.74 GiB  simulated
 `--lora 8 --lora-targets qkv,proj` gives adapters to layers by name. Parameters are counted against torchvision's
 documentation of the same models (a test).
 
-## diffusers, torchvision
+## diffusers
+
+`--model` takes denoisers that people fine-tune (`pip install torch-batchfinder[diffusers]`), by a name, by the id of
+their pipeline on the Hub, or by a `config.json`, its folder or that of a pipeline: those of the classes
+`UNet2DConditionModel`, `SD3Transformer2DModel` and `FluxTransformer2DModel`. Four need nothing but their name, and have
+as many parameters as published (a test): `stable-diffusion-1.5`, `sdxl`, `stable-diffusion-3-medium` and `flux.1-dev`.
+
+```console
+$ batchfinder sweep --model sd-1.5 --model sdxl --gpu rtx-4090 --lora 16 --precision bf16-true --gradient-checkpointing
+Largest training batch on RTX 4090, simulated
+bf16-true, adamw, LoRA of rank 16, gradient checkpointing
+23.08 GiB usable
+
+model   seq len  max batch  peak reserved  source
+────────────────────────────────────────────────────
+sd-1.5      512         81      22.96 GiB  simulated
+sdxl       1024         29      22.64 GiB  simulated
+
+3 assumptions; --explain lists them
+```
+
+A step is that of diffusers' training scripts: the mean squared error of what is predicted from latents, a time step and
+encoded text. Latents and text are taken to be encoded before, so that the VAE and the text encoders are not on the GPU;
+`--explain` says so. `--seq-len` is the side of the image in pixels, eight for each latent. `--lora` without
+`--lora-targets` is on the layers that the scripts have (`to_q`, `to_k`, `to_v`, `to_out.0`), and `--quantization nf4`
+holds all linear layers in 4 bits, as diffusers does.
+
+## Others of diffusers, torchvision
 
 A factory wraps the model, and says what a batch is:
 

@@ -112,7 +112,7 @@ def build_workload(
     moves while a named model or a config is built.
 
     Args:
-        spec: a name in `list_models`, `timm/NAME` for a model of timm's, an `owner/name` or `owner/name@revision` of
+        spec: a name that `find_model` knows, `timm/NAME` of timm's models, an `owner/name` or `owner/name@revision` of
             the Hugging Face Hub, a path to a config.json or to its folder, or `package.module:factory`. A path that
             exists wins over a name, where it is written with a path separator. Of the Hub the config.json alone is
             read: from the local cache, else it is downloaded. Or a config of transformers itself, which is copied.

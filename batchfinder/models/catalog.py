@@ -27,9 +27,10 @@ class ModelRow:
     name: str
     aliases: tuple[str, ...]  # other names for exactly this configuration
     published: str  # the repository on the Hugging Face hub that its figures come from
-    architecture: str  # the transformers class, body and head
+    architecture: str  # the class, of transformers with its head
     source: str  # address of the published config.json
     config: dict[str, Any]  # the figures, by the names of the config class
+    library: str = "transformers"  # that has the class
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -105,9 +106,19 @@ class Families:
 
 @functools.cache
 def models() -> tuple[ModelRow, ...]:
-    """Return every named model, in the order it is listed."""
-    table = tomllib.loads(resources.files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
-    return tuple(ModelRow(**{**row, "aliases": tuple(row["aliases"])}) for row in table["models"])
+    """Return every named model of transformers, in the order it is listed."""
+    return _rows("models.toml", "transformers")
+
+
+@functools.cache
+def denoisers() -> tuple[ModelRow, ...]:
+    """Return every named denoiser of diffusers, in the order it is listed."""
+    return _rows("denoisers.toml", "diffusers")
+
+
+def _rows(file: str, library: str) -> tuple[ModelRow, ...]:
+    table = tomllib.loads(resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
+    return tuple(ModelRow(**{**row, "aliases": tuple(row["aliases"]), "library": library}) for row in table["models"])
 
 
 @functools.cache
@@ -139,7 +150,7 @@ def _media(row: dict[str, Any]) -> Media:
 
 
 def list_models() -> tuple[str, ...]:
-    """Return the names of the models that need nothing but their name."""
+    """Return the names of the models that need nothing but their name; denoisers need diffusers besides."""
     return tuple(row.name for row in models())
 
 
@@ -149,7 +160,7 @@ def find_model(name: str) -> ModelRow:
     Raises:
         UnknownName: no such model; the nearest names are named.
     """
-    by_key = {_plain(key): row for row in models() for key in row.keys}
+    by_key = {_plain(key): row for row in (*models(), *denoisers()) for key in row.keys}
     found = by_key.get(_plain(name))
     if found is not None:
         return found

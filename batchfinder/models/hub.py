@@ -23,6 +23,8 @@ MAX_CONFIG_BYTES = 16 << 20
 
 _ID = re.compile(r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]{1,200}))?", re.ASCII)
 _CONFIG, _ADAPTER, _PIPELINE = "config.json", "adapter_config.json", "model_index.json"
+DENOISER_CONFIGS = ("unet/config.json", "transformer/config.json")
+"""Of the part of a pipeline of diffusers that trains."""
 _SECONDS = 5
 _A_PATH = "give a path to a config.json"
 
@@ -30,7 +32,8 @@ _A_PATH = "give a path to a config.json"
 def config_from_hub(model: str) -> Path | None:
     """Find the config.json of `owner/name` or `owner/name@revision`, in the local cache or on the Hub.
 
-    A name without an owner is looked for in the cache alone. What is in the cache is not asked for again.
+    Of a pipeline of diffusers it is that of its denoiser. A name without an owner is looked for in the cache alone.
+    What is in the cache is not asked for again.
 
     Returns:
         The file in the cache; None for what is no id, and for a name without an owner that is not in the cache.
@@ -46,11 +49,12 @@ def config_from_hub(model: str) -> Path | None:
 
     repo, revision = asked["repo"], asked["revision"]
     try:
-        cached = try_to_load_from_cache(repo, _CONFIG, revision=revision)
+        for file in (_CONFIG, *DENOISER_CONFIGS):
+            cached = try_to_load_from_cache(repo, file, revision=revision)
+            if isinstance(cached, str):
+                return Path(cached)
     except errors.HFValidationError:
         return None
-    if isinstance(cached, str):
-        return Path(cached)
     if "/" not in repo:
         return None
     if constants.HF_HUB_OFFLINE:
@@ -97,7 +101,7 @@ def _fetch(model: str, repo: str, revision: str | None, file: str) -> str:
         if isinstance(error, errors.LocalEntryNotFoundError):
             raise _unreachable(model, error.__cause__ or error) from error
         if file == _CONFIG:
-            raise HubFailed(model, *_without_config(model, repo, revision, seconds)) from error
+            return _in_place_of_config(model, repo, revision, seconds)
         raise HubFailed(model, f"the repository has no {file}", f"Name another model, or {_A_PATH}") from error
     except errors.HfHubHTTPError as error:
         code = error.response.status_code
@@ -125,8 +129,12 @@ def _unreachable(model: str, error: BaseException) -> HubFailed:
     return HubFailed(model, reason, move)
 
 
-def _without_config(model: str, repo: str, revision: str | None, seconds: float) -> tuple[str, str]:
-    """Say what a repository without a config.json has, and what to ask for in its place."""
+def _in_place_of_config(model: str, repo: str, revision: str | None, seconds: float) -> str:
+    """Of a repository without a config.json, that of a pipeline's denoiser.
+
+    Raises:
+        HubFailed: it is no such pipeline; the text says what it has, and what to ask for in its place.
+    """
     import huggingface_hub
 
     reason, factory = f"the repository has no {_CONFIG}", "a package.module:factory that makes the model"
@@ -134,7 +142,7 @@ def _without_config(model: str, repo: str, revision: str | None, seconds: float)
         about: Any = huggingface_hub.model_info(repo, revision=revision, timeout=seconds)
         files = {each.rfilename for each in about.siblings or []}
     except Exception:  # that it has none is said all the same
-        return reason, f"Name another model, give a path to a config.json, or {factory}"
+        raise HubFailed(model, reason, f"Name another model, give a path to a config.json, or {factory}") from None
     if _ADAPTER in files:
         base = ""
         try:
@@ -143,15 +151,20 @@ def _without_config(model: str, repo: str, revision: str | None, seconds: float)
         except Exception:
             logging.getLogger(__name__).debug("no base model in %s of %s", _ADAPTER, repo, exc_info=True)
         what, instead = (f"an adapter of {base}", base) if base else ("an adapter", "the model that it adapts")
-        return f"{reason}, but {what}", f"Name {instead}, with --lora RANK"
+        raise HubFailed(model, f"{reason}, but {what}", f"Name {instead}, with --lora RANK")
     if _PIPELINE in files:
-        return f"{reason}, but a pipeline of diffusers", "Give a package.module:factory that makes the part that trains"
+        part = next((file for file in DENOISER_CONFIGS if file in files), None)
+        if part is not None:
+            return _fetch(model, repo, revision, part)
+        move = "Give a package.module:factory that makes the part that trains"
+        raise HubFailed(model, f"{reason}, but a pipeline of diffusers without a denoiser that is known", move)
     if any(name.lower().endswith(".gguf") for name in files):
         named: Any = getattr(about.card_data, "base_model", None)
         base = str((named[0] if isinstance(named, list) and named else named) or "")
         made = f" of {base}" if base else ""
-        return f"{reason}, but GGUF files{made}", f"Name {base or 'the model that they were made of'}"
-    return reason, f"Name another model, give a path to a config.json, or {factory}"
+        move = f"Name {base or 'the model that they were made of'}"
+        raise HubFailed(model, f"{reason}, but GGUF files{made}", move)
+    raise HubFailed(model, reason, f"Name another model, give a path to a config.json, or {factory}")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.models.catalog import Label, Media, ModelRow, families
-from batchfinder.models.hub import MAX_CONFIG_BYTES
+from batchfinder.models.hub import DENOISER_CONFIGS, MAX_CONFIG_BYTES
 from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit
 from batchfinder.models.synthetic_batches import (
     ImageBatches,
@@ -63,7 +63,10 @@ def workload_from_row(row: ModelRow, attention: str | None) -> Workload:
 
     Raises:
         InvalidValue: the model does not have this attention.
+        MissingExtra: it is of diffusers, which is not installed.
     """
+    if row.library == "diffusers":
+        return _denoiser({"_class_name": row.architecture, **row.config}, attention, row.name)
     model_class = getattr(transformers, row.architecture)
     return _build(model_class, model_class.config_class.from_dict(dict(row.config)), attention, row.name)
 
@@ -72,16 +75,19 @@ def workload_from_path(path: Path, attention: str | None, what: str | None = Non
     """Build the model that a config.json describes, with the head it names or else the usual one for its type.
 
     Args:
-        path: to the file or its folder.
+        path: to the file or its folder, or to that of a pipeline of diffusers, whose denoiser is taken.
         attention: as in `build_workload`.
         what: the model as the user named it; None for the path.
 
     Raises:
         InvalidValue: no config can be read there, or the model does not have this attention.
     """
-    file = path / "config.json" if path.is_dir() else path
+    inside = [path / part for part in ("config.json", *DENOISER_CONFIGS)]
+    file = next((each for each in inside if each.exists()), inside[0]) if path.is_dir() else path
     named = what or str(file)
     figures = _read_figures(file, named)
+    if isinstance(figures, dict) and isinstance(figures.get("_class_name"), str):
+        return _denoiser(figures, attention, named)
     model_type = figures.get("model_type") if isinstance(figures, dict) else None
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         version = f"transformers {transformers.__version__}"
@@ -92,6 +98,14 @@ def workload_from_path(path: Path, attention: str | None, what: str | None = Non
             {name: value for name, value in figures.items() if name not in _NAMES_OF_CODE}
         )
         return workload_from_config(config, attention, named)
+
+
+def _denoiser(figures: dict[str, Any], attention: str | None, what: str) -> Workload:
+    if attention == "eager":
+        raise InvalidValue("attention", attention, f"sdpa, flash or none, which diffusers has for {what}")
+    from batchfinder.models.diffusers import workload_from_figures
+
+    return workload_from_figures(figures, what)
 
 
 def workload_from_config(config: Any, attention: str | None, what: str) -> Workload:
@@ -556,7 +570,7 @@ def add_lora(
         workload: of a model without adapters, which is changed; with its activation checkpointing chosen already.
         what: the model as the user named it.
         rank: of each adapter; 0 for none, which leaves all weights as they are.
-        targets: names of the layers that get one, separated by commas, or `ALL_LINEAR`; None for peft's own choice.
+        targets: names of the layers that get one, separated by commas, or `ALL_LINEAR`; None for the usual choice.
         quantization: one of `spec.QUANTIZATION_NAMES`, or None.
         weights: the type that the model's weights are loaded in; None leaves them.
         compute: the type that 4-bit weights are computed in.
@@ -569,7 +583,7 @@ def add_lora(
     if weights is not None:
         model.to(weights)
     if quantization is not None:
-        _quantize(model, quantization, compute)
+        _quantize(model, quantization, compute, what)
     if not rank:
         return replace(workload, casts_weights=False)
     try:
@@ -585,9 +599,10 @@ def add_lora(
             gradient_checkpointing_kwargs={"use_reentrant": False},
         )
     name = type(model).__name__
+    usual = getattr(model, "lora_targets", None)  # of what peft knows nothing of
     config = peft.LoraConfig(
         r=rank,
-        target_modules=targets if targets in (None, ALL_LINEAR) else targets.split(","),
+        target_modules=usual if targets is None else targets if targets == ALL_LINEAR else targets.split(","),
         task_type=next((task for pattern, task in _TASKS if re.search(pattern, name)), None),
     )
     if quantization is not None and active_fake_mode() is not None:
@@ -610,11 +625,15 @@ def add_lora(
     return replace(workload, model=adapted, casts_weights=False)
 
 
-def _quantize(model: Any, name: str, compute: torch.dtype) -> None:
+def _quantize(model: Any, name: str, compute: torch.dtype, what: str) -> None:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kind, kept = QUANTIZATIONS[name], get_keys_to_not_convert(model)
+    kind, kept = QUANTIZATIONS[name], None
+    if isinstance(model, transformers.PreTrainedModel):
+        kept = get_keys_to_not_convert(model)
+    elif not hasattr(model, "lora_targets"):  # diffusers converts all, and timm has nothing of the kind
+        raise InvalidValue("quantization", name, f"none: {what} is no model of transformers or diffusers")
     make = kind.of_bitsandbytes if active_fake_mode() is None else kind.stand_in
     for path, module in list(model.named_modules()):
         if not should_convert_module(path, kept):

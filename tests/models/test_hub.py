@@ -117,7 +117,11 @@ def test_a_repository_that_is_not_there(hub: Hub, token: str) -> None:
         ({"m.Q4_K_M.gguf": b""}, {"base_model": "some/bert"}, "but GGUF files of some/bert. Name some/bert."),
         ({"m.gguf": b""}, {"base_model": ["a/b", "c/d"]}, "but GGUF files of a/b. Name a/b."),
         ({"m.gguf": b""}, {}, "but GGUF files. Name the model that they were made of."),
-        ({"model_index.json": b"{}"}, {}, "but a pipeline of diffusers. Give a package.module:factory that makes"),
+        (
+            {"model_index.json": b"{}"},
+            {},
+            "but a pipeline of diffusers without a denoiser that is known. Give a package.module:factory that makes",
+        ),
         ({"weights.bin": b""}, {}, "no config.json. Name another model, give a path to a config.json, or a package"),
     ],
 )
@@ -129,6 +133,19 @@ def test_repositories_without_a_config(hub: Hub, files: dict[str, bytes], card: 
     assert words in said
     asked = {name.rpartition("/")[2] for _, name, _ in hub.asked}
     assert asked <= {"config.json", "adapter_config.json", "other", "main"}
+
+
+def test_a_pipeline_of_diffusers(hub: Hub) -> None:
+    """The config.json of its denoiser is fetched, and nothing else; from the cache it comes without a question."""
+    denoiser = {"_class_name": "FluxTransformer2DModel"}
+    files = {"model_index.json": b"{}", "transformer/config.json": json.dumps(denoiser).encode(), "w.bin": b""}
+    hub.repositories["some/other"] = Repository(files, {})
+    path = found(hub, "some/other")
+    assert path.endswith("transformer/config.json")
+    assert json.loads(Path(path).read_text()) == denoiser
+    hub.asked.clear()
+    assert found(hub, "some/other") == path
+    assert hub.asked == []
 
 
 def test_offline(hub: Hub) -> None:

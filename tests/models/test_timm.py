@@ -1,28 +1,20 @@
-"""Tests of batchfinder/models/timm.py, in processes of their own that have timm beside this environment.
-
-timm needs torchvision, which would be there for transformers too. CI has both in the folder of
-`benchmarks/programs-requirements.txt`.
-"""
+"""Tests of batchfinder/models/timm.py, in processes of their own that have timm beside this environment."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchfinder.errors import MissingExtra
 from batchfinder.models.catalog import check_model_name
-from batchfinder.simulator.trace import Trace
+from tests.models.beside import FOLDER, with_package
 
-Record = Callable[..., Trace]
 Ask = Callable[..., Any]
-FOLDER = os.environ.get("BATCHFINDER_TEST_PROGRAMS") or str(Path(sys.executable).parents[1] / "programs")
 pytestmark = pytest.mark.cuda_build
 
 ASK = """
@@ -64,21 +56,13 @@ print(json.dumps(answers))
 """
 
 
-def environment() -> dict[str, str]:
-    """Of a process that finds timm; the test is skipped where it is not there."""
-    if not (Path(FOLDER) / "timm").is_dir():
-        pytest.skip("timm is not installed: see benchmarks/programs-requirements.txt")
-    paths = [str(Path(__file__).parents[2]), FOLDER]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
 @pytest.fixture(scope="module")
 def ask() -> Ask:
     """What models are, and their batches, each question asked of one process."""
 
     def asked(*questions: tuple[str, list[int | None], dict[str, Any]]) -> list[Any]:
         command = [sys.executable, "-c", ASK, json.dumps(questions)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment())
+        done = subprocess.run(command, capture_output=True, text=True, env=with_package("timm"))
         assert done.returncode == 0, done.stderr
         found: list[Any] = json.loads(done.stdout.splitlines()[-1])
         return found
@@ -171,7 +155,7 @@ def test_the_command() -> None:
             [*command, "--model", "timm/vit_base_patch16_384", "--precision", "16-mixed", *options],
             capture_output=True,
             text=True,
-            env=environment(),
+            env=with_package("timm"),
         )
         assert done.returncode == 0, done.stderr
         (row,) = json.loads(done.stdout)["rows"]
@@ -199,7 +183,7 @@ def train(folder: str, name: str, batch_size: int) -> tuple[int, int]:
 def test_a_simulated_step_is_the_real_one(cuda_stub: Any) -> None:
     """PyTorch's CUDA build takes to 1 % what the recording says."""
     name, size = "timm/vit_base_patch16_224", 16
-    environ = environment()
+    environ = with_package("timm")
     real = cuda_stub(gpu="T4").run(train, FOLDER, name, size).result
     command = [sys.executable, "-m", "batchfinder", "estimate", "--model", name, "--gpu", "t4", "--json"]
     options = ["--optimizer", "sgd-momentum", "--batch-size", str(size)]
