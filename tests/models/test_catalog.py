@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchfinder.errors import UnknownName
-from batchfinder.models.catalog import families, find_model, list_models, models
+from batchfinder.models.catalog import denoisers, families, find_model, list_models, models
 
 NAMES = """bert-base bert-large distilbert roberta-base roberta-large gpt2 gpt2-medium gpt2-large gpt2-xl t5-small
 t5-base t5-large llama-3.2-1b llama-3.2-3b llama-3.1-8b qwen2.5-0.5b qwen2.5-1.5b qwen2.5-7b qwen3-8b
@@ -36,16 +36,20 @@ def test_every_row_has_its_source() -> None:
         ("t5_small", "t5-small"),
         ("ResNet-50", "resnet50"),
         ("Qwen/Qwen2.5-0.5B", "qwen2.5-0.5b"),
+        ("llama3_1_8b", "llama-3.1-8b"),
+        ("qwen2_5_0_5b", "qwen2.5-0.5b"),
+        ("black-forest-labs/FLUX.1-dev", "flux.1-dev"),
+        ("SD-1.5", "stable-diffusion-1.5"),
     ],
 )
 def test_look_up_is_forgiving(written: str, name: str) -> None:
-    """Case, separators, aliases and hub repositories all lead to the model."""
+    """Case, separators, aliases, hub repositories and torchtune's builders all lead to the model."""
     assert find_model(written).name == name
 
 
 def test_no_two_models_share_a_name() -> None:
     """Every way of writing a name leads to one model only."""
-    assert all(find_model(key) is row for row in models() for key in row.keys)
+    assert all(find_model(key) is row for row in (*models(), *denoisers()) for key in row.keys)
 
 
 def test_a_different_model_is_not_taken_for_a_known_one() -> None:
