@@ -144,7 +144,7 @@ _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the 
 _ONE_GPU: Mapping[str, Any] = {
     "action": "append",
     "metavar": "NAME",
-    "help": "default: Titan X, unless an instance or a budget is given",
+    "help": "default: this machine's, or a T4, unless an instance or a budget is given",
 }
 _ONE_INSTANCE: Mapping[str, Any] = {
     "action": "append",

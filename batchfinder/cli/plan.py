@@ -49,9 +49,11 @@ def main(arguments: argparse.Namespace) -> int:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)
     check_write(arguments)
-    one = asked_card(arguments, whole_number("--gpus", arguments.gpus))
+    one, note = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     one = replace(one, device=one.device.among_others(asked.communicators))
     seq_len = whole_number("--seq-len", arguments.seq_len)
+    if note:
+        tell(f"batchfinder: {note}")
     with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
         line.update(f"building {model}")
         (length,) = seq_lens_of(model, () if seq_len is None else (seq_len,), simulation.facts())

@@ -313,6 +313,6 @@ def test_the_command_for_a_plan_is_of_the_same_card(gpu: str | None, budget: str
     options = StepOptions(precision="bf16-true", packed=True, compile="layers")
     words = ["plan", *shlex.split(replace(CELL, card=asked, model="a path/config.json", options=options).plan_command)]
     arguments = build_parser().parse_args(words)
-    assert asked_card(arguments).device.usable_bytes == asked.device.usable_bytes
+    assert asked_card(arguments)[0].device.usable_bytes == asked.device.usable_bytes
     assert step_options(arguments) == options
     assert (arguments.model, arguments.seq_len, arguments.target_batch_size) == ("a path/config.json", "64", "8")
