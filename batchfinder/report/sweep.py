@@ -30,7 +30,7 @@ class Cell:
 
     Attributes:
         card: with what of it may be used, the headroom included.
-        options: of the step; its optimizer is `its own` where the workload brings one.
+        options: of the step; its optimizer is `OWN_OPTIMIZER` where the workload brings one.
         headroom_bytes: what has to stay free of the card.
     """
 

@@ -14,7 +14,6 @@ from batchfinder.errors import InvalidValue
 from batchfinder.report.terminal import words_of
 from batchfinder.training.spec import StepConfig, StepOptions
 
-
 NONE_HERE, NOT_NAMED = "no GPU was found here, and no --gpu is named", "no --gpu is named"
 
 

@@ -192,6 +192,15 @@ def test_nothing_fits(run: Run) -> None:
     assert run("sweep", "--model", "mine:shapeless", "--budget", str(needed), "--json").row["max_batch_size"] >= 1
 
 
+def test_samples_of_one_shape(run: Run) -> None:
+    """Where lengths make no difference there is one row, whatever was asked for."""
+    row = run("sweep", "--model", "mine:undeclared", "--budget", "64MiB", "--json").row
+    assert (row["seq_len"], row["max_batch_size"] > 1) == (None, True)
+    done = run("sweep", "--model", "mine:undeclared", "--budget", "64MiB", "--seq-len", "64,128", "--json")
+    assert done.row["max_batch_size"] == row["max_batch_size"]
+    assert "warning: samples of mine:undeclared have one shape: a seq_len makes no difference to them" in done.err
+
+
 def test_nothing_fits_as_a_table(run: Run) -> None:
     """The table says what one sample needs where nothing fits; --explain, that it was recorded at the size itself."""
     done = run("sweep", "--model", "mine:own_optimizer", "--seq-len", "16", "--budget", "2MiB", "--explain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,16 @@ def test_usual_lengths(most: int | None, unit: str, seq_lens: tuple[int | None, 
     """Where no length is asked for, a model gets those that suit it."""
     facts = replace(FACTS, max_seq_len=most, seq_len_unit=unit)
     assert seq_lens_of("model", (), facts, (64, 128, 256, 320, 384, 512)) == seq_lens
+
+
+def test_a_length_for_samples_of_one_shape() -> None:
+    """There is one row whatever lengths are asked for, and a warning says why; there is none where none were."""
+    fixed = replace(FACTS, seq_len_unit="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert seq_lens_of("mine:net", (), fixed, (64, 128)) == (None,)
+    with pytest.warns(UserWarning, match="^samples of mine:net have one shape: a seq_len makes no difference to them$"):
+        assert seq_lens_of("mine:net", (64, 1024), fixed, (64, 128)) == (None,)
 
 
 def test_a_length_beyond_the_positions() -> None:
