@@ -199,7 +199,7 @@ def cell_of_row(row: SweepRow) -> PageCell:
     if seen is not None and seen.peak_allocated_bytes is not None:
         facts.append(("peak allocated", format_bytes(seen.peak_allocated_bytes)))
     if row.needed_bytes is not None:
-        facts.append(("the smallest size would take", format_bytes(row.needed_bytes)))
+        facts.append(("the smallest size would take", row.need_words))
     facts.append(("usable", format_bytes(cell.card.device.usable_bytes)))
     if cell.headroom_bytes:
         facts.append(("kept free", format_bytes(cell.headroom_bytes)))

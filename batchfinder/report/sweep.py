@@ -90,6 +90,7 @@ class SweepRow:
         changes: what other options would change, likewise.
         throughput: the smallest size at full speed, where it was asked for.
         what_fits: options under which it trains, where not one sample does; None where nobody looked.
+        need_source: how `needed_bytes` was found, where that is not how the row was.
         not_cached: why it, or one before it, could not be cached; empty where all could. Not part of the JSON.
     """
 
@@ -106,6 +107,7 @@ class SweepRow:
     throughput: Throughput | None = None
     what_fits: WhatFits | None = None
     not_cached: str = ""
+    need_source: str = ""
 
     def __repr__(self) -> str:
         return f"<{self.cell}: {self.batch_size}>"
@@ -162,6 +164,13 @@ class SweepRow:
         return seen.needed_bytes if seen and not self.result.max_batch_size else None
 
     @property
+    def need_words(self) -> str:
+        """`needed_bytes`, and how it was found where that is not how the row was; empty where it is not known."""
+        if self.needed_bytes is None:
+            return ""
+        return f"{format_bytes(self.needed_bytes)}{f', {self.need_source}' if self.need_source else ''}"
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens in the largest micro-batch."""
         return self.result.max_batch_size * (self.cell.seq_len or 1)
@@ -198,7 +207,8 @@ class SweepRow:
         `budget_bytes` is what the allocator may take of the GPU, the headroom included. `source` is `simulated`,
         `measured` or `cache`; `found_by` is never `cache`. `stop` says why the search ended: `exact` (the next size
         failed), `tolerance` (one a little larger did) or `cap` (no larger one was tried). `stopped_by` is how the
-        smallest size above the largest batch failed. `trials` and `failed_trials` are those of this run.
+        smallest size above the largest batch failed. `needed_found_by` is `simulated` for a `needed_bytes` that was not
+        measured, whatever the row's. `trials` and `failed_trials` are those of this run.
         `message` is the device's own, where the largest batch is 0. `throughput` has the speed of all sizes that were
         timed; the `full_speed_batch_size` is null where it cannot be told, and `samples_per_second` is that of the
         largest then.
@@ -220,6 +230,7 @@ class SweepRow:
             "unscaled": self.unscaled,
             "stop": result.stop.name.lower(),
             "needed_bytes": self.needed_bytes,
+            "needed_found_by": None if self.needed_bytes is None else self.need_source or result.source,
             "headroom_bytes": cell.headroom_bytes,
             "failed_trials": sum(not trial.fits for trial in self.trials),
             "stopped_by": stopped_by and stopped_by.name.lower(),
@@ -295,7 +306,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         if row.at_max is not None and row.at_max.peak_reserved_bytes is not None:
             columns["peak reserved"].append(format_bytes(row.at_max.peak_reserved_bytes))
         else:
-            needs = "-" if row.needed_bytes is None else f"{row.cell.smallest} needs {format_bytes(row.needed_bytes)}"
+            needs = "-" if row.needed_bytes is None else f"{row.cell.smallest} needs {row.need_words}"
             columns["peak reserved"].append(needs)
     if any(row.throughput is not None for row in rows):
         columns["full speed"], columns["samples/s"] = [], []

@@ -47,6 +47,7 @@ MORE = {
     "unscaled": int,
     "stop": str,
     "needed_bytes": type(None),
+    "needed_found_by": type(None),
     "published": type(None),
     "headroom_bytes": int,
     "failed_trials": int,
@@ -189,6 +190,7 @@ def test_nothing_fits(run: Run) -> None:
     assert small["unscaled"] == 1
     needed = small["needed_bytes"]
     assert needed > 4 << 20
+    assert small["needed_found_by"] == "simulated"
     assert run("sweep", "--model", "mine:shapeless", "--budget", str(needed), "--json").row["max_batch_size"] >= 1
 
 

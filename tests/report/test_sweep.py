@@ -164,6 +164,20 @@ def test_a_plan_is_made_of_multiples() -> None:
     assert row(5, target_batch_size=6, min_batch_size=4).plan is None
 
 
+def test_what_one_sample_needs_is_marked_where_it_was_not_measured() -> None:
+    """In the table, the JSON and the CSV; where it was found as the row was, nothing more is said."""
+    real = replace(needing(24 * GIB), need_source="simulated")
+    real = replace(real, result=replace(real.result, source="measured"))
+    assert sweep_table([real]).columns["peak reserved"] == ["1 needs 24.00 GiB, simulated"]
+    assert real.to_json()["needed_found_by"] == "simulated"
+    heading, line = (text.split(",") for text in comma_separated([real]).splitlines())
+    assert dict(zip(heading, line, strict=True))["needed_found_by"] == "simulated"
+    measured = replace(real, need_source="")
+    assert sweep_table([measured]).columns["peak reserved"] == ["1 needs 24.00 GiB"]
+    assert measured.to_json()["needed_found_by"] == "measured"
+    assert row().to_json()["needed_found_by"] is None
+
+
 def test_published_figures_have_their_source() -> None:
     """The published column is there where a row has a figure, 0 included, and says whose it is."""
     table = sweep_table([row(published=0), row()])
@@ -243,8 +257,8 @@ def test_csv() -> None:
         "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size"
     )
     assert first.startswith("bert-base,64,T4,")
-    assert first.endswith("one; two,0,exact,,0,0,,simulated,,,,,,,")
-    assert second.endswith("workspaces,0,exact,,0,0,,simulated,,,8,4,2,1,8")
+    assert first.endswith("one; two,0,exact,,,0,0,,simulated,,,,,,,")
+    assert second.endswith("workspaces,0,exact,,,0,0,,simulated,,,8,4,2,1,8")
 
 
 RATES = (Rate(50, 300.0, 0.004), Rate(71, 408.0, 0.005), Rate(100, 412.0, 0.012))
