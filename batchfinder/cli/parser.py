@@ -172,6 +172,12 @@ _PLOT: Options = {
 _HTML: Options = {
     "--html": {"metavar": "FILE", "help": "also write a page to look at in a browser (needs vl-convert-python)"}
 }
+_EXACT: Options = {
+    "--exact": {
+        "action": "store_true",
+        "help": "meet --target-batch-size exactly, with smaller micro-batches where it takes them",
+    }
+}
 _CACHE: Options = {"--cache": {"metavar": "URL", "help": "which cache (default: BATCHFINDER_CACHE or the user's)"}}
 
 _FROM: Options = {
@@ -253,6 +259,7 @@ SWEEP = Command(
                 "metavar": "N",
                 "help": "add micro-batch x accumulation for this effective batch size",
             },
+            **_EXACT,
             "--min-batch-size": {
                 "metavar": "N",
                 "default": "1",

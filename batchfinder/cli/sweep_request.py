@@ -203,7 +203,10 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
         throughput=arguments.throughput,
+        exact=arguments.exact,
     )
+    if request.exact and request.target_batch_size is None:
+        raise InvalidValue("--exact", True, "a --target-batch-size with it, which is then met")
     if request.throughput and (request.place.device == SIMULATED or request.place.on_stub):
         expected = "a real GPU or --device cpu with it: a simulated step takes no time, so its speed is not known"
         raise InvalidValue("--throughput", True, expected)

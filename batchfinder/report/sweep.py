@@ -32,6 +32,7 @@ class Cell:
         card: with what of it may be used, the headroom included.
         options: of the step; its optimizer is `OWN_OPTIMIZER` where the workload brings one.
         headroom_bytes: what has to stay free of the card.
+        exact: whether the target is to be met, however small the micro-batch.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Cell:
     published: int | None = None
     min_batch_size: int = 1
     multiple_of: int = 1
+    exact: bool = False
 
     @property
     def smallest(self) -> int:
@@ -63,6 +65,7 @@ class Cell:
         words += [] if self.seq_len is None else ["--seq-len", str(self.seq_len)]
         words += ["--target-batch-size", str(self.target_batch_size or 8)]
         words += changes_as_typed(StepOptions(), options).split()
+        words += ["--exact"] if self.exact else []
         words += ["--packed"] if options.packed else []
         words += [] if options.compile is None else ["--compile", options.compile]
         words += [] if options.strategy is None else ["--strategy", options.strategy, "--gpus", str(options.gpus)]
@@ -190,9 +193,15 @@ class SweepRow:
                 cell.card.count,
                 min_batch_size=cell.smallest,
                 multiple_of=cell.multiple_of,
+                exact=cell.exact,
             )
         except InvalidValue:
             return None
+
+    @property
+    def exact_plan(self) -> AccumulationPlan | None:
+        """The one that meets the target, where `plan` does not and sizes that may be tried make it up."""
+        return None if self.plan is None else self.plan.exactly(self.cell.smallest, self.cell.multiple_of)
 
     @property
     def stopped_by(self) -> Verdict | None:
@@ -257,6 +266,8 @@ class SweepRow:
             row["target_batch_size"] = cell.target_batch_size
             for name in ("micro_batch_size", "accumulation", "num_devices", "effective_batch_size"):
                 row[name] = getattr(self.plan, name, None)
+            for name in ("micro_batch_size", "accumulation"):
+                row[f"exact_{name}"] = getattr(self.exact_plan, name, None)
         return row
 
 
@@ -317,10 +328,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if any(cell.target_batch_size is not None for cell in cells):
         columns["micro-batch x accumulation"] = plans = []
         for row in rows:
-            words = "-"
-            if (plan := row.plan) is not None:
-                devices = f" x {plan.num_devices}" if plan.num_devices > 1 else ""
-                words = f"{plan.micro_batch_size} x {plan.accumulation}{devices} = {plan.effective_batch_size}"
+            words = "-" if row.plan is None else row.plan.beside_exact(row.cell.smallest, row.cell.multiple_of)
             plans.append(words)
     prices = {cell.card.name: cell.card.price for cell in cells if cell.card.price is not None}
     if prices:
@@ -343,6 +351,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         notes.append(
             f"the effective batch of {missed[0].target_batch_size} is missed by up to {off}, where no large "
             f"micro-batch divides it: {len(missed)} of {len(rows)} rows"
+            + ("; --exact has it met" if any(row.exact_plan is not None for row in rows) else "")
         )
     if timed := [row for row in rows if row.throughput is not None]:
         notes.append("full speed: the smallest batch within 3 % of the best samples/s, ± how far timings scatter")

@@ -100,6 +100,7 @@ class ModelCells:
             target_batch_size=request.target_batch_size,
             min_batch_size=request.min_batch_size,
             multiple_of=request.multiple_of,
+            exact=request.exact,
             published=published if like_published and options.attention != "flash" else None,
         )
 
