@@ -169,9 +169,7 @@ _PLOT: Options = {
     "--plot": {"metavar": "FILE", "help": "also draw the results: a .png or .svg (needs matplotlib)"},
     "--explain": {"action": "store_true", "help": "list what the figures assume and leave out"},
 }
-_HTML: Options = {
-    "--html": {"metavar": "FILE", "help": "also write a page to look at in a browser (needs vl-convert-python)"}
-}
+_HTML: Options = {"--html": {"metavar": "FILE", "help": "also write a page to look at in a browser, in one file"}}
 _EXACT: Options = {
     "--exact": {
         "action": "store_true",
