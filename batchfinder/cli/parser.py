@@ -373,6 +373,12 @@ PLAN = Command(
             "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
             "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
             "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
+            **_EXACT,
+            "--min-micro-batch": {
+                "metavar": "N",
+                "default": "1",
+                "help": "take no plan with a smaller micro-batch than this (default: 1)",
+            },
             "--gpu": _ONE_GPU,
             "--instance": {**_ONE_INSTANCE, "help": "a cloud instance's GPUs, each with a copy of the model"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},

@@ -214,7 +214,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             simulation, target = simulations.get(card.count, cells.simulation), cell.target_batch_size or card.count
             usable = replace(card, device=card.device.with_headroom(cell.headroom_bytes))
             asked = replace(request.options, gpus=cell.options.gpus)
-            search = FitSearch(cells.model, asked, usable, target, Shape(seq_len), simulation, status)
+            shape = Shape(seq_len)
+            search = FitSearch(cells.model, asked, usable, target, shape, simulation, status, exact=cell.exact)
             with suppress(BatchFinderError):  # the row stands without it
                 what_fits = search.find(count=1)
         return SweepRow(
