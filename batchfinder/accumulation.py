@@ -44,6 +44,32 @@ class AccumulationPlan:
         """Whether the target is met."""
         return self.deviation == 0
 
+    @property
+    def factors(self) -> str:
+        """The micro-batch x accumulation, and x devices where there are several, in digits."""
+        devices = "" if self.num_devices == 1 else f" x {self.num_devices}"
+        return f"{self.micro_batch_size} x {self.accumulation}{devices}"
+
+    def exactly(self, min_batch_size: int = 1, multiple_of: int = 1) -> AccumulationPlan | None:
+        """The plan that meets the target with smaller micro-batches; None where this one does, or none does.
+
+        Args:
+            min_batch_size: the smallest micro-batch of use.
+            multiple_of: micro-batches are multiples of this.
+        """
+        if self.exact:
+            return None
+        plan = plan_accumulation(
+            self.target_batch_size, self.micro_batch_size, self.num_devices, multiple_of=multiple_of, exact=True
+        )
+        return plan if plan.exact and plan.micro_batch_size >= min_batch_size else None
+
+    def beside_exact(self, min_batch_size: int = 1, multiple_of: int = 1) -> str:
+        """`15 x 17 = 255 (exactly 256: 8 x 32)`: itself, and the plan of `exactly` where there is one."""
+        exact = self.exactly(min_batch_size, multiple_of)
+        beside = "" if exact is None else f" (exactly {exact.target_batch_size}: {exact.factors})"
+        return f"{self.factors} = {self.effective_batch_size}{beside}"
+
     def in_short_epoch(self, samples: int) -> str:
         """What an epoch makes of a step that needs more micro-batches than it has; empty where it has as many.
 

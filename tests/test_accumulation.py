@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -74,6 +75,23 @@ def test_a_smallest_micro_batch():
             f"target_batch_size: invalid value {target}; "
             f"expected a multiple of any size from 3 to {largest}, which fit."
         )
+
+
+def test_the_exact_plan_beside_one_that_misses():
+    """The largest micro-batch that meets the target, where it is of use; nothing beside a plan that does."""
+    assert plan_accumulation(256, 15).beside_exact() == "15 x 17 = 255 (exactly 256: 8 x 32)"
+    assert plan_accumulation(256, 16).beside_exact() == "16 x 16 = 256"
+    assert plan_accumulation(512, 15, 2).beside_exact() == "15 x 17 x 2 = 510 (exactly 512: 8 x 32 x 2)"
+    assert plan_accumulation(256, 15).beside_exact(min_batch_size=9) == "15 x 17 = 255"
+    assert (
+        plan_accumulation(1016, 256, multiple_of=4).beside_exact(multiple_of=4)
+        == "256 x 4 = 1024 (exactly 1016: 8 x 127)"
+    )
+    for target, largest in itertools.product(range(2, 80), range(1, 30)):
+        plan = plan_accumulation(target, largest)
+        exact = plan.exactly()
+        divisors = [size for size in range(1, largest + 1) if target % size == 0]
+        assert plan.exact if exact is None else (exact.micro_batch_size, exact.exact) == (max(divisors), True)
 
 
 def test_multiples():

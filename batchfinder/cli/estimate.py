@@ -11,6 +11,7 @@ from batchfinder.report.estimate import EstimateRequest, estimate_tables
 from batchfinder.report.page import cell_of_estimate, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_estimate
 from batchfinder.report.progress import StatusLine
+from batchfinder.report.terminal import tell
 from batchfinder.sizing.estimate import check_request, run_estimate
 from batchfinder.training.synonyms import one_of
 
@@ -58,7 +59,10 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
         InvalidValue: an option has an invalid value.
         UnknownName: no such GPU, instance or model.
     """
-    chosen = asked_card(arguments, whole_number("--gpus", arguments.gpus))
+    chosen, note = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     options = step_options(arguments)
     size, seq_len = arguments.batch_size, arguments.seq_len
-    return check_request(arguments.model, size, seq_len, chosen, options, arguments.accumulation)
+    request = check_request(arguments.model, size, seq_len, chosen, options, arguments.accumulation)
+    if note:
+        tell(f"batchfinder: {note}")
+    return request

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from batchfinder.devices import Card, Price, find_instance, known_prices, parse_prices
-from batchfinder.devices.cards import card, instance_card
+from batchfinder.devices import Card, Price, find_instance, known_prices, parse_prices, present_gpus
+from batchfinder.devices.cards import card, card_here, instance_card
 from batchfinder.errors import InvalidValue
 from batchfinder.training.spec import FAKE_DEVICE, RECORDERS, StepOptions
 from batchfinder.training.synonyms import one_of
@@ -89,7 +89,8 @@ def write_file(option: str, path: str, content: str | bytes) -> None:
         raise InvalidValue(option, path, f"a file that can be written ({error.strerror})") from error
 
 
-DEFAULT_GPU = "titan x"
+DEFAULT_GPU = "t4"
+"""What is simulated where neither a GPU is named nor one is here: the one that Colab and Kaggle give."""
 
 
 def step_options(arguments: argparse.Namespace) -> StepOptions:
@@ -107,20 +108,30 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     return replace(StepOptions.checked(**given), recorder=recorder)
 
 
-def asked_card(arguments: argparse.Namespace, count: int | None = None) -> Card:
-    """What `--gpu`, `--budget`, `--context` and `--instance` ask for, of a Titan X by default; `count` is of GPUs.
+def asked_card(arguments: argparse.Namespace, count: int | None = None) -> tuple[Card, str]:
+    """What `--gpu`, `--budget`, `--context` and `--instance` ask for; `count` is of GPUs.
+
+    Where they ask for none it is this machine's first GPU, or else one that many can use.
+
+    Returns:
+        The card, and what the user is told of one that was not named; empty for one that was.
 
     Raises:
         InvalidValue: several GPUs or instances, more GPUs than the instance has, or no size for a budget.
         UnknownName: no such GPU or instance.
     """
     gpu, instance = only_one("--gpu", arguments.gpu), only_one("--instance", arguments.instance)
-    if instance is None:
-        gpu = gpu or (None if arguments.budget else DEFAULT_GPU)
-        return card(gpu, arguments.budget, count or 1, arguments.context)
-    if gpu is not None:
-        raise InvalidValue("--gpu", gpu, "either a --gpu or an --instance, not both")
-    return instance_card(instance, arguments.budget, count, arguments.context)
+    if instance is not None:
+        if gpu is not None:
+            raise InvalidValue("--gpu", gpu, "either a --gpu or an --instance, not both")
+        return instance_card(instance, arguments.budget, count, arguments.context), ""
+    if gpu is not None or arguments.budget:
+        return card(gpu, arguments.budget, count or 1, arguments.context), ""
+    if here := present_gpus():
+        chosen = card_here(here[0], count or 1, arguments.context)
+        return chosen, f"no --gpu is named: simulating {chosen.name}, which is here"
+    chosen = card(DEFAULT_GPU, None, count or 1, arguments.context)
+    return chosen, f"no GPU was found here, and no --gpu is named: simulating {chosen.name}"
 
 
 def read_prices(path: str | None) -> Mapping[str, Price]:

@@ -10,6 +10,8 @@ from dataclasses import fields
 from batchfinder.cache import Record, Store
 from batchfinder.cli.cache import NAME_DIGITS
 from batchfinder.cli.options import check_file, write_file
+from batchfinder.errors import UnknownName
+from batchfinder.models.catalog import find_model
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.terminal import printable
 from batchfinder.training.spec import StepOptions
@@ -23,7 +25,9 @@ def main(arguments: argparse.Namespace) -> int:
     check_page("FILE", arguments.file)
     check_file("FILE", arguments.file)
     store = Store(arguments.cache)
-    records = sorted(store.records(), key=lambda record: (record.label, record.key.gpu, record.key.seq_len or 0))
+    records = sorted(
+        store.records(), key=lambda record: (name_of(record.label), record.key.gpu, record.key.seq_len or 0)
+    )
     url, count = printable(store.url), f"{len(records)} result{'s' * (len(records) != 1)}"
     if records:
         page = page_of("Cached results", f"{count} of {url}", [cell_of_record(one) for one in records])
@@ -34,6 +38,14 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         print(f"{count} of {url} written to {arguments.file}" if records else f"the cache at {url} is empty")
     return 0
+
+
+def name_of(label: str) -> str:
+    """What a model is called on the page: by the catalogue's name, also where its repository was named."""
+    try:
+        return find_model(label).name
+    except UnknownName:
+        return label
 
 
 def cell_of_record(record: Record) -> PageCell:
@@ -52,7 +64,7 @@ def cell_of_record(record: Record) -> PageCell:
     words = StepOptions(**options).words()  # type: ignore[arg-type]
     words += [f"{key.accumulation} micro-batches"] if key.accumulation > 1 else []
     technique = printable(", ".join(map(str, words)), _MOST_LETTERS)
-    model = printable(record.label or f"({key.model[:NAME_DIGITS]})", _MOST_LETTERS)
+    model = printable(name_of(record.label) or f"({key.model[:NAME_DIGITS]})", _MOST_LETTERS)
     gpu = printable(key.gpu, _MOST_LETTERS)
     at_max = result.measurement if result.max_batch_size else None
     peak = None if at_max is None else at_max.peak_reserved_bytes

@@ -144,7 +144,7 @@ _MARKDOWN: Options = {"--markdown": {"metavar": "FILE", "help": "also write the 
 _ONE_GPU: Mapping[str, Any] = {
     "action": "append",
     "metavar": "NAME",
-    "help": "default: Titan X, unless an instance or a budget is given",
+    "help": "default: this machine's, or a T4, unless an instance or a budget is given",
 }
 _ONE_INSTANCE: Mapping[str, Any] = {
     "action": "append",
@@ -169,8 +169,12 @@ _PLOT: Options = {
     "--plot": {"metavar": "FILE", "help": "also draw the results: a .png or .svg (needs matplotlib)"},
     "--explain": {"action": "store_true", "help": "list what the figures assume and leave out"},
 }
-_HTML: Options = {
-    "--html": {"metavar": "FILE", "help": "also write a page to look at in a browser (needs vl-convert-python)"}
+_HTML: Options = {"--html": {"metavar": "FILE", "help": "also write a page to look at in a browser, in one file"}}
+_EXACT: Options = {
+    "--exact": {
+        "action": "store_true",
+        "help": "meet --target-batch-size exactly, with smaller micro-batches where it takes them",
+    }
 }
 _CACHE: Options = {"--cache": {"metavar": "URL", "help": "which cache (default: BATCHFINDER_CACHE or the user's)"}}
 
@@ -253,6 +257,7 @@ SWEEP = Command(
                 "metavar": "N",
                 "help": "add micro-batch x accumulation for this effective batch size",
             },
+            **_EXACT,
             "--min-batch-size": {
                 "metavar": "N",
                 "default": "1",
@@ -368,6 +373,12 @@ PLAN = Command(
             "--model": {"default": "bert-base", "metavar": _MODEL, "help": "default: bert-base"},
             "--seq-len": {"metavar": "N", "help": "tokens, or pixels for images (default: 128 or 224)"},
             "--target-batch-size": {"metavar": "N", "help": "samples per optimizer step, on all GPUs together"},
+            **_EXACT,
+            "--min-micro-batch": {
+                "metavar": "N",
+                "default": "1",
+                "help": "take no plan with a smaller micro-batch than this (default: 1)",
+            },
             "--gpu": _ONE_GPU,
             "--instance": {**_ONE_INSTANCE, "help": "a cloud instance's GPUs, each with a copy of the model"},
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, such as 12GiB"},

@@ -13,7 +13,7 @@ from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
-from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits
+from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits, check_micro_batch
 from batchfinder.report.made_by import made_by
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
@@ -49,13 +49,20 @@ def main(arguments: argparse.Namespace) -> int:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)
     check_write(arguments)
-    one = asked_card(arguments, whole_number("--gpus", arguments.gpus))
+    one, note = asked_card(arguments, whole_number("--gpus", arguments.gpus))
+    least = whole_number("--min-micro-batch", arguments.min_micro_batch)
+    check_micro_batch("--min-micro-batch", least, target, one.count)
     one = replace(one, device=one.device.among_others(asked.communicators))
     seq_len = whole_number("--seq-len", arguments.seq_len)
+    if note:
+        tell(f"batchfinder: {note}")
     with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
         line.update(f"building {model}")
         (length,) = seq_lens_of(model, () if seq_len is None else (seq_len,), simulation.facts())
-        search = FitSearch(model, asked, one, target, Shape(length), simulation, line.update)
+        search = FitSearch(
+            model, asked, one, target, Shape(length), simulation, line.update,
+            min_micro_batch=least, exact=arguments.exact,
+        )  # fmt: skip
         found = search.find(arguments.keep or (), arguments.allow or ())
     at = "" if length is None else f" at {length}"
     title = f"Plan for {target} samples of {model}{at} on {one.name}, simulated"
@@ -80,7 +87,8 @@ def main(arguments: argparse.Namespace) -> int:
 def page_cell(model: str, card: Card, seq_len: int | None, found: WhatFits, heading: str) -> PageCell:
     """What a page has of a plan."""
     usable, micro = card.device.usable_bytes, 0
-    facts = [("usable", format_bytes(usable)), ("one sample takes as asked for", format_bytes(found.sample_bytes))]
+    sample = "one sample takes" if found.min_micro_batch == 1 else f"{found.min_micro_batch} samples take"
+    facts = [("usable", format_bytes(usable)), (f"{sample} as asked for", format_bytes(found.sample_bytes))]
     if found.fits:
         least = found.fits[0]
         micro = least.plan.micro_batch_size

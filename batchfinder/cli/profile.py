@@ -17,6 +17,7 @@ from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.plots import check_picture, draw_profile
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
+from batchfinder.report.terminal import tell
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
@@ -35,7 +36,8 @@ def main(arguments: argparse.Namespace) -> int:
     batch_size = whole_number("--batch-size", arguments.batch_size)
     micro_batches = whole_number("--accumulation", arguments.accumulation)
     asked = tuple(whole_number("--seq-len", each) for each in (arguments.seq_len or "").split(",") if arguments.seq_len)
-    device = asked_card(arguments, whole_number("--gpus", arguments.gpus)).device.among_others(options.communicators)
+    card, note = asked_card(arguments, whole_number("--gpus", arguments.gpus))
+    device = card.device.among_others(options.communicators)
     settings = AllocatorSettings.from_environment()
     check_model_name(model)
     if arguments.plot is not None:
@@ -47,6 +49,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.snapshot is not None:
         check_file("--snapshot", arguments.snapshot)
     spec, step = options.workload(model), options.step(micro_batches)
+    if note:
+        tell(f"batchfinder: {note}")
     if len(asked) > 1:
         step = replace(step, lengths=asked, steps=len(asked))
     with StatusLine() as line, Simulation(spec, step, options.recorder) as simulation:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from batchfinder.cache import Store
-from batchfinder.cli.options import DEFAULT_GPU, read_prices, step_options, whole_number
+from batchfinder.cli.options import read_prices, step_options, whole_number
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import (
     Card,
@@ -21,7 +21,7 @@ from batchfinder.devices import (
     mps_limit_bytes,
     present_gpus,
 )
-from batchfinder.devices.cards import card, instance_card, named_gpus
+from batchfinder.devices.cards import card, card_here, instance_card, named_gpus
 from batchfinder.devices.catalog import DEFAULT_COMPUTE_CAPABILITY
 from batchfinder.errors import BatchFinderError, CudaStubUnavailable, InvalidValue, UnknownName
 from batchfinder.measure.child_probe import query_gpu
@@ -33,8 +33,8 @@ from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headro
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
 CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
-_UNKNOWN_CONTEXT_BYTES = 600 << 20
-"""What the CUDA context of a GPU that is not in the catalogue is taken to need."""
+DEFAULT_GPU = "titan x"
+"""Of a sweep: the one that BERT's published table is of, which stands beside the default models' figures."""
 
 
 def choose_place(arguments: argparse.Namespace) -> Place:
@@ -98,18 +98,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
         chosen = card(DEFAULT_GPU, None)
         note = f"no GPU was found here, and no --gpu is named: simulating {chosen.name}{unusable}"
         return Place(SIMULATED, (chosen,), notes=(note,))
-    here: dict[str, Card] = {}
-    for gpu in present:
-        try:
-            limit = mps_limit_bytes(gpu.index)
-            one = card(gpu.name, None if limit is None else str(limit))
-        except UnknownName:
-            capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
-            # nvidia-smi counts what the driver keeps: up to 3 % more than CUDA's total.
-            total = int(0.97 * gpu.smi_total_bytes)
-            usable = max(0, total - _UNKNOWN_CONTEXT_BYTES)
-            one = Card(Device(gpu.name, total, usable, capability, gpu.compute_capability is None), gpu.name)
-        here[one.name] = one
+    here = {one.name: one for one in map(card_here, present)}
     note = f"this machine has {', '.join(here)}; its figures are simulated, not measured{unusable}"
     return Place(SIMULATED, tuple(here.values()), notes=(note,))
 
@@ -214,7 +203,10 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         min_batch_size=whole_number("--min-batch-size", arguments.min_batch_size),
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
         throughput=arguments.throughput,
+        exact=arguments.exact,
     )
+    if request.exact and request.target_batch_size is None:
+        raise InvalidValue("--exact", True, "a --target-batch-size with it, which is then met")
     if request.throughput and (request.place.device == SIMULATED or request.place.on_stub):
         expected = "a real GPU or --device cpu with it: a simulated step takes no time, so its speed is not known"
         raise InvalidValue("--throughput", True, expected)

@@ -6,12 +6,24 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from batchfinder.devices.catalog import Card, all_gpus, device_for, device_with_budget, find_gpu, find_instance
-from batchfinder.errors import InvalidValue
+from batchfinder.devices.catalog import (
+    DEFAULT_COMPUTE_CAPABILITY,
+    Card,
+    Device,
+    all_gpus,
+    device_for,
+    device_with_budget,
+    find_gpu,
+    find_instance,
+)
+from batchfinder.devices.detect import PresentGpu, mps_limit_bytes
+from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.units import format_bytes, parse_budget, parse_bytes
 
 USUAL_GPU = "A100 80GB"
 """Where a function in Python is given no name."""
+_UNKNOWN_CONTEXT_BYTES = 600 << 20
+"""What the CUDA context of a GPU that is not in the catalogue is taken to need."""
 _AT_LEAST = re.compile(r"(\d{1,6})\s*(?:gib|gb|g)?\+", re.IGNORECASE)
 
 
@@ -35,6 +47,23 @@ def card(gpu: str | None, budget: str | None = None, count: int = 1, context: st
     else:
         raise InvalidValue("gpu", None, "a GPU's name or a --budget")
     return Card(device, device.name, count)
+
+
+def card_here(gpu: PresentGpu, count: int = 1, context: str | None = None) -> Card:
+    """A GPU of this machine, whole, as it is simulated: by what the catalogue has of it, or the driver says.
+
+    Raises:
+        InvalidValue: MPS's limit or the context is not a size, or the context leaves nothing.
+    """
+    limit = mps_limit_bytes(gpu.index)
+    try:
+        return card(gpu.name, None if limit is None else str(limit), count, context)
+    except UnknownName:
+        capability = gpu.compute_capability or DEFAULT_COMPUTE_CAPABILITY
+        # nvidia-smi counts what the driver keeps: up to 3 % more than CUDA's total.
+        total = int(0.97 * gpu.smi_total_bytes)
+        usable = max(0, total - _UNKNOWN_CONTEXT_BYTES)
+        return Card(Device(gpu.name, total, usable, capability, gpu.compute_capability is None), gpu.name, count)
 
 
 def instance_card(name: str, budget: str | None = None, count: int | None = None, context: str | None = None) -> Card:

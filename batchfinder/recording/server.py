@@ -39,6 +39,7 @@ from batchfinder.training.child_process import (
     end_with_parent,
     ended,
     pipe,
+    read_until_end,
 )
 from batchfinder.training.spec import FAKE_DEVICE
 from batchfinder.units import format_bytes
@@ -52,6 +53,8 @@ _OBJECTS_OF_IMPORTS = 50_000
 
 Nearly all of them stay: by Python's own 700 it took a tenth of the time.
 """
+_BATCH_SECONDS = 5
+"""What a few batches of the user's may take to be made, to see whether lengths make a difference to them."""
 # What PyTorch and Python say where memory is not given.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "MemoryError", "bad_alloc", "Cannot allocate memory")
 
@@ -193,7 +196,7 @@ class RecordingServer:
         return {
             "fingerprint": fingerprint_workload(workload, builder, str(arguments.get("spec", ""))),
             "max_seq_len": workload.max_seq_len,
-            "seq_len_unit": workload.seq_len_unit,
+            "seq_len_unit": "none" if self._has_one_shape(workload, arguments) else workload.seq_len_unit,
             "brings_optimizer": workload.optimizer is not None,
             "versions": installed("torch", "transformers", "pytorch-lightning"),
             "warnings": self.warnings,
@@ -202,6 +205,36 @@ class RecordingServer:
             "layers": len(longest_stack(workload.model) or ()),
             "side": side if isinstance(side, int) else None,
         }
+
+    def _has_one_shape(self, workload: Any, arguments: dict[str, Any]) -> bool:
+        """Whether lengths make no difference to a factory's batches; in a fork, as the user's code may count them."""
+        import torch
+
+        from batchfinder.models.build import is_factory
+        from batchfinder.training.step import has_one_shape
+
+        if workload.seq_len_unit != "tokens" or not is_factory(str(arguments.get("spec", ""))):
+            return False
+        reading, writing = pipe()
+        process = os.fork()
+        if process == 0:
+            own = os.getpid()
+            try:
+                with suppress(OSError):  # it is closed in the fork of a recording
+                    os.close(self.answers)  # else nobody would see the server's end before the fork's
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(_BATCH_SECONDS)
+                torch.set_num_threads(1)  # whatever the user's code has set
+                with self.mode:
+                    alike = has_one_shape(workload)
+                if os.getpid() == own:  # else the user's code has forked and lets both sides go on
+                    os.write(writing, b"yes" if alike else b"no")
+            finally:
+                os._exit(0)
+        os.close(writing)
+        said, _ = read_until_end(reading, process)
+        os.close(reading)
+        return said == b"yes"
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
         """The workload, on fake tensors; with real weights where the user's code cannot do without their values.

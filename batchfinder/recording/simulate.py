@@ -40,7 +40,7 @@ from batchfinder.recording import fake_device
 from batchfinder.recording.forked import NotRecordable, record_in_forks
 from batchfinder.recording.record_step import record_step
 from batchfinder.recording.simulation import Simulation, search_simulated
-from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits
+from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits, check_micro_batch
 from batchfinder.results import SearchResult, Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
@@ -390,6 +390,8 @@ def what_fits(
     keep: Collection[str] = (),
     allow: Collection[str] = (),
     num_devices: int = 1,
+    min_micro_batch: int = 1,
+    exact: bool = False,
     **options: Any,
 ) -> WhatFits:
     """Options under which a model trains on a GPU, from the mildest change on: `batchfinder plan` in Python.
@@ -402,6 +404,8 @@ def what_fits(
         keep: what is left as it was asked for: `precision`, `optimizer`, `loss`, `checkpointing`.
         allow: `lora`, `qlora`: adapters that may be runners-up; they are tried in any case where nothing else trains.
         num_devices: how many train side by side, each with a copy of the model.
+        min_micro_batch: samples; plans with smaller micro-batches are not taken.
+        exact: whether plans have to meet the target, however small their micro-batches.
         options: those of the step to start from, by their names in Python, as for `simulate`.
 
     Raises:
@@ -417,6 +421,7 @@ def what_fits(
     for name, values, known in (("keep", keep, KEEPABLE), ("allow", allow, ADAPTERS)):
         for value in values:
             one_of(name, value, known)
+    check_micro_batch("min_micro_batch", min_micro_batch, target_batch_size, num_devices)
     check_model_name(model)
     asked = _step_options(True, **options)
     device = device_for(find_gpu(gpu)).among_others(asked.communicators)
@@ -424,7 +429,10 @@ def what_fits(
     with Simulation(asked.workload(model), asked.step()) as simulation:
         if seq_len is None and simulation.facts().seq_len_unit != "none":
             raise InvalidValue("seq_len", None, f"a number of {simulation.facts().seq_len_unit}")
-        search = FitSearch(model, asked, card, target_batch_size, shape, simulation, lambda doing: None)
+        search = FitSearch(
+            model, asked, card, target_batch_size, shape, simulation, lambda doing: None,
+            min_micro_batch=min_micro_batch, exact=exact,
+        )  # fmt: skip
         return search.find(keep, allow)
 
 

@@ -99,7 +99,7 @@ class WhatFits:
 
     Attributes:
         asked: the options asked for.
-        sample_bytes: what one sample takes with them, in bytes, the CUDA context included.
+        sample_bytes: what the smallest micro-batch takes with them, in bytes, the CUDA context included.
         flops: of a sample with them.
         fits: from the mildest change on; empty where nothing trains.
         tried: how many combinations of options were recorded.
@@ -110,6 +110,7 @@ class WhatFits:
             or were not tried.
         missing: what could not be tried, in words.
         unmodelled: what the figures leave out, in words.
+        min_micro_batch: samples in the smallest micro-batch that may be taken.
     """
 
     asked: StepOptions
@@ -122,11 +123,13 @@ class WhatFits:
     several_gpus: int | None = None
     missing: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = ()
+    min_micro_batch: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; sizes in bytes."""
         return {
             "sample_bytes": self.sample_bytes,
+            "min_micro_batch": self.min_micro_batch,
             "flops": self.flops,
             "fits": [
                 {
@@ -152,6 +155,17 @@ class WhatFits:
         }
 
 
+def check_micro_batch(option: str, least: int, target: int, num_devices: int) -> None:
+    """Check the smallest micro-batch that may be taken.
+
+    Raises:
+        InvalidValue: it is less than 1, or more than each device's share of the target.
+    """
+    share = -(-target // num_devices)
+    if not 1 <= least <= share:
+        raise InvalidValue(option, least, f"from 1 to {share}, a GPU's share of the target of {target}")
+
+
 class FitSearch:
     """Looks for options under which a model trains on a card, by recordings of one sample.
 
@@ -161,6 +175,8 @@ class FitSearch:
         target: samples per optimizer step, on all GPUs together.
         simulation: of the options asked for, which need not be recorded yet.
         say: is given a line on what is being done.
+        min_micro_batch: plans with smaller micro-batches are not taken.
+        exact: whether plans have to meet the target, however small their micro-batches.
     """
 
     def __init__(
@@ -172,9 +188,13 @@ class FitSearch:
         shape: Shape,
         simulation: Simulation,
         say: Callable[[str], object],
+        *,
+        min_micro_batch: int = 1,
+        exact: bool = False,
     ) -> None:
         self.model, self.asked, self.card, self.target, self.shape = model, asked, card, target, shape
         self._simulation, self._say = simulation, say
+        self.min_micro_batch, self.exact = min_micro_batch, exact
         self._allocator = AllocatorSettings.from_environment()
         layers = simulation.facts().layers
         self._layers = layers if layers >= _DEEP else 0  # of a deep model; 0 for one that is not
@@ -201,8 +221,9 @@ class FitSearch:
         self._say("recording the options that were asked for")
         for probe in (asked, *self._few(self.asked)):
             probe.traces.ask(1, self.shape.seq_len)
-        trains = asked.steady_state(1, self.shape, exact=True).fits
-        sample_bytes = asked.needed_bytes(1, self.shape) + self.card.device.context_bytes
+        least = self.min_micro_batch
+        trains = asked.steady_state(least, self.shape, exact=True).fits
+        sample_bytes = asked.needed_bytes(least, self.shape) + self.card.device.context_bytes
         over_time = bytes_over_time(asked.trace(1, self.shape, exact=True))
         self._held = {kind: max(sizes) for kind, sizes in over_time.by_kind.items()}
         self._check_prediction(over_time.peak_bytes)
@@ -224,7 +245,7 @@ class FitSearch:
         if sharded is not None and all(fit.trains_adapters for fit in fits):
             self._say(f"recording {sharded.gpus} GPUs with --strategy fsdp2")
             usable = self.card.device.among_others(sharded.communicators).usable_bytes
-            several = sharded.gpus if self.probe(sharded).needed_bytes(1, self.shape) <= usable else None
+            several = sharded.gpus if self.probe(sharded).needed_bytes(least, self.shape) <= usable else None
         return WhatFits(
             asked=self.asked,
             sample_bytes=sample_bytes,
@@ -236,6 +257,7 @@ class FitSearch:
             several_gpus=several,
             missing=tuple(self._missing),
             unmodelled=self.probe(fits[0].options if fits else self.asked).unmodelled,
+            min_micro_batch=least,
         )
 
     def _check_prediction(self, allocated: int) -> None:
@@ -324,6 +346,8 @@ class FitSearch:
         saving = self._least(members)
         if saving is None or not self._may_train(saving):
             return []
+        if self.min_micro_batch > 1 and self._planned(saving) is None:
+            return []
         schemes = groupby(
             (one for one in members if not self._is_refused(one)), key=lambda one: one.gradient_checkpointing
         )
@@ -338,11 +362,14 @@ class FitSearch:
                 change = changes_as_typed(self.asked, options)
                 self._say(f"finding a micro-batch {f'with {change}' if change else 'as asked for'}")
                 plan = self._planned(options, spared=_SPARED if runners_up else 0)
+                if plan is None:
+                    continue
                 if not runners_up:
                     self.probe(options).traces.ask(plan.micro_batch_size, self.shape.seq_len)
-                second = None  # predicted while the first is recorded
+                second: Fit | None = None  # predicted while the first is recorded
                 if options != saving and plan.accumulation > 1 and room > 1:
-                    second = self._fit(saving, self._planned(saving, spared=_SPARED), whole=not self._layers)
+                    saved = self._planned(saving, spared=_SPARED)
+                    second = None if saved is None else self._fit(saving, saved, whole=not self._layers)
                 first = self._fit(options, plan, whole=not (runners_up and self._layers))
                 if first is not None:
                     return [first] if second is None else [first, second]
@@ -407,16 +434,24 @@ class FitSearch:
         low, high = _FEW_LAYERS
         return few + (more - few) * (self._layers - low) / (high - low)
 
-    def _planned(self, options: StepOptions, spared: float = 0) -> AccumulationPlan:
-        """Micro-batches that fit; of a deep model about as large as do, with such a share of the card to spare."""
+    def _accumulated(self, most: int) -> AccumulationPlan | None:
+        """Micro-batches of at most so many samples; None where none that are large enough make the target up."""
+        with suppress(InvalidValue):
+            return plan_accumulation(
+                self.target, most, self.card.count, min_batch_size=self.min_micro_batch, exact=self.exact
+            )
+        return None
+
+    def _planned(self, options: StepOptions, spared: float = 0) -> AccumulationPlan | None:
+        """As `_accumulated`, of those that fit; of a deep model about, with such a share of the card to spare."""
         share = -(-self.target // self.card.count)
         if not self._layers:
             most = search_simulated(self.probe(options), self.shape, share).max_batch_size
-            return plan_accumulation(self.target, max(1, most), self.card.count)
+            return self._accumulated(max(1, most))
         first, second = self._allocated(options), self._allocated(options, 2)
         left = (1 - spared) * self.card.device.usable_bytes - first - self._beside_tensors(options)
         most = min(share, 1 + int(max(0, left) // max(1, second - first)))
-        return plan_accumulation(self.target, most, self.card.count)
+        return self._accumulated(most)
 
     def _beside_tensors(self, options: StepOptions) -> int:
         """What the allocator reserves beside what tensors hold: it grows little with layers and samples."""
@@ -434,9 +469,10 @@ class FitSearch:
             probe = self.probe(options)
             while not (steady := probe.steady_state(plan.micro_batch_size, self.shape, exact=True)).fits:
                 size = plan.micro_batch_size
-                if size == 1:
+                smaller = None if size == 1 else self._accumulated(size - max(1, size // _SMALLER))
+                if smaller is None:
                     return None
-                plan = plan_accumulation(self.target, size - max(1, size // _SMALLER), self.card.count)
+                plan = smaller
             peak = steady.timeline.max_reserved_bytes
         else:
             first, second = self._allocated(options), self._allocated(options, 2)

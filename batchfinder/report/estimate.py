@@ -27,7 +27,7 @@ class EstimateRequest:
         batch_size: samples in a GPU's micro-batch.
         seq_len: as it was asked for; None for the model's default.
         card: what is simulated, and how many of it.
-        options: of the step; in findings, the optimizer is `its own` where the workload brings one.
+        options: of the step; in findings, the optimizer is `OWN_OPTIMIZER` where the workload brings one.
         accumulation: micro-batches per optimizer step.
     """
 

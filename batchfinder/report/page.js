@@ -1,46 +1,12 @@
-// The page of batchfinder's results: filters, a heat map, a sortable table, and the details of one cell.
+// The page of batchfinder's results: filters, a chart, a sortable table, and the details of one cell. charts.js comes first.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
-const element = (id) => document.getElementById(id);
 const bytes = (size) => {
   if (size === null || size === undefined) return "";
   return size >= GIB ? `${(size / GIB).toFixed(2)} GiB` : `${(size / 2 ** 20).toFixed(2)} MiB`;
 };
 const whole = (count) => (count === null || count === undefined ? "" : count.toLocaleString("en"));
-
-function make(name, settings = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(settings)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined) made.setAttribute(key, value);
-  }
-  made.append(...children);
-  return made;
-}
-
-// Charts: each is drawn again where the colours change, and its old view given up.
-const views = {};
-async function draw(id, spec) {
-  views[id]?.finalize();
-  const style = getComputedStyle(document.documentElement);
-  const [ink, soft, line] = ["--ink", "--soft", "--line"].map((name) => style.getPropertyValue(name).trim());
-  const config = {
-    background: "transparent",
-    font: "system-ui, sans-serif",
-    view: { stroke: "transparent" },
-    axis: { labelColor: ink, titleColor: ink, gridColor: line, domainColor: soft, tickColor: soft, labelFontSize: 12,
-            titleFontSize: 12, titleFontWeight: "normal", labelLimit: 260 },
-    legend: { labelColor: ink, titleColor: ink, labelFontSize: 12, titleFontWeight: "normal" },
-    text: { color: ink, fontSize: 12 },
-    rule: { color: ink },
-  };
-  const full = { $schema: "https://vega.github.io/schema/vega-lite/v6.json", autosize: { type: "fit", contains: "padding" },
-                 width: "container", config, ...spec };
-  const { view } = await window.vegaEmbed(element(id), full, { actions: false, renderer: "svg" });
-  views[id] = view;
-  return view;
-}
 
 const COLUMNS = [
   { name: "model", of: (cell) => cell.model },
@@ -53,7 +19,7 @@ const COLUMNS = [
   { name: "found by", of: (cell) => cell.source },
 ];
 const FILTERS = { model: "model", gpu: "GPU", technique: "technique" };
-const state = { chosen: 0, sort: null, descending: false, filter: {} };
+const state = { chosen: 0, moment: null, sort: null, descending: false, filter: {} };
 
 const shown = () =>
   data.cells.filter((cell) => Object.entries(state.filter).every(([name, value]) => !value || cell[name] === value));
@@ -108,71 +74,56 @@ function drawTable() {
   element("count").textContent = `${cells.length} of ${data.cells.length} cells`;
 }
 
-async function drawHeatMap() {
+// Bars where all are of one length, else a heat map over lengths.
+function drawSizes() {
   const cells = shown();
   const vary = Object.keys(FILTERS).filter((name) => new Set(cells.map((cell) => cell[name])).size > 1);
-  const label = (cell) => (vary.length ? vary.map((name) => cell[name]).join(", ") : cell.gpu);
-  const most = Math.max(...cells.map((cell) => cell.batch_size), 1);
-  const values = cells.map((cell) => ({
-    row: label(cell), "seq len": cell.seq_len === null ? "-" : cell.seq_len, batch: cell.batch_size,
-    cell: data.cells.indexOf(cell), peak: bytes(cell.peak_bytes),
-    bright: Math.log1p(cell.batch_size) > 0.55 * Math.log1p(most),
-    description: `${cell.model} on ${cell.gpu}, seq len ${cell.seq_len ?? "-"}: ${whole(cell.batch_size)}`,
-  }));
-  element("heat-map").hidden = values.length < 2;
-  if (values.length < 2) return;
-  const y = { field: "row", type: "nominal", sort: null, title: null };
-  const x = { field: "seq len", type: "ordinal", sort: "ascending", title: "sequence length", axis: { labelAngle: 0 } };
-  const view = await draw("heat-map", {
-    height: 45 + 28 * new Set(values.map((value) => value.row)).size,
-    data: { values },
-    encoding: { x, y, description: { field: "description" } },
-    layer: [
-      { mark: { type: "rect", cursor: "pointer" },
-        encoding: {
-          color: { field: "batch", type: "quantitative", legend: null,
-                   scale: { type: "symlog", domain: [0, most], scheme: "viridis" } },
-          tooltip: [{ field: "row", title: " " }, { field: "seq len" }, { field: "batch", title: "max batch" },
-                    { field: "peak", title: "peak reserved" }] } },
-      { mark: { type: "text", cursor: "pointer" },
-        encoding: {
-          text: { field: "batch", type: "quantitative", format: "," },
-          color: { condition: { test: "datum.bright", value: "#000000" }, value: "#ffffff" } } },
-    ],
+  const lengths = [...new Set(cells.map((cell) => cell.seq_len))].sort((a, b) => a - b);
+  const marks = cells.map((cell) => {
+    const row = vary.length ? vary.map((name) => cell[name]).join(", ") : cell.gpu;
+    const length = cell.seq_len === null ? "-" : String(cell.seq_len);
+    const peak = cell.peak_bytes ? `\npeak reserved: ${bytes(cell.peak_bytes)}` : "";
+    return {
+      row, label: row, column: length, value: cell.batch_size, text: whole(cell.batch_size), colour: "var(--accent)",
+      onclick: () => select(data.cells.indexOf(cell), true),
+      description: `${cell.model} on ${cell.gpu}, seq len ${length}: ${whole(cell.batch_size)}`,
+      tip: `${row}\nseq len: ${length}\nmax batch: ${whole(cell.batch_size)}${peak}`,
+    };
   });
-  view.addEventListener("click", (event, item) => {
-    if (item?.datum?.cell !== undefined) select(item.datum.cell, true);
-  });
+  element("sizes").hidden = marks.length < 2;
+  if (marks.length < 2) return;
+  if (lengths.length > 1) drawGrid("sizes", marks, lengths.map((length) => String(length ?? "-")), "sequence length");
+  else drawBars("sizes", marks, lengths[0] === null ? "largest batch" : `largest batch at ${lengths[0]}`, true);
 }
 
 function drawCells() {
   drawTable();
-  return drawHeatMap();
+  drawSizes();
 }
 
 // The details of one cell.
 function select(index, moved = false) {
   state.chosen = index;
+  state.moment = null;
   for (const row of element("table").querySelectorAll("tbody tr")) {
     if (Number(row.dataset.cell) === index) row.setAttribute("aria-current", "true");
     else row.removeAttribute("aria-current");
   }
-  const drawn = drawCell(data.cells[index]);
+  drawCell(data.cells[index]);
   if (moved) {
     element("cell-heading").focus({ preventScroll: true });
     element("cell").scrollIntoView({ behavior: "auto", block: "start" });
   }
-  return drawn;
 }
 
-async function drawCell(cell) {
+function drawCell(cell) {
   element("cell-heading").textContent = cell.heading;
   element("facts").replaceChildren(
     ...cell.facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]),
   );
   element("assumed-part").hidden = !cell.unmodelled.length;
   element("assumed").replaceChildren(...cell.unmodelled.map((words) => make("li", {}, words)));
-  await Promise.all([drawTimeline(cell), drawKinds(cell), drawChanges(cell), drawSpeed(cell)]);
+  for (const drawPart of [drawTimeline, drawKinds, drawChanges, drawSpeed]) drawPart(cell);
 }
 
 function stageAt(timeline, position) {
@@ -181,55 +132,28 @@ function stageAt(timeline, position) {
   return found;
 }
 
-async function drawTimeline(cell) {
+function drawTimeline(cell) {
   const timeline = cell.timeline;
   element("timeline-part").hidden = !timeline;
   if (!timeline) return;
   const kinds = Object.keys(timeline.by_kind);
   const totals = timeline.positions.map((_, i) => kinds.reduce((sum, kind) => sum + timeline.by_kind[kind][i], 0));
   const peak = totals.indexOf(Math.max(...totals));
-  const values = timeline.positions.flatMap((position, i) =>
-    kinds.map((kind, order) => ({ position, kind, order, gib: (timeline.by_kind[kind][i] * timeline.unit) / GIB })),
-  );
-  const last = timeline.positions.at(-1);
-  const wide = element("timeline").clientWidth;
-  const starts = timeline.marks.map(([position, step, stage], i) => {
-    const end = timeline.marks[i + 1]?.[0] ?? last;
-    const room = ((end - position) / Math.max(1, last)) * wide;
-    return { position, middle: (position + end) / 2, label: step < 0 ? stage : `step ${step}, ${stage}`,
-             name: room > 8 * stage.length ? stage : "" };
-  });
-  const x = { field: "position", type: "quantitative", scale: { domain: [0, last], nice: false },
-              axis: { labels: false, ticks: false, grid: false, title: "allocations and releases, in order" } };
-  const view = await draw("timeline", {
-    height: 320,
-    params: [{ name: "at", value: timeline.positions[peak] }],
-    layer: [
-      { data: { values },
-        mark: { type: "area", interpolate: "step-after", clip: true },
-        encoding: {
-          x, y: { field: "gib", type: "quantitative", stack: "zero", title: "GiB in tensors" },
-          color: { field: "kind", type: "nominal", sort: kinds, title: null, legend: { orient: "bottom", columns: Math.max(1, Math.floor(wide / 170)) },
-                   scale: { domain: kinds, range: kinds.map((kind) => data.colours[kind]) } },
-          order: { field: "order" } } },
-      { data: { values: starts }, mark: { type: "rule", opacity: 0.25 },
-        encoding: { x, tooltip: { field: "label" } } },
-      { data: { values: starts }, mark: { type: "text", baseline: "bottom", dy: -3 },
-        encoding: { x: { ...x, field: "middle" }, y: { value: 0 }, text: { field: "name" } } },
-      ...(cell.usable_bytes && cell.usable_bytes / GIB < 1.6 * (totals[peak] * timeline.unit) / GIB
-        ? [{ data: { values: [{ usable: cell.usable_bytes / GIB }] }, mark: { type: "rule", strokeDash: [6, 4] },
-             encoding: { y: { field: "usable", type: "quantitative" }, tooltip: { field: "usable", title: "usable, GiB" } } }]
-        : []),
-      { data: { values: [{}] }, transform: [{ calculate: "at", as: "position" }], mark: { type: "rule", size: 2 },
-        encoding: { x } },
-    ],
-  });
+  const gib = (count) => (count * timeline.unit) / GIB;
+  const layers = kinds.map((kind) => ({ name: kind, colour: data.colours[kind], values: timeline.by_kind[kind].map(gib) }));
+  const marks = timeline.marks.map(([position, step, stage], i) => ({
+    position, end: timeline.marks[i + 1]?.[0] ?? timeline.positions.at(-1), name: stage, label: step < 0 ? stage : `step ${step}, ${stage}`,
+  }));
+  const usable = (cell.usable_bytes ?? 0) / GIB;
+  const limit = usable && usable < 1.6 * gib(totals[peak]) ? { value: usable, label: `usable: ${bytes(cell.usable_bytes)}` } : null;
+  const { x, move } = drawAreas("timeline", timeline.positions, layers, marks, limit,
+                                { up: "GiB in tensors", across: "allocations and releases, in order" });
   const slider = element("position");
   slider.max = timeline.positions.length - 1;
-  const show = (index) => {
+  const showMoment = (index) => {
     const position = timeline.positions[index];
-    slider.value = index;
-    view.signal("at", position).run();
+    state.moment = slider.value = index;
+    move(position);
     const [, step, stage] = stageAt(timeline, position);
     const module = timeline.names[timeline.modules[index]];
     const words = `step ${step}, ${stage}${module ? `, ${module}` : ""}: ${bytes(totals[index] * timeline.unit)} in tensors`;
@@ -244,68 +168,36 @@ async function drawTimeline(cell) {
              make("td", { class: "number" }, bytes(size * timeline.unit))))),
     );
   };
-  slider.oninput = () => show(Number(slider.value));
+  slider.oninput = () => showMoment(Number(slider.value));
   element("timeline").onpointermove = (event) => {
-    const picture = element("timeline").querySelector("svg").getBoundingClientRect();
-    const position = view.scale("x").invert(event.clientX - picture.left - view.origin()[0]);
+    const position = x.invert(event.clientX - element("timeline").querySelector("svg").getBoundingClientRect().left);
     let nearest = 0;
     for (const [index, each] of timeline.positions.entries()) if (each <= position) nearest = index;
-    show(nearest);
+    showMoment(nearest);
   };
-  show(peak);
+  showMoment(state.moment ?? peak);
 }
 
-// A scale whose longest bar leaves room for its figure.
-const roomFor = (figures) => {
-  const room = window.innerWidth < 640 ? 1.4 : 1.18;
-  return { domain: [0, room * Math.max(...figures, 1e-9)], nice: false };
-};
-
-async function drawKinds(cell) {
+function drawKinds(cell) {
   element("kinds-part").hidden = !cell.kinds;
   if (!cell.kinds) return;
-  const values = Object.entries(cell.kinds).map(([kind, size]) => ({
-    kind, gib: size / GIB, text: bytes(size), description: `${kind}: ${bytes(size)}`,
-  }));
-  const kinds = values.map((value) => value.kind);
-  await draw("kinds", {
-    height: 45 + 26 * values.length,
-    data: { values },
-    encoding: { y: { field: "kind", type: "nominal", sort: kinds, title: null },
-                x: { field: "gib", type: "quantitative", title: "GiB", scale: roomFor(values.map((value) => value.gib)) },
-                description: { field: "description" } },
-    layer: [
-      { mark: "bar", encoding: { color: { field: "kind", legend: null,
-        scale: { domain: kinds, range: kinds.map((kind) => data.colours[kind]) } } } },
-      { mark: { type: "text", align: "left", dx: 4 }, encoding: { text: { field: "text" } } },
-    ],
-  });
+  drawBars("kinds", Object.entries(cell.kinds).map(([kind, size]) => ({
+    label: kind, value: size / GIB, text: bytes(size), colour: data.colours[kind], description: `${kind}: ${bytes(size)}`,
+  })), "GiB");
 }
 
-async function drawChanges(cell) {
+function drawChanges(cell) {
   const changes = cell.changes;
   element("changes-part").hidden = !changes;
   if (!changes) return;
   element("changes-heading").textContent = data.changes_heading;
   const label = (change) => change.change || "as it is";
   const could = changes.filter((change) => change.max_batch_size !== null);
-  const values = could.map((change) => ({ change: label(change), batch: change.max_batch_size, now: !change.change,
-                                          description: `${label(change)}: largest batch ${change.max_batch_size}` }));
-  const style = getComputedStyle(document.documentElement);
-  await draw("changes", {
-    height: 45 + 26 * values.length,
-    data: { values },
-    encoding: { y: { field: "change", type: "nominal", sort: null, title: null },
-                x: { field: "batch", type: "quantitative", title: "largest batch",
-                     axis: { tickCount: 5, labelOverlap: true, labelSeparation: 6 },
-                     scale: roomFor(values.map((value) => value.batch)) },
-                description: { field: "description" } },
-    layer: [
-      { mark: "bar", encoding: { color: { condition: { test: "datum.now", value: style.getPropertyValue("--soft").trim() },
-                                          value: style.getPropertyValue("--accent").trim() } } },
-      { mark: { type: "text", align: "left", dx: 4 }, encoding: { text: { field: "batch", format: "," } } },
-    ],
-  });
+  drawBars("changes", could.map((change) => ({
+    label: label(change), value: change.max_batch_size, text: whole(change.max_batch_size),
+    colour: change.change ? "var(--accent)" : "var(--soft)",
+    description: `${label(change)}: largest batch ${whole(change.max_batch_size)}`,
+  })), "largest batch", true);
   const flops = changes.some((change) => change.flops);
   const names = ["change", "largest batch", "peak", ...(flops ? ["FLOPs"] : []), "batch of the peak"];
   const rows = changes.map((change) => make("tr", {},
@@ -320,40 +212,24 @@ async function drawChanges(cell) {
   );
 }
 
-async function drawSpeed(cell) {
+function drawSpeed(cell) {
   const found = cell.throughput;
   element("speed-part").hidden = !found;
   if (!found) return;
   element("speed-words").textContent = found.words;
-  const figure = (rate) => rate.toLocaleString("en", rate >= 100 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
+  const perSecond = (rate) => rate.toLocaleString("en", rate >= 100 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
   const rates = found.rates.map(([size, rate, spread]) => {
     const share = `${(100 * spread).toFixed(1)} %`;
-    return { size, rate, share, low: Math.max(0, rate * (1 - spread)), high: rate * (1 + spread), chosen: size === found.full_speed,
-             description: `batch size ${size}: ${figure(rate)} samples per second, spread ${share}` };
+    return { at: size, value: rate, share, low: Math.max(0, rate * (1 - spread)), high: rate * (1 + spread),
+             chosen: size === found.full_speed,
+             description: `batch size ${size}: ${perSecond(rate)} samples per second, spread ${share}` };
   });
-  const sizes = rates.map(({ size }) => size);
-  const x = { field: "size", type: "quantitative", title: "batch size", axis: { grid: false, format: ",", values: sizes, labelOverlap: true },
-              scale: { type: "log", base: 2, domain: [sizes[0], sizes.at(-1)], nice: false, padding: 12 } };
-  const y = { field: "rate", type: "quantitative", title: "samples per second", scale: { zero: true } };
-  const accent = getComputedStyle(document.documentElement).getPropertyValue("--accent").trim();
-  await draw("speed", {
-    height: 260,
-    data: { values: rates },
-    encoding: { x, y, description: { field: "description" } },
-    layer: [
-      { mark: { type: "rule", color: accent, strokeWidth: 2 }, encoding: { y: { ...y, field: "low" }, y2: { field: "high" } } },
-      { mark: { type: "line", color: accent } },
-      { mark: { type: "point", filled: true, size: 40, opacity: 1, color: accent }, encoding: { tooltip: { field: "description", title: " " } } },
-      { transform: [{ filter: "datum.chosen" }], mark: { type: "point", size: 220, strokeWidth: 2, color: accent } },
-      { transform: [{ filter: "datum.chosen" }], mark: { type: "text", dy: -18, fontWeight: "bold" },
-        encoding: { text: { field: "size", format: "," } } },
-    ],
-  });
+  drawLine("speed", rates, { up: "samples per second", across: "batch size" });
   element("speed-table").replaceChildren(
     make("thead", {}, make("tr", {}, ...["batch size", "samples/s", "spread"].map((name) => make("th", { scope: "col", class: "number" }, name)))),
-    make("tbody", {}, ...rates.map(({ size, rate, share, chosen }) => make("tr", { "aria-current": chosen ? "true" : null },
-      make("th", { scope: "row", class: "number" }, whole(size)),
-      make("td", { class: "number" }, figure(rate)), make("td", { class: "number" }, share)))),
+    make("tbody", {}, ...rates.map(({ at, value, share, chosen }) => make("tr", { "aria-current": chosen ? "true" : null },
+      make("th", { scope: "row", class: "number" }, whole(at)),
+      make("td", { class: "number" }, perSecond(value)), make("td", { class: "number" }, share)))),
   );
 }
 
@@ -365,22 +241,26 @@ function applyTheme() {
   else delete document.documentElement.dataset.theme;
   element("theme").textContent = `colours: ${THEMES[theme]}`;
 }
-async function drawAll() {
+function drawAll() {
   delete document.documentElement.dataset.ready;
-  if (data.cells.length > 1) await drawCells();
-  if (data.cells.length) await select(state.chosen);
+  if (data.cells.length > 1) drawCells();
+  if (data.cells.length) drawCell(data.cells[state.chosen]);
   document.documentElement.dataset.ready = "true";
 }
 element("theme").addEventListener("click", () => {
   theme = (theme + 1) % THEMES.length;
   applyTheme();
-  drawAll();
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+let drawnFor = innerWidth; // charts are as wide as the window lets them be
+addEventListener("resize", () => {
+  if (innerWidth === drawnFor) return;
+  drawnFor = innerWidth;
+  requestAnimationFrame(drawAll);
+});
 
 applyTheme();
 element("conditions").textContent = data.conditions;
 element("cells").hidden = data.cells.length < 2;
 if (!data.cells.length) element("cell-heading").textContent = "no cells";
 drawFilters();
-await drawAll();
+drawAll();

@@ -1,7 +1,6 @@
-"""One HTML file that shows results in a browser: no network, no server. Vega-Lite draws the charts.
+"""One HTML file that shows results in a browser: no network, no server, nothing but what is beside this module.
 
-The file holds the figures as JSON, the styles and the script beside this module, and Vega's own scripts, which
-vl-convert bundles (about 0.9 MiB).
+The file holds the figures as JSON, the styles, and the scripts: what draws charts, and what fills the page.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from html import escape
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from batchfinder.errors import InvalidValue, MissingExtra
+from batchfinder.errors import InvalidValue
 from batchfinder.memory_use.breakdown import NAMES, OverTime
 from batchfinder.report.estimate import Alternative, EstimateFindings
 from batchfinder.report.made_by import made_by_words
@@ -69,15 +67,9 @@ def check_page(option: str, path: str) -> None:
 
     Raises:
         InvalidValue: it is not a file that ends in .html.
-        MissingExtra: vl-convert is not installed, or cannot be imported.
     """
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise InvalidValue(option, path, "a file that ends in .html, in a folder that exists")
-    try:
-        import vl_convert  # noqa: F401
-    except ImportError as error:
-        reason = "" if error.name == "vl_convert" else str(error)
-        raise MissingExtra("vl-convert-python", "page", option, reason) from error
 
 
 def page_of(title: str, conditions: str, cells: Sequence[PageCell], changes_heading: str = "") -> str:
@@ -102,21 +94,13 @@ def page_of(title: str, conditions: str, cells: Sequence[PageCell], changes_head
         "footer": escape(f"This page was {made_by_words()}. It needs no network, and sends nothing anywhere."),
         "style": (here / "page.css").read_text("utf-8"),
         "data": _inside_script(json.dumps(data, separators=(",", ":"))),
-        "library": _library(),
+        "charts": _inside_script((here / "charts.js").read_text("utf-8")),
         "script": _inside_script((here / "page.js").read_text("utf-8")),
     }
     template = (here / "page.html").read_text("utf-8")
     first, *rest = template.split("@")
     # Names and what stands between them take turns: a text that is put in is not looked through for further names.
     return first + "".join(parts[text] if number % 2 == 0 else text for number, text in enumerate(rest))
-
-
-@cache
-def _library() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, which takes seconds to bundle."""
-    import vl_convert
-
-    return _inside_script(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
 
 
 def _inside_script(text: str) -> str:
@@ -199,7 +183,7 @@ def cell_of_row(row: SweepRow) -> PageCell:
     if seen is not None and seen.peak_allocated_bytes is not None:
         facts.append(("peak allocated", format_bytes(seen.peak_allocated_bytes)))
     if row.needed_bytes is not None:
-        facts.append(("the smallest size would take", format_bytes(row.needed_bytes)))
+        facts.append(("the smallest size would take", row.need_words))
     facts.append(("usable", format_bytes(cell.card.device.usable_bytes)))
     if cell.headroom_bytes:
         facts.append(("kept free", format_bytes(cell.headroom_bytes)))

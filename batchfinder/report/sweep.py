@@ -30,8 +30,9 @@ class Cell:
 
     Attributes:
         card: with what of it may be used, the headroom included.
-        options: of the step; its optimizer is `its own` where the workload brings one.
+        options: of the step; its optimizer is `OWN_OPTIMIZER` where the workload brings one.
         headroom_bytes: what has to stay free of the card.
+        exact: whether the target is to be met, however small the micro-batch.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Cell:
     published: int | None = None
     min_batch_size: int = 1
     multiple_of: int = 1
+    exact: bool = False
 
     @property
     def smallest(self) -> int:
@@ -63,6 +65,7 @@ class Cell:
         words += [] if self.seq_len is None else ["--seq-len", str(self.seq_len)]
         words += ["--target-batch-size", str(self.target_batch_size or 8)]
         words += changes_as_typed(StepOptions(), options).split()
+        words += ["--exact"] if self.exact else []
         words += ["--packed"] if options.packed else []
         words += [] if options.compile is None else ["--compile", options.compile]
         words += [] if options.strategy is None else ["--strategy", options.strategy, "--gpus", str(options.gpus)]
@@ -90,6 +93,7 @@ class SweepRow:
         changes: what other options would change, likewise.
         throughput: the smallest size at full speed, where it was asked for.
         what_fits: options under which it trains, where not one sample does; None where nobody looked.
+        need_source: how `needed_bytes` was found, where that is not how the row was.
         not_cached: why it, or one before it, could not be cached; empty where all could. Not part of the JSON.
     """
 
@@ -106,6 +110,7 @@ class SweepRow:
     throughput: Throughput | None = None
     what_fits: WhatFits | None = None
     not_cached: str = ""
+    need_source: str = ""
 
     def __repr__(self) -> str:
         return f"<{self.cell}: {self.batch_size}>"
@@ -162,6 +167,13 @@ class SweepRow:
         return seen.needed_bytes if seen and not self.result.max_batch_size else None
 
     @property
+    def need_words(self) -> str:
+        """`needed_bytes`, and how it was found where that is not how the row was; empty where it is not known."""
+        if self.needed_bytes is None:
+            return ""
+        return f"{format_bytes(self.needed_bytes)}{f', {self.need_source}' if self.need_source else ''}"
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens in the largest micro-batch."""
         return self.result.max_batch_size * (self.cell.seq_len or 1)
@@ -181,9 +193,15 @@ class SweepRow:
                 cell.card.count,
                 min_batch_size=cell.smallest,
                 multiple_of=cell.multiple_of,
+                exact=cell.exact,
             )
         except InvalidValue:
             return None
+
+    @property
+    def exact_plan(self) -> AccumulationPlan | None:
+        """The one that meets the target, where `plan` does not and sizes that may be tried make it up."""
+        return None if self.plan is None else self.plan.exactly(self.cell.smallest, self.cell.multiple_of)
 
     @property
     def stopped_by(self) -> Verdict | None:
@@ -198,7 +216,8 @@ class SweepRow:
         `budget_bytes` is what the allocator may take of the GPU, the headroom included. `source` is `simulated`,
         `measured` or `cache`; `found_by` is never `cache`. `stop` says why the search ended: `exact` (the next size
         failed), `tolerance` (one a little larger did) or `cap` (no larger one was tried). `stopped_by` is how the
-        smallest size above the largest batch failed. `trials` and `failed_trials` are those of this run.
+        smallest size above the largest batch failed. `needed_found_by` is `simulated` for a `needed_bytes` that was not
+        measured, whatever the row's. `trials` and `failed_trials` are those of this run.
         `message` is the device's own, where the largest batch is 0. `throughput` has the speed of all sizes that were
         timed; the `full_speed_batch_size` is null where it cannot be told, and `samples_per_second` is that of the
         largest then.
@@ -220,6 +239,7 @@ class SweepRow:
             "unscaled": self.unscaled,
             "stop": result.stop.name.lower(),
             "needed_bytes": self.needed_bytes,
+            "needed_found_by": None if self.needed_bytes is None else self.need_source or result.source,
             "headroom_bytes": cell.headroom_bytes,
             "failed_trials": sum(not trial.fits for trial in self.trials),
             "stopped_by": stopped_by and stopped_by.name.lower(),
@@ -246,6 +266,8 @@ class SweepRow:
             row["target_batch_size"] = cell.target_batch_size
             for name in ("micro_batch_size", "accumulation", "num_devices", "effective_batch_size"):
                 row[name] = getattr(self.plan, name, None)
+            for name in ("micro_batch_size", "accumulation"):
+                row[f"exact_{name}"] = getattr(self.exact_plan, name, None)
         return row
 
 
@@ -295,7 +317,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         if row.at_max is not None and row.at_max.peak_reserved_bytes is not None:
             columns["peak reserved"].append(format_bytes(row.at_max.peak_reserved_bytes))
         else:
-            needs = "-" if row.needed_bytes is None else f"{row.cell.smallest} needs {format_bytes(row.needed_bytes)}"
+            needs = "-" if row.needed_bytes is None else f"{row.cell.smallest} needs {row.need_words}"
             columns["peak reserved"].append(needs)
     if any(row.throughput is not None for row in rows):
         columns["full speed"], columns["samples/s"] = [], []
@@ -306,10 +328,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if any(cell.target_batch_size is not None for cell in cells):
         columns["micro-batch x accumulation"] = plans = []
         for row in rows:
-            words = "-"
-            if (plan := row.plan) is not None:
-                devices = f" x {plan.num_devices}" if plan.num_devices > 1 else ""
-                words = f"{plan.micro_batch_size} x {plan.accumulation}{devices} = {plan.effective_batch_size}"
+            words = "-" if row.plan is None else row.plan.beside_exact(row.cell.smallest, row.cell.multiple_of)
             plans.append(words)
     prices = {cell.card.name: cell.card.price for cell in cells if cell.card.price is not None}
     if prices:
@@ -332,6 +351,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
         notes.append(
             f"the effective batch of {missed[0].target_batch_size} is missed by up to {off}, where no large "
             f"micro-batch divides it: {len(missed)} of {len(rows)} rows"
+            + ("; --exact has it met" if any(row.exact_plan is not None for row in rows) else "")
         )
     if timed := [row for row in rows if row.throughput is not None]:
         notes.append("full speed: the smallest batch within 3 % of the best samples/s, ± how far timings scatter")

@@ -26,11 +26,13 @@ def what_fits_table(found: WhatFits, card: Card, title: str, explain: bool = Fal
         "what trains": [],
     }
     if not any(fit.change == "" for fit in found.fits):
-        _add(columns, "as asked for", "1 does not fit", found.sample_bytes, "", _trained(found.asked.lora is not None))
+        refused = "1 does not fit" if found.min_micro_batch == 1 else f"{found.min_micro_batch} do not fit"
+        _add(columns, "as asked for", refused, found.sample_bytes, "", _trained(found.asked.lora is not None))
     for fit in found.fits:
         more = f"{fit.flops / found.flops - 1:+.0%}" if fit.change and found.flops else ""
         trained = _trained(fit.options.lora is not None)
-        _add(columns, fit.change or "as asked for", str(fit.plan), fit.peak_bytes, more, trained, fit.predicted)
+        plan = fit.plan.beside_exact(found.min_micro_batch)
+        _add(columns, fit.change or "as asked for", plan, fit.peak_bytes, more, trained, fit.predicted)
     notes = []
     if found.fits:
         least = found.fits[0]
@@ -48,7 +50,8 @@ def what_fits_table(found: WhatFits, card: Card, title: str, explain: bool = Fal
             if fit.host_bytes
         ][:1]
     else:
-        notes.append("nothing that was tried trains one sample on this GPU")
+        samples = "one sample" if found.min_micro_batch == 1 else f"a micro-batch of {found.min_micro_batch}"
+        notes.append(f"nothing that was tried trains {samples} on this GPU")
     notes += _elsewhere(found, card)
     notes.append(_counts(found))
     notes += [f"not tried: {words}" for words in found.missing]

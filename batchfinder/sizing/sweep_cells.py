@@ -107,6 +107,7 @@ class ModelCells:
             target_batch_size=request.target_batch_size,
             min_batch_size=request.min_batch_size,
             multiple_of=request.multiple_of,
+            exact=request.exact,
             published=published if like_published and options.attention != "flash" else None,
         )
 
@@ -229,7 +230,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             simulation, target = simulations.get(card.count, cells.simulation), cell.target_batch_size or card.count
             usable = replace(card, device=card.device.with_headroom(cell.headroom_bytes))
             asked = replace(request.options, gpus=cell.options.gpus)
-            search = FitSearch(cells.model, asked, usable, target, Shape(seq_len), simulation, status)
+            shape = Shape(seq_len)
+            search = FitSearch(cells.model, asked, usable, target, shape, simulation, status, exact=cell.exact)
             with suppress(BatchFinderError):  # the row stands without it
                 what_fits = search.find(count=1)
         return SweepRow(
@@ -450,6 +452,7 @@ class MeasuredCells:
         result = replace(found.result, source=self._source, trials=(*found.earlier_trials, *trials))
         if self._stub is not None:
             result = replace(result, unmodelled=(*result.unmodelled, *self._stub.report().words()))
+        need_source = ""
         if result.max_batch_size == 0 and result.measurement is not None:
             # What the smallest size would take: tried where there is more memory than may be used, else simulated.
             unmodelled: tuple[str, ...] = ()
@@ -458,13 +461,13 @@ class MeasuredCells:
                     needed = probe(cell.smallest, result.shape).peak_reserved_bytes
             else:
                 needed = self._simulated(lambda probe: probe.needed_bytes(cell.smallest, result.shape))
-                unmodelled = (_NEED_IS_SIMULATED,)
+                unmodelled, need_source = (_NEED_IS_SIMULATED,), "simulated"
             if needed is not None:
                 seen = replace(result.measurement, needed_bytes=needed)
                 result = replace(result, measurement=seen, unmodelled=(*result.unmodelled, *unmodelled))
         self._longer = None if result.stop is StopReason.CAP else result
         row = SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached, raised=found.raised)
-        return replace(row, throughput=found.throughput, not_cached=self._not_cached)
+        return replace(row, throughput=found.throughput, not_cached=self._not_cached, need_source=need_source)
 
     def _predicted(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
         """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before.

@@ -62,6 +62,7 @@ class SweepRequest:
         cache: where results are kept; None for nowhere.
         certify: whether a cached measured result is tried once before it is used.
         throughput: whether sizes are timed as well, for the smallest at full speed.
+        exact: whether plans meet the target, however small their micro-batches.
     """
 
     models: tuple[str, ...]
@@ -80,6 +81,7 @@ class SweepRequest:
     min_batch_size: int = 1
     multiple_of: int = 1
     throughput: bool = False
+    exact: bool = False
 
     @property
     def step(self) -> StepConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, TypedDict
@@ -187,10 +188,16 @@ def seq_lens_of(
     """The lengths asked for, which the model must allow; without any, those of the usual ones that it allows, and of
     images the side that it is made for.
 
+    None for samples of one shape; where a length was asked for, a warning says that it makes no difference.
+
     Raises:
         InvalidValue: a length asked for is beyond the model's positions.
     """
     most = facts.max_seq_len
+    if facts.seq_len_unit == "none":
+        if asked:
+            warnings.warn(f"samples of {model} have one shape: a seq_len makes no difference to them", stacklevel=2)
+        return (None,)
     for seq_len in asked:
         if most is not None and seq_len > most:
             raise InvalidValue("seq_len", seq_len, f"at most {most} {facts.seq_len_unit}, the most that {model} allows")
@@ -198,8 +205,6 @@ def seq_lens_of(
         return tuple(asked)
     if facts.seq_len_unit == "pixels":
         return (facts.side or DEFAULT_IMAGE_SIDE,)
-    if facts.seq_len_unit == "none":
-        return (None,)
     return tuple(seq_len for seq_len in usual if most is None or seq_len <= most) or (most,)
 
 
@@ -244,7 +249,7 @@ class StepOptions:
     Attributes:
         mode: one of `MODES`.
         precision: one of `PRECISION_NAMES`.
-        optimizer: one of `OPTIMIZER_NAMES`; `its own` where a workload brings one.
+        optimizer: one of `OPTIMIZER_NAMES`; `OWN_OPTIMIZER` where a workload brings one.
         attention: one of `ATTENTION_NAMES`; None for the model's own.
         gradient_checkpointing: whether activations are recomputed in the backward; True for those of every layer, else
             one of `CHECKPOINTING_NAMES`.

@@ -58,6 +58,26 @@ class Workload:
     parallelize: Callable[[nn.Module, Any], Any] | None = None
 
 
+_COMPARED_LENGTH, _SHORTER = 512, 8
+"""At which length a batch is compared with one of an eighth of it: far enough to tell padding to multiples of 64."""
+
+
+def has_one_shape(workload: Workload) -> bool:
+    """Whether its batches are alike, whatever length they are asked for at, and without one.
+
+    False where they hold what cannot be compared. What raises without a length, raises.
+    """
+    most = min(_COMPARED_LENGTH, workload.max_seq_len or _COMPARED_LENGTH)
+    looks = []
+    for seq_len in (None, max(1, most // _SHORTER), most):
+        leaves, structure = pytree.tree_flatten(workload.make_batch(1, seq_len))
+        if not all(isinstance(leaf, torch.Tensor | str | int | float | None) for leaf in leaves):
+            return False
+        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        looks.append((shapes, structure))
+    return all(look == looks[0] for look in looks)
+
+
 OnStage = Callable[[int, str, int], None]
 Loading = Callable[[], AbstractContextManager[Any]]
 

@@ -95,6 +95,11 @@ def tiny() -> Workload:
     return Workload(Tiny(), sequences, max_seq_len=96)
 
 
+def undeclared() -> Workload:
+    """Works, and its samples have one shape, which it does not say."""
+    return Workload(Tiny(), vectors)
+
+
 def shapeless() -> Workload:
     """Works, and its samples have one fixed shape."""
     return Workload(Tiny(), sequences, seq_len_unit="none")

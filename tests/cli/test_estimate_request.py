@@ -24,11 +24,19 @@ def read(*options: str) -> EstimateRequest:
 
 
 def test_defaults() -> None:
-    """Without options it is BERT-base in fp32 with AdamW, eight samples, on one whole Titan X."""
+    """Without options it is BERT-base in fp32 with AdamW, eight samples, on one whole T4."""
     request = read()
     assert (request.model, request.batch_size, request.seq_len, request.accumulation) == ("bert-base", 8, None, 1)
-    assert (request.card.name, request.card.count) == ("Titan X Pascal", 1)
+    assert (request.card.name, request.card.count) == ("T4", 1)
     assert request.options == StepOptions()
+
+
+def test_it_is_said_that_no_card_was_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a line on stderr, and for one that was named there is none."""
+    read()
+    assert capsys.readouterr().err == "batchfinder: no GPU was found here, and no --gpu is named: simulating T4\n"
+    read("--gpu", "v100")
+    assert capsys.readouterr().err == ""
 
 
 def test_an_instance_has_its_gpus() -> None:

@@ -6,11 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from batchfinder.cli.options import check_file, step_options, write_file
+from batchfinder.cli import options as cli_options
+from batchfinder.cli.options import asked_card, check_file, step_options, write_file
 from batchfinder.cli.parser import build_parser
+from batchfinder.devices import PresentGpu
 from batchfinder.errors import InvalidValue
 from batchfinder.report.terminal import words_of
 from batchfinder.training.spec import StepConfig, StepOptions
+
+NONE_HERE, NOT_NAMED = "no GPU was found here, and no --gpu is named", "no --gpu is named"
+
+
+@pytest.mark.parametrize(
+    ("here", "typed", "chosen", "said"),
+    [
+        ([], "", "T4", NONE_HERE),
+        ([], "--context 1GiB", "T4, 1.00 GiB context", NONE_HERE),
+        (["NVIDIA GeForce RTX 4090", "Tesla T4"], "", "RTX 4090", NOT_NAMED),
+        (["Unheard-of 9"], "", "Unheard-of 9", NOT_NAMED),
+        (["Tesla T4"], "--gpu v100", "V100 16GB", ""),
+        (["Tesla T4"], "--instance p3.2xlarge", "p3.2xlarge: 1 x V100 16GB", ""),
+        (["Tesla T4"], "--budget 4GiB", "4.00 GiB budget", ""),
+    ],
+)
+def test_the_card_where_none_is_named(
+    here: list[str], typed: str, chosen: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the first that is here, else a T4, with a note that none was named."""
+    present = tuple(PresentGpu(number, name, 16 << 30, (7, 5)) for number, name in enumerate(here))
+    monkeypatch.setattr(cli_options, "present_gpus", lambda: present)
+    asked, note = asked_card(build_parser().parse_args(["estimate", *typed.split()]), None if typed else 2)
+    assert (asked.name, asked.count) == (chosen, 1 if typed else 2)
+    assert note == (said and f"{said}: simulating {chosen}{', which is here' if here else ''}")
 
 
 def test_step() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchfinder.cli.main import main
+from batchfinder.cli.page import name_of
 from tests.cli.command import Run
 
 CELL = ("--model", "mine:tiny", "--gpu", "t4", "--budget", "64MiB")
@@ -25,24 +25,20 @@ def figures(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("verb", ["sweep", "profile", "estimate", "plan", "page"])
-def test_the_extra_is_named_before_any_work(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without vl-convert the error says what to install, and for another file what it must be; nothing is written."""
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    for name, said in (("page.html", "batchfinder[page]"), ("page.txt", "ends in .html")):
-        given = [str(tmp_path / name)] if verb == "page" else [*CELL, "--html", str(tmp_path / name)]
-        given += ["--cache", str(tmp_path / "cache")] if verb in ("sweep", "page") else []
-        given += ["--target-batch-size", "8"] if verb == "plan" else []
-        assert main([verb, *given]) == 1
-        assert said in " ".join(capsys.readouterr().err.split())
-        assert not (tmp_path / name).exists()
+def test_another_file_is_refused_before_any_work(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no page by its name is not written, and it is said what the name must be."""
+    file = tmp_path / "page.txt"
+    given = [str(file)] if verb == "page" else [*CELL, "--html", str(file)]
+    given += ["--cache", str(tmp_path / "cache")] if verb in ("sweep", "page") else []
+    given += ["--target-batch-size", "8"] if verb == "plan" else []
+    assert main([verb, *given]) == 1
+    assert "ends in .html" in " ".join(capsys.readouterr().err.split())
+    assert not file.exists()
 
 
 @pytest.mark.slow
 def test_a_sweep_and_its_cache(run: Run, tmp_path: Path) -> None:
     """A page has the table's rows, the memory at each answer and what changes buy; the cache's page has the rows."""
-    pytest.importorskip("vl_convert")
     cache, file = tmp_path / "cache", tmp_path / "sweep.html"
     lengths = ("--seq-len", "16", "--seq-len", "32")
     rows = run("sweep", *CELL, *lengths, "--json", "--html", str(file), cache=cache).json["rows"]
@@ -62,9 +58,15 @@ def test_a_sweep_and_its_cache(run: Run, tmp_path: Path) -> None:
     assert {cell["technique"] for cell in cached} == {"fp32, adamw"}
 
 
+def test_a_model_has_one_name() -> None:
+    """Where its repository was named it is called as the catalogue calls it; others are as they were named."""
+    assert name_of("meta-llama/Llama-3.1-8B") == name_of("llama-3.1-8b") == "llama-3.1-8b"
+    assert name_of("mine:tiny") == "mine:tiny"
+    assert name_of("") == ""
+
+
 def test_an_empty_cache(run: Run, tmp_path: Path) -> None:
     """There is no page of nothing."""
-    pytest.importorskip("vl_convert")
     assert "is empty" in run("page", str(tmp_path / "all.html")).out
     assert not (tmp_path / "all.html").exists()
 
@@ -72,7 +74,6 @@ def test_an_empty_cache(run: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_size(run: Run, tmp_path: Path) -> None:
     """`profile` shows its memory, `estimate` also kinds and changes, `plan` its options."""
-    pytest.importorskip("vl_convert")
     file, one = tmp_path / "page.html", (*CELL, "--seq-len", "16")
     assert run("profile", *one, "--batch-size", "4", "--html", str(file)).code == 0
     (cell,) = figures(file)["cells"]

@@ -71,6 +71,11 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (("--target-batch-size", "8", "--optimizer-in-backward"), "expected a plan without it: no gradients are left"),
         (("--target-batch-size", "8", "--gpu", "t4", "--instance", "p3.2xlarge"), "either a --gpu or an --instance"),
         (("--target-batch-size", "8", "--mode", "inference"), "expected train: a plan is for training"),
+        (
+            ("--target-batch-size", "8", "--gpu", "t4", "--min-micro-batch", "9"),
+            "--min-micro-batch: invalid value 9; expected from 1 to 8, a GPU's share of the target of 8",
+        ),
+        (("--target-batch-size", "8", "--gpu", "t4", "--min-micro-batch", "0"), "--min-micro-batch: invalid value '0'"),
     ],
 )
 def test_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str) -> None:

@@ -47,6 +47,7 @@ MORE = {
     "unscaled": int,
     "stop": str,
     "needed_bytes": type(None),
+    "needed_found_by": type(None),
     "published": type(None),
     "headroom_bytes": int,
     "failed_trials": int,
@@ -72,7 +73,9 @@ def test_json(small_json: Done) -> None:
     assert [(row["gpu"], row["seq_len"]) for row in rows] == [(T4, 16), (T4, 32), (INSTANCE, 16), (INSTANCE, 32)]
     for row in rows:
         costs = {"usd_per_hour": float} if row["gpu"] == INSTANCE else {}
-        assert {name: type(value) for name, value in row.items()} == ASKED_FOR | MORE | PLAN | costs
+        exact = int if row["effective_batch_size"] != row["target_batch_size"] else type(None)
+        plan = PLAN | dict.fromkeys(("exact_micro_batch_size", "exact_accumulation"), exact)
+        assert {name: type(value) for name, value in row.items()} == ASKED_FOR | MORE | plan | costs
         assert row["source"] == "simulated"
         assert (row["budget_bytes"], row["headroom_bytes"]) == (GIB, int(0.1 * GIB))
         assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"] <= GIB - int(0.1 * GIB)
@@ -88,6 +91,8 @@ def test_plan(small_json: Done) -> None:
         assert row["micro_batch_size"] * row["accumulation"] * row["num_devices"] == row["effective_batch_size"]
         assert row["target_batch_size"] == 100000
         assert abs(row["effective_batch_size"] - 100000) < row["num_devices"] * row["accumulation"]
+        if row["effective_batch_size"] != 100000:
+            assert row["exact_micro_batch_size"] * row["exact_accumulation"] * row["num_devices"] == 100000
 
 
 def test_progress_is_plain_lines_on_stderr(small_json: Done) -> None:
@@ -127,6 +132,7 @@ def test_a_cache_that_fills_up_loses_no_row(run: Run, tmp_path: Path) -> None:
 def test_table(small_json: Done, small_table: Done) -> None:
     """The whole of stdout is plain text without escape codes or trailing blanks; figures are called "simulated"."""
     rows = small_json.json["rows"]
+    wide = max(len(_plan(row)) for row in rows)
     missed = [abs(row["effective_batch_size"] - 100000) for row in rows if row["effective_batch_size"] != 100000]
     cells = [
         [
@@ -135,7 +141,7 @@ def test_table(small_json: Done, small_table: Done) -> None:
             f"{row['seq_len']:>7}",
             f"{row['max_batch_size']:>9}",
             f"{row['peak_reserved_bytes'] / 2**20:>9.2f} MiB",
-            f"{_plan(row):>26}",
+            f"{_plan(row):>{wide}}",
             f"{row['usd_per_hour']:>5.2f}" if "usd_per_hour" in row else "    -",
             "simulated",
         ]
@@ -146,14 +152,15 @@ def test_table(small_json: Done, small_table: Done) -> None:
         "fp32, adamw, headroom 10%, for an effective batch of 100000, gradients kept between micro-batches",
         f"usable: 1.00 GiB of {T4}, 1.00 GiB of {INSTANCE}",
         "",
-        f"model      {'GPU':<43}  seq len  max batch  peak reserved  micro-batch x accumulation    $/h  source",
-        "─" * (9 + 43 + 7 + 9 + 13 + 26 + 5 + 9 + 7 * 2),
+        f"model      {'GPU':<43}  seq len  max batch  peak reserved  {'micro-batch x accumulation':>{wide}}    $/h  "
+        "source",
+        "─" * (9 + 43 + 7 + 9 + 13 + wide + 5 + 9 + 7 * 2),
         *("  ".join(row) for row in cells),
         "",
         f"$/h: on demand {known_prices()['p3.16xlarge'].words}, for all GPUs of a row; --prices takes your own",
         "where a plan has three factors, the last is the number of GPUs",
         f"the effective batch of 100000 is missed by up to {max(missed)}, where no large micro-batch divides it: "
-        f"{len(missed)} of 4 rows",
+        f"{len(missed)} of 4 rows; --exact has it met",
         "from the cache: 4 of 4 rows",
         "1 assumption; --explain says which",
     ]
@@ -161,7 +168,10 @@ def test_table(small_json: Done, small_table: Done) -> None:
 
 def _plan(row: dict[str, int]) -> str:
     devices = f" x {row['num_devices']}" if row["num_devices"] > 1 else ""
-    return f"{row['micro_batch_size']} x {row['accumulation']}{devices} = {row['effective_batch_size']}"
+    exact = ""
+    if row["effective_batch_size"] != row["target_batch_size"]:
+        exact = f" (exactly 100000: {row['exact_micro_batch_size']} x {row['exact_accumulation']}{devices})"
+    return f"{row['micro_batch_size']} x {row['accumulation']}{devices} = {row['effective_batch_size']}{exact}"
 
 
 def test_files(small_json: Done, small_table: Done, small_folder: Path) -> None:
@@ -189,7 +199,17 @@ def test_nothing_fits(run: Run) -> None:
     assert small["unscaled"] == 1
     needed = small["needed_bytes"]
     assert needed > 4 << 20
+    assert small["needed_found_by"] == "simulated"
     assert run("sweep", "--model", "mine:shapeless", "--budget", str(needed), "--json").row["max_batch_size"] >= 1
+
+
+def test_samples_of_one_shape(run: Run) -> None:
+    """Where lengths make no difference there is one row, whatever was asked for."""
+    row = run("sweep", "--model", "mine:undeclared", "--budget", "64MiB", "--json").row
+    assert (row["seq_len"], row["max_batch_size"] > 1) == (None, True)
+    done = run("sweep", "--model", "mine:undeclared", "--budget", "64MiB", "--seq-len", "64,128", "--json")
+    assert done.row["max_batch_size"] == row["max_batch_size"]
+    assert "warning: samples of mine:undeclared have one shape: a seq_len makes no difference to them" in done.err
 
 
 def test_nothing_fits_as_a_table(run: Run) -> None:

@@ -111,6 +111,7 @@ def test_nothing_fits(swept: Done) -> None:
     assert (row["seq_len"], row["max_batch_size"], row["stopped_by"]) == (512, 0, "out_of_memory")
     assert (row["peak_reserved_bytes"], row["micro_batch_size"]) == (None, None)
     assert BUDGET - BUDGET // 10 < row["needed_bytes"] < 4 * BUDGET
+    assert row["needed_found_by"] == "measured"
     assert row["message"]
 
 
@@ -353,6 +354,7 @@ def test_nothing_fits_on_a_card(ask: Ask) -> None:
     assert measurement is not None
     assert (measurement.needed_bytes or 0) > MIB
     assert row.result.unmodelled == ("what a single sample needs is simulated",)
+    assert (row.to_json()["found_by"], row.to_json()["needed_found_by"]) == ("measured", "simulated")
 
 
 @pytest.mark.parametrize(

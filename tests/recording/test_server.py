@@ -85,6 +85,29 @@ def waits_in_the_step():
 def waits():
     time.sleep(600)
 
+class Module(torch.nn.Linear):
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def make_batch(self, batch_size, seq_len):
+        asked.append(seq_len)
+        assert asked.count(None) <= 2, "somebody else has asked for batches"
+        return batch(batch_size, seq_len)
+
+asked = []
+
+def module():
+    return Module(256, 256)
+
+def of_lengths():
+    return Workload(torch.nn.Linear(256, 256), lambda batch_size, seq_len: torch.zeros(batch_size, seq_len or 1, 256))
+
+def waits_for_batches():
+    return Workload(torch.nn.Linear(256, 256), lambda batch_size, seq_len: time.sleep(600))
+
 def ignores_children():
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     return Workload(torch.nn.Linear(256, 256), batch)
@@ -134,6 +157,22 @@ def test_processes_of_the_users(theirs: Callable[[str], WorkloadSpec], function:
     with RecordingClient(theirs(function)) as recorder:
         for size in (2, 3):
             assert recorder.submit(job(size)).result(SECONDS).batch_size == size
+
+
+@pytest.mark.parametrize(
+    ("function", "unit"),
+    [
+        ("module", "none"),
+        ("of_lengths", "tokens"),
+        pytest.param("waits_for_batches", "tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_batches_of_one_shape_are_recognised(theirs: Callable[[str], WorkloadSpec], function: str, unit: str) -> None:
+    """Of a LightningModule too; it is seen in a fork, so that a step gets the first batches."""
+    with RecordingClient(theirs(function)) as recorder:
+        assert recorder.facts().seq_len_unit == unit
+        if function == "module":
+            assert recorder.submit(job(2)).result(SECONDS).batch_size == 2
 
 
 def test_children_are_waited_for_whatever_the_parent_ignores(theirs: Callable[[str], WorkloadSpec]) -> None:

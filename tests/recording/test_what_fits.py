@@ -295,3 +295,31 @@ def test_options_that_a_model_fails_with_are_left_out(looking: Looking, monkeypa
     monkeypatch.setattr(asked, "_allocated", fails)
     with pytest.raises(RecordingFailed):
         asked._may_train(asked.asked)
+
+
+def test_what_a_micro_batch_has_at_least(looking: Looking) -> None:
+    """Micro-batches are no smaller, and where the target is to be met, no larger than what divides it."""
+    look = looking("llama", "4GiB")
+    look.min_micro_batch = 3
+    assert look._accumulated(2) is None
+    assert str(look._accumulated(5)) == "4 x 2 = 8"
+    look.target, look.min_micro_batch = 256, 1
+    assert str(look._accumulated(15)).startswith("15 x 17 = 255")
+    look.exact = True
+    assert str(look._accumulated(15)) == "8 x 32 = 256"
+    with pytest.raises(InvalidValue, match="min_micro_batch: invalid value 5; expected from 1 to 4, a GPU's share"):
+        what_fits("bert-base", gpu="T4", seq_len=64, target_batch_size=8, num_devices=2, min_micro_batch=5)
+
+
+@pytest.mark.slow
+def test_a_plan_with_smaller_micro_batches_is_not_taken(looking: Looking) -> None:
+    """Neither as the answer nor as a runner-up; what is said to be needed is of the smallest that may be taken."""
+    usual = looking("llama", "60MiB").find(KEPT)
+    assert [fit.plan.micro_batch_size for fit in usual.fits] == [1, 2]
+    look = looking("llama", "60MiB")
+    look.min_micro_batch = 2
+    found = look.find(KEPT)
+    assert found.fits == usual.fits[1:]
+    assert (found.min_micro_batch, found.sample_bytes > usual.sample_bytes) == (2, True)
+    look.min_micro_batch = 4
+    assert look.find(KEPT).fits == ()

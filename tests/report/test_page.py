@@ -18,7 +18,6 @@ from batchfinder.results import Rate, Throughput
 from batchfinder.simulator.trace import StageMark, Trace, TraceStructure
 from batchfinder.units import GIB, MIB
 
-pytest.importorskip("vl_convert")
 pytestmark = pytest.mark.slow
 
 HOSTILE = "</script><script>document.title='run'</script><!--@data@ & <b>"
@@ -130,7 +129,12 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def opened(browser: Any, page: str, tmp_path: Path) -> Any:
     """The page, with everything drawn, at 1280 by 900."""
-    file = tmp_path / "page.html"
+    return open_page(browser, page, tmp_path)
+
+
+def open_page(browser: Any, page: str, folder: Path) -> Any:
+    """The same for any page."""
+    file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
     browser.set_window_size(1280, 900)
     browser.get(file.as_uri())
@@ -163,7 +167,7 @@ def test_it_loads_without_errors_and_without_a_network(opened: Any) -> None:
     assert opened.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
     assert opened.title == " ".join(HOSTILE.split())
     assert len(rows(opened)) == 24
-    for chart in ("heat-map", "timeline", "kinds", "changes"):
+    for chart in ("sizes", "timeline", "kinds", "changes", "speed"):
         assert opened.find_element("css selector", f"#{chart} svg").size["height"] > 40, chart
 
 
@@ -182,9 +186,63 @@ def test_the_table_is_sorted_and_filtered(opened: Any) -> None:
     Select(opened.find_element("id", "filter-technique")).select_by_visible_text("fp32, adamw")
     assert {(row[0], row[3]) for row in rows(opened)} == {("gpt2", "fp32, adamw")}
     assert opened.find_element("id", "count").text == "6 of 24 cells"
-    drawn = "return document.querySelectorAll('#heat-map .mark-rect path').length"
+    drawn = "return document.querySelectorAll('#sizes rect').length"
     assert opened.execute_script(drawn) == 6
     assert errors(opened) == []
+
+
+ROWS = """
+return [...document.querySelectorAll('#sizes rect')].map((bar, i) => [
+    [...document.querySelectorAll("#sizes text[text-anchor=end]")[i].children].map(line => line.textContent),
+    Number(bar.getAttribute("width")), bar.getAttribute("aria-label")])
+"""
+
+
+def test_one_length_is_drawn_as_bars(browser: Any, tmp_path: Path) -> None:
+    """As long as the sizes are large, with labels that go on in another line rather than being cut."""
+    one = [replace(cell, gpu=f"{cell.gpu} {'of a long name ' * 8}") for cell in cells()[::2] if cell.seq_len == 128]
+    opened = open_page(browser, page_of("one", "", one), tmp_path)
+    drawn = opened.execute_script(ROWS)
+    assert len(drawn) == len(one) == 6
+    longest = max(width for _, width, _ in drawn)
+    most = max(cell.batch_size for cell in one)
+    for cell, (lines, width, described) in zip(one, drawn, strict=True):
+        assert len(lines) > 1
+        assert "".join(lines).replace(" ", "") == f"{cell.model}, {cell.gpu}".replace(" ", "")
+        assert width == pytest.approx(longest * cell.batch_size / most, abs=1.5)
+        assert described.endswith(f"seq len 128: {cell.batch_size:,}")
+    assert "largest batch at 128" in opened.find_element("id", "sizes").text
+    assert errors(opened) == []
+
+
+def test_a_mark_is_chosen_and_says_what_it_is(opened: Any) -> None:
+    """Under the pointer, with the figure and its peak; a click shows the details of its cell."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    mark, tip = opened.find_elements("css selector", "#sizes rect")[3], opened.find_element("id", "tip")
+    assert not tip.is_displayed()
+    ActionChains(opened).move_to_element(mark).perform()
+    assert tip.text.splitlines() == [
+        "bert-base, T4, bf16-mixed, adamw", "seq len: 512", "max batch: 41", "peak reserved: 1.00 GiB"
+    ]  # fmt: skip
+    ActionChains(opened).move_to_element_with_offset(mark, 0, 0).click().perform()
+    assert opened.find_element("id", "cell-heading").text == "bert-base at 512 on T4"
+    assert opened.find_elements("css selector", "#table tr[aria-current=true]")[0].get_attribute("data-cell") == "3"
+
+
+def test_charts_are_as_wide_as_the_window(opened: Any) -> None:
+    """They are drawn anew where it changes, at the moment that was looked at."""
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    opened.find_element("id", "position").send_keys(Keys.HOME)
+    seen, before = opened.find_element("id", "moment").text, opened.find_element("css selector", "#timeline svg").size
+    opened.set_window_size(900, 900)
+    WebDriverWait(opened, 10).until(
+        lambda each: each.find_element("css selector", "#timeline svg").size["width"] < before["width"] - 300
+    )
+    assert opened.find_element("id", "moment").text == seen
+    assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_a_cell_is_chosen_by_keyboard_and_its_memory_read(opened: Any) -> None:
@@ -223,7 +281,7 @@ def test_speed_and_its_spread(opened: Any) -> None:
     assert opened.find_element("id", "speed-words").text.startswith("full speed from 64 on, at 1,980 ± 2.0 %")
     chosen = "#speed-table tr[aria-current]"
     assert opened.find_element("css selector", chosen).text == "64 1,980 2.0 %"
-    assert len(opened.find_elements("css selector", "#speed .mark-symbol path")) == 5
+    assert len(opened.find_elements("css selector", "#speed circle")) == 5
     button = opened.find_elements("css selector", "#table tbody button")[12]
     opened.execute_script("arguments[0].click()", button)
     assert opened.find_element("id", "speed-words").text.startswith("full speed: cannot tell")
@@ -235,7 +293,7 @@ def test_light_and_dark(opened: Any) -> None:
     """The button goes through the system's colours, light and dark; charts are drawn in them."""
     button = opened.find_element("id", "theme")
     paper = "return getComputedStyle(document.body).backgroundColor"
-    label = "return getComputedStyle(document.querySelector('#changes .role-axis-label text')).fill"
+    label = "return getComputedStyle(document.querySelector('#changes .label')).fill"
     seen = []
     for name in ("light", "dark", "system"):
         button.click()
@@ -258,7 +316,11 @@ def test_a_narrow_window(opened: Any) -> None:
     try:
         opened.refresh()
         wait_until_drawn(opened)
-        assert opened.execute_script("return document.documentElement.scrollWidth") <= 400
+        wide = """
+        const parts = document.querySelectorAll("header p, footer p");
+        for (const part of parts) part.textContent = "a/long/path/".repeat(20);
+        return document.documentElement.scrollWidth"""
+        assert opened.execute_script(wide) <= 400
         assert errors(opened) == []
     finally:
         opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
@@ -270,7 +332,7 @@ def test_what_a_screen_reader_is_told(opened: Any) -> None:
     return [...document.querySelectorAll('button, select, input')].filter(
         each => !(each.innerText || each.labels?.length || each.getAttribute('aria-label'))).length"""
     assert opened.execute_script(unnamed) == 0
-    described = opened.find_elements("css selector", "#heat-map .mark-rect path[aria-label]")
+    described = opened.find_elements("css selector", "#sizes rect[aria-label]")
     assert len(described) == 24
     assert "bert-base on T4, seq len 128: 160" in {each.get_attribute("aria-label") for each in described}
     assert opened.execute_script("return document.querySelectorAll('table td:not(.number)[scope]').length") == 0

@@ -146,11 +146,12 @@ def test_plans() -> None:
     """A plan is the product it is; a third factor is explained."""
     one, eight = row(target_batch_size=256), row(10, target_batch_size=256, card=replace(T4, count=8))
     table = sweep_table([one, eight])
-    assert table.columns["micro-batch x accumulation"] == ["85 x 3 = 255", "8 x 4 x 8 = 256"]
+    assert table.columns["micro-batch x accumulation"] == ["85 x 3 = 255 (exactly 256: 64 x 4)", "8 x 4 x 8 = 256"]
     factors, missed, _ = table.notes
     assert factors == "where a plan has three factors, the last is the number of GPUs"
     assert missed == (
-        "the effective batch of 256 is missed by up to 1, where no large micro-batch divides it: 1 of 2 rows"
+        "the effective batch of 256 is missed by up to 1, where no large micro-batch divides it: 1 of 2 rows; "
+        "--exact has it met"
     )
     assert sweep_table([one]).notes[0].startswith("the effective batch of 256 is missed")
     assert len(sweep_table([row(64, target_batch_size=256)]).notes) == 1
@@ -162,6 +163,39 @@ def test_a_plan_is_made_of_multiples() -> None:
     assert plan == "80 x 3 = 240"
     assert row(target_batch_size=240, multiple_of=16).to_json()["effective_batch_size"] == 240
     assert row(5, target_batch_size=6, min_batch_size=4).plan is None
+
+
+def test_a_target_that_is_missed_has_the_exact_plan_beside_it() -> None:
+    """As factors in the table, in the JSON by numbers, and nowhere for what meets the target; --exact takes it."""
+    missed, met = row(15, target_batch_size=256), row(16, target_batch_size=256)
+    table = sweep_table([missed, met])
+    assert table.columns["micro-batch x accumulation"] == ["15 x 17 = 255 (exactly 256: 8 x 32)", "16 x 16 = 256"]
+    assert table.notes[0].endswith("where no large micro-batch divides it: 1 of 2 rows; --exact has it met")
+    figures = [
+        tuple(one.to_json()[f"exact_{name}"] for name in ("micro_batch_size", "accumulation")) for one in (missed, met)
+    ]
+    assert figures == [(8, 32), (None, None)]
+    exact = replace(missed, cell=replace(missed.cell, exact=True))
+    assert sweep_table([exact]).columns["micro-batch x accumulation"] == ["8 x 32 = 256"]
+    assert "--exact" in exact.cell.plan_command
+    assert "--exact" not in missed.cell.plan_command
+    least = replace(missed, cell=replace(missed.cell, min_batch_size=9))
+    assert sweep_table([least]).columns["micro-batch x accumulation"] == ["15 x 17 = 255"]
+    assert sweep_table([least]).notes[0].endswith("1 of 1 rows")
+
+
+def test_what_one_sample_needs_is_marked_where_it_was_not_measured() -> None:
+    """In the table, the JSON and the CSV; where it was found as the row was, nothing more is said."""
+    real = replace(needing(24 * GIB), need_source="simulated")
+    real = replace(real, result=replace(real.result, source="measured"))
+    assert sweep_table([real]).columns["peak reserved"] == ["1 needs 24.00 GiB, simulated"]
+    assert real.to_json()["needed_found_by"] == "simulated"
+    heading, line = (text.split(",") for text in comma_separated([real]).splitlines())
+    assert dict(zip(heading, line, strict=True))["needed_found_by"] == "simulated"
+    measured = replace(real, need_source="")
+    assert sweep_table([measured]).columns["peak reserved"] == ["1 needs 24.00 GiB"]
+    assert measured.to_json()["needed_found_by"] == "measured"
+    assert row().to_json()["needed_found_by"] is None
 
 
 def test_published_figures_have_their_source() -> None:
@@ -240,11 +274,12 @@ def test_csv() -> None:
     rows = [row(4, tried(4), unmodelled=("one", "two")), row(4, tried(4), target_batch_size=8)]
     heading, first, second = comma_separated(rows).splitlines()
     assert heading.endswith(
-        "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size"
+        "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size,"
+        "exact_micro_batch_size,exact_accumulation"
     )
     assert first.startswith("bert-base,64,T4,")
-    assert first.endswith("one; two,0,exact,,0,0,,simulated,,,,,,,")
-    assert second.endswith("workspaces,0,exact,,0,0,,simulated,,,8,4,2,1,8")
+    assert first.endswith("one; two,0,exact,,,0,0,,simulated,,,,,,,,,")
+    assert second.endswith("workspaces,0,exact,,,0,0,,simulated,,,8,4,2,1,8,,")
 
 
 RATES = (Rate(50, 300.0, 0.004), Rate(71, 408.0, 0.005), Rate(100, 412.0, 0.012))
@@ -316,6 +351,6 @@ def test_the_command_for_a_plan_is_of_the_same_card(gpu: str | None, budget: str
     options = StepOptions(precision="bf16-true", packed=True, compile="layers")
     words = ["plan", *shlex.split(replace(CELL, card=asked, model="a path/config.json", options=options).plan_command)]
     arguments = build_parser().parse_args(words)
-    assert asked_card(arguments).device.usable_bytes == asked.device.usable_bytes
+    assert asked_card(arguments)[0].device.usable_bytes == asked.device.usable_bytes
     assert step_options(arguments) == options
     assert (arguments.model, arguments.seq_len, arguments.target_batch_size) == ("a path/config.json", "64", "8")

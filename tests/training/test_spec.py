@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +74,16 @@ def test_the_usual_side_of_images() -> None:
     """That which the model is made for, where it says so."""
     facts = replace(FACTS, max_seq_len=None, seq_len_unit="pixels", side=384)
     assert seq_lens_of("model", (), facts) == (384,)
+
+
+def test_a_length_for_samples_of_one_shape() -> None:
+    """There is one row whatever lengths are asked for, and a warning says why; there is none where none were."""
+    fixed = replace(FACTS, seq_len_unit="none")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert seq_lens_of("mine:net", (), fixed, (64, 128)) == (None,)
+    with pytest.warns(UserWarning, match="^samples of mine:net have one shape: a seq_len makes no difference to them$"):
+        assert seq_lens_of("mine:net", (64, 1024), fixed, (64, 128)) == (None,)
 
 
 def test_a_length_beyond_the_positions() -> None:

@@ -13,7 +13,7 @@ from batchfinder.errors import InvalidValue, MissingExtra
 from batchfinder.models.pretrained import ATTENTION
 from batchfinder.training.optimizers import OPTIMIZERS
 from batchfinder.training.spec import ATTENTION_NAMES, OPTIMIZER_NAMES, PRECISION_NAMES, StepConfig
-from batchfinder.training.step import PRECISIONS, Step, Workload, call, default_loss
+from batchfinder.training.step import PRECISIONS, Step, Workload, call, default_loss, has_one_shape
 
 CPU = torch.device("cpu")
 
@@ -222,3 +222,34 @@ def test_old_gradients_can_wait_for_the_loss() -> None:
     ]
     assert late[:5] == ["batch", "forward", "loss", "zero_grad", "backward"]
     assert late.count("zero_grad") == 1
+
+
+@pytest.mark.parametrize(
+    ("make_batch", "alike"),
+    [
+        (lambda size, seq_len: {"x": torch.zeros(size, 8), "name": "x", "scale": 2.0, "none": None}, True),
+        (lambda size, seq_len: (torch.zeros(size, seq_len or 512),), False),
+        (lambda size, seq_len: (torch.zeros(size, 64 * -(-(seq_len or 64) // 64)),), False),
+        (lambda size, seq_len: [torch.zeros(size)] * (seq_len or 1), False),
+        (lambda size, seq_len: torch.zeros(size, dtype=torch.long if seq_len is None else torch.float), False),
+        (lambda size, seq_len: (torch.zeros(size, 8), seq_len), False),
+        (lambda size, seq_len: (torch.zeros(size, 8), object), False),
+    ],
+)
+def test_batches_of_one_shape(make_batch: Callable[[int, int | None], Any], alike: bool) -> None:
+    """They are alike at any length and without one; padding, and what cannot be compared, is not taken for that."""
+    assert has_one_shape(Workload(nn.Identity(), make_batch)) == alike
+
+
+def test_only_lengths_that_are_allowed_are_compared() -> None:
+    """None beyond the model's positions is asked for; a batch that needs a length raises without one."""
+    asked: list[int | None] = []
+
+    def make_batch(size: int, seq_len: int | None) -> torch.Tensor:
+        asked.append(seq_len)
+        return torch.zeros(size, 8)
+
+    assert has_one_shape(Workload(nn.Identity(), make_batch, max_seq_len=4))
+    assert asked == [None, 1, 4]
+    with pytest.raises(TypeError):
+        has_one_shape(Workload(nn.Identity(), lambda size, seq_len: torch.zeros(size, 0 * seq_len)))  # type: ignore[operator]
