@@ -167,9 +167,8 @@ class RecordingServer:
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
             if not on_fake_device and arguments.get("lora"):
                 self.built_in_forks = {"builder": builder, "arguments": arguments}
-                answer(
-                    self.answers, _in_a_fork(lambda: self._facts(self._build(builder, arguments), builder, arguments))
-                )
+                found = self._in_a_fork(lambda: self._facts(self._build(builder, arguments), builder, arguments))
+                answer(self.answers, {"facts": found["result"]} if "result" in found else found)
                 return
             self.workload = self._build(builder, arguments)
             if on_fake_device and compiled_modules(self.workload.model) and find_spec("triton") is not None:
@@ -208,13 +207,26 @@ class RecordingServer:
 
     def _has_one_shape(self, workload: Any, arguments: dict[str, Any]) -> bool:
         """Whether lengths make no difference to a factory's batches; in a fork, as the user's code may count them."""
-        import torch
-
         from batchfinder.models.build import is_factory
         from batchfinder.training.step import has_one_shape
 
         if workload.seq_len_unit != "tokens" or not is_factory(str(arguments.get("spec", ""))):
             return False
+
+        def compare() -> bool:
+            with self.mode:
+                return has_one_shape(workload)
+
+        return self._in_a_fork(compare, _BATCH_SECONDS).get("result") is True
+
+    def _in_a_fork(self, work: Callable[[], Any], seconds: int = 0) -> dict[str, Any]:
+        """What a function returns in a fork, as the `result`, or an `error` as `describe` has it.
+
+        Args:
+            seconds: how long it may take; 0 for no limit.
+        """
+        import torch
+
         reading, writing = pipe()
         process = os.fork()
         if process == 0:
@@ -223,18 +235,24 @@ class RecordingServer:
                 with suppress(OSError):  # it is closed in the fork of a recording
                     os.close(self.answers)  # else nobody would see the server's end before the fork's
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(_BATCH_SECONDS)
+                signal.alarm(seconds)
                 torch.set_num_threads(1)  # whatever the user's code has set
-                with self.mode:
-                    alike = has_one_shape(workload)
+                try:
+                    said = {"result": work()}
+                except BaseException as error:
+                    said = {"error": describe(error)}
                 if os.getpid() == own:  # else the user's code has forked and lets both sides go on
-                    os.write(writing, b"yes" if alike else b"no")
+                    with open(writing, "w") as file:
+                        json.dump(said, file, default=repr)
             finally:
                 os._exit(0)
         os.close(writing)
-        said, _ = read_until_end(reading, process)
+        text, code = read_until_end(reading, process)
         os.close(reading)
-        return said == b"yes"
+        if not text:
+            return {"error": describe(RecordingFailed(f"the process that was to build the workload ended with {code}"))}
+        found: dict[str, Any] = json.loads(text)
+        return found
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
         """The workload, on fake tensors; with real weights where the user's code cannot do without their values.
@@ -320,28 +338,6 @@ class RecordingServer:
         partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
         os._exit(0)
-
-
-def _in_a_fork(make_facts: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer with facts that a fork has found, or with what it raised."""
-    read, write = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.close(read)
-        try:
-            said = {"facts": make_facts()}
-        except BaseException as error:
-            said = {"error": describe(error)}
-        with os.fdopen(write, "w") as file:
-            json.dump(said, file, default=repr)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        text = file.read()
-    os.waitpid(process, 0)
-    return (
-        json.loads(text) if text else {"error": describe(RecordingFailed("the workload's process died as it built it"))}
-    )
 
 
 def _reads_values(text: str) -> str:

@@ -93,13 +93,13 @@ def test_while_building(tmp_path: Path, whole_group: bool) -> None:
 
 def test_while_recording(tmp_path: Path, run: Run) -> None:
     """While a later model is recorded: what was found is printed and kept, and the next run goes on from there."""
-    arguments = ("--budget", "1GiB", "--model", "mine:shapeless", "--json")
+    arguments = ("--budget", "1GiB", "--model", "mine:tiny", "--json")
     done = interrupted(
         tmp_path, (*arguments, "--model", "mine:slow_to_record", "--seq-len", "16"), "[1/2]", RECORDING, True
     )
     assert done.code == 130
     (row,) = json.loads(done.out)["rows"]
-    assert row["model"] == "mine:shapeless"
+    assert row["model"] == "mine:tiny"
     kept = "1 of 2 cells were found; they are cached, and the same command continues from there"
     assert done.err.splitlines()[2:] == [f"batchfinder: {kept}", "batchfinder: interrupted"]
     again = run("sweep", *arguments, "--seq-len", "16", "--seq-len", "32", cache=tmp_path / "cache").json["rows"]
