@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from fractions import Fraction
 
@@ -41,9 +42,16 @@ def format_bytes(size: int) -> str:
     return f"{sign}{size} B"
 
 
-def format_dollars(dollars: float | None) -> str:
-    """Write US dollars with their cents; a dash for what is not known."""
-    return "-" if dollars is None else f"{dollars:.2f}"
+def format_dollars(dollars: float | None, digits: int | None = None) -> str:
+    """Write US dollars with their cents; a dash for what is not known.
+
+    Args:
+        digits: how many to write at least, from the first that is no zero on; None for the cents alone.
+    """
+    if dollars is None:
+        return "-"
+    places = 2 if digits is None or not dollars else max(2, digits - 1 - math.floor(math.log10(dollars)))
+    return f"{dollars:.{places}f}"
 
 
 def parse_bytes(value: int | str, option: str = "size") -> int:
@@ -85,14 +93,31 @@ def parse_share(value: float | str, option: str) -> float:
     Raises:
         InvalidValue: the value is not a number, or not within the range.
     """
-    try:
-        text = value.strip() if isinstance(value, str) else value
-        share = float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
-    except (TypeError, ValueError):
-        share = -1.0
+    share = _as_share(value)
     if not 0 <= share < 1:
         raise InvalidValue(option, value, "a share from 0 to below 1, such as 0.01 or 1%")
     return share
+
+
+def parse_utilisation(value: float | str, option: str) -> float:
+    """Read how much of something is put to use, which is above 0 and at most all of it: `0.4` or `40%`.
+
+    Raises:
+        InvalidValue: the value is not a number, or not within the range.
+    """
+    share = _as_share(value)
+    if isinstance(value, bool) or not 0 < share <= 1:
+        raise InvalidValue(option, value, "a share above 0 and at most 1, such as 0.4 or 40%")
+    return share
+
+
+def _as_share(value: float | str) -> float:
+    """The number, or the hundredth part of a percentage; -1 for what is neither."""
+    try:
+        text = value.strip() if isinstance(value, str) else value
+        return float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
+    except (TypeError, ValueError):
+        return -1.0
 
 
 _MAX_COUNT = 1 << 40

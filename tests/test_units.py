@@ -14,11 +14,13 @@ from batchfinder.units import (
     KIB,
     MIB,
     format_bytes,
+    format_dollars,
     parse_budget,
     parse_bytes,
     parse_count,
     parse_headroom,
     parse_share,
+    parse_utilisation,
 )
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=300)
@@ -120,6 +122,41 @@ def test_bad_share(value):
         parse_share(value, "--tolerance")
     assert str(error.value).startswith("--tolerance: ")
     assert str(error.value).endswith("expected a share from 0 to below 1, such as 0.01 or 1%.")
+
+
+@pytest.mark.parametrize(
+    ("value", "share"), [("40%", 0.4), (" 40 % ", 0.4), ("0.4", 0.4), (0.4, 0.4), (1, 1.0), ("100%", 1.0)]
+)
+def test_utilisation(value, share):
+    """A share that may be all, as a number or a percentage."""
+    assert parse_utilisation(value, "--mfu") == share
+
+
+@pytest.mark.parametrize("value", [0, "0", "0%", -0.1, 1.01, "101%", 40, "nan", "much", "", None, True])
+def test_bad_utilisation(value):
+    """Nothing, more than all and what is no number are refused, with the option's name and examples."""
+    with pytest.raises(InvalidValue) as error:
+        parse_utilisation(value, "--mfu")
+    assert str(error.value).startswith("--mfu: ")
+    assert str(error.value).endswith("expected a share above 0 and at most 1, such as 0.4 or 40%.")
+
+
+@pytest.mark.parametrize(
+    ("dollars", "digits", "text"),
+    [
+        (None, 3, "-"),
+        (0.526, None, "0.53"),
+        (0.0026, None, "0.00"),
+        (0.0, 3, "0.00"),
+        (0.0094573, 3, "0.00946"),
+        (0.526, 3, "0.526"),
+        (1.0, 3, "1.00"),
+        (31.212, 3, "31.21"),
+    ],
+)
+def test_dollars(dollars, digits, text):
+    """With cents, and with as many digits as are asked for where cents would be too coarse."""
+    assert format_dollars(dollars, digits) == text
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,11 @@ SWEEP = Command(
             "--budget": {"metavar": "SIZE", "help": "use at most this much of a GPU, or of the RAM, such as 12GiB"},
             **_CONTEXT,
             **_PRICES,
+            "--mfu": {
+                "metavar": "SHARE",
+                "help": "the share of the GPUs' peak FLOP/s that your training reaches, such as 0.4 or 40%%: say what "
+                "a million tokens cost on instances with a price; simulated only",
+            },
             **_OFFLINE,
         },
         "the step": {**_STEP, **_RECORDER},

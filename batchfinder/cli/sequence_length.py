@@ -68,7 +68,7 @@ def find_lengths(arguments: argparse.Namespace) -> int:
     """Find and print them; a model that cannot be built or recorded is named, and the others are found."""
     given = {"--seq-len": arguments.seq_len, "--target-batch-size": arguments.target_batch_size}
     given |= {"--max-batch-size": arguments.max_batch_size, "--csv": arguments.csv, "--plot": arguments.plot}
-    given |= {"--batch-sizes": arguments.batch_sizes, "--lhotse": arguments.lhotse}
+    given |= {"--batch-sizes": arguments.batch_sizes, "--lhotse": arguments.lhotse, "--mfu": arguments.mfu}
     for option, value in given.items():
         if value is not None:
             raise InvalidValue(option, value, "none of it with --find seq-len, whose answer is a length")

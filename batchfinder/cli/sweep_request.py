@@ -29,7 +29,7 @@ from batchfinder.measure.host_limits import available_bytes
 from batchfinder.models.catalog import check_model_name
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.sizing.sweep_request import CPU, SIMULATED, Place, SweepRequest, check_request
-from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headroom, parse_share
+from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headroom, parse_share, parse_utilisation
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
 CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
@@ -204,6 +204,7 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         multiple_of=whole_number("--multiple-of", arguments.multiple_of) or 1,
         throughput=arguments.throughput,
         exact=arguments.exact,
+        mfu=None if arguments.mfu is None else parse_utilisation(arguments.mfu, "--mfu"),
     )
     if request.exact and request.target_batch_size is None:
         raise InvalidValue("--exact", True, "a --target-batch-size with it, which is then met")

@@ -97,6 +97,9 @@ class Gpu:
         source: where `memory_bytes` comes from.
         context_source: where `context_bytes` comes from.
         estimated: the fields that are not figures printed for this card.
+        bf16_tflops, fp16_tflops, fp32_tflops: the peak of dense matrix products of a type, in 10^12 FLOP/s; None where
+            it is not known.
+        tflops_source: where these come from.
     """
 
     name: str
@@ -111,6 +114,10 @@ class Gpu:
     source: str
     context_source: str
     estimated: tuple[str, ...] = ()
+    bf16_tflops: float | None = None
+    fp16_tflops: float | None = None
+    fp32_tflops: float | None = None
+    tflops_source: str = ""
 
     @property
     def usable_bytes(self) -> int:
@@ -122,6 +129,14 @@ class Gpu:
         if self.compute_capability is None:
             return self.architecture.startswith(_AMDS[kind])
         return self.compute_capability >= CAPABILITIES[kind]
+
+    def peak_flops(self, precision: str) -> float | None:
+        """The most FLOP/s of matrix products in a precision by Lightning's name, without TF32; None if not known."""
+        if precision == "fp32":
+            tflops = self.fp32_tflops
+        else:
+            tflops = self.bf16_tflops if precision.startswith("bf16") else self.fp16_tflops
+        return None if tflops is None else 1e12 * tflops
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card, without_bf16
+from batchfinder.devices.training_cost import TrainingCost
 from batchfinder.errors import InvalidValue
 from batchfinder.memory_use.breakdown import OverTime
 from batchfinder.recording.what_fits import WhatFits, changes_as_typed
@@ -94,6 +95,7 @@ class SweepRow:
         throughput: the smallest size at full speed, where it was asked for.
         what_fits: options under which it trains, where not one sample does; None where nobody looked.
         need_source: how `needed_bytes` was found, where that is not how the row was.
+        cost: what training costs at a stated share of the peak FLOP/s, where one was stated and the row has a price.
         not_cached: why it, or one before it, could not be cached; empty where all could. Not part of the JSON.
     """
 
@@ -111,6 +113,7 @@ class SweepRow:
     what_fits: WhatFits | None = None
     not_cached: str = ""
     need_source: str = ""
+    cost: TrainingCost | None = None
 
     def __repr__(self) -> str:
         return f"<{self.cell}: {self.batch_size}>"
@@ -260,6 +263,8 @@ class SweepRow:
             row["throughput"] = asdict(found)
         if cell.card.price is not None:
             row["usd_per_hour"] = cell.card.price.usd_per_hour
+        if self.cost is not None:
+            row |= self.cost.to_json()
         if cell.options.packed:
             row["tokens_per_step"] = self.tokens_per_step
         if cell.target_batch_size is not None:
@@ -334,11 +339,16 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if prices:
         paid = [None if cell.card.price is None else cell.card.price.usd_per_hour for cell in cells]
         columns["$/h"] = [format_dollars(dollars) for dollars in paid]
+    for unit in dict.fromkeys(row.cost.unit for row in rows if row.cost is not None):
+        paid = [row.cost.usd_per_million if row.cost and row.cost.unit == unit else None for row in rows]
+        columns[f"$ per M {unit}"] = [format_dollars(dollars, digits=3) for dollars in paid]
     columns["source"] = [row.result.source for row in rows]
     notes = []
     if prices:
         when = ", ".join(dict.fromkeys(price.words for price in prices.values()))
         notes.append(f"$/h: on demand {when}, for all GPUs of a row; --prices takes your own")
+    if priced := [(row.cell, row.cost) for row in rows if row.cost is not None]:
+        notes += _cost_notes(priced)
     if any(row.cell.published is not None for row in rows):
         notes.append(
             "published: by google-research/bert in 2018 for a 12 GB Titan X: TensorFlow 1.11, Adam in fp32. The "
@@ -384,6 +394,23 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if explain and (unscaled := sum(row.unscaled for row in rows)):
         notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
     return Table(title, (step, each), columns, tuple(notes))
+
+
+def _cost_notes(costs: Sequence[tuple[Cell, TrainingCost]]) -> list[str]:
+    """What costs are by, and for which cells the peak or the FLOPs are not known."""
+    options, mfu = costs[0][0].options, costs[0][1].mfu
+    units = " and ".join(dict.fromkeys(cost.unit for _, cost in costs))
+    words = f"$ per M {units}: at {100 * mfu:g}% of the peak FLOP/s, as stated (--mfu); no measurement"
+    if options.gradient_checkpointing:
+        words += ". The share is HFU: what checkpointing recomputes is among the FLOPs"
+    notes = [words]
+    gpus = dict.fromkeys(cell.card.device.name.partition(",")[0] for cell, cost in costs if cost.peak_flops is None)
+    if gpus:
+        notes.append(f"no peak FLOP/s in {options.precision} is known of {', '.join(gpus)}")
+    models = dict.fromkeys(cell.model for cell, cost in costs if cost.peak_flops and not cost.sample_flops)
+    if models:
+        notes.append(f"no FLOPs of matrix products were counted of {', '.join(models)}")
+    return notes
 
 
 def comma_separated(rows: Sequence[SweepRow]) -> str:

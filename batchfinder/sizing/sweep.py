@@ -21,7 +21,7 @@ from batchfinder.sizing.sweep_cells import CARDS_OF_A_POOL, ModelCells, measure_
 from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, Place, SweepRequest, check_request
 from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RECORDERS, StepOptions, StepWords, seq_lens_of
 from batchfinder.training.synonyms import one_of
-from batchfinder.units import parse_count, parse_headroom
+from batchfinder.units import parse_count, parse_headroom, parse_utilisation
 
 _ARGUMENTS = {"gpu": "gpus", "gpus": "num_gpus", "seq_len": "seq_lens"}
 """What `sweep` calls options of other functions."""
@@ -80,6 +80,7 @@ def sweep(
     min_batch_size: int = 1,
     multiple_of: int = 1,
     headroom: float | str = 0,
+    mfu: float | str | None = None,
     cache: str | bool = True,
     recorder: str = FAKE_DEVICE,
     status: Callable[[str], object] | None = None,
@@ -104,6 +105,8 @@ def sweep(
         min_batch_size: the smallest to try.
         multiple_of: only multiples of it are tried.
         headroom: what stays free of each GPU: a share (0.1, `10%`), or a size (a number of bytes, `1GiB`).
+        mfu: the share of the GPUs' peak FLOP/s that the training reaches (0.4, `40%`), as you state it; each row of an
+            instance with a price then has a `cost`.
         cache: where results are kept and looked up: a folder or an fsspec URL; True for where the command line keeps
             them, False for nowhere.
         recorder: what records the steps: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
@@ -162,6 +165,7 @@ def sweep(
             cache=None if cache is False else Store(None if cache is True else cache),
             min_batch_size=parse_count(min_batch_size, "min_batch_size"),
             multiple_of=parse_count(multiple_of, "multiple_of"),
+            mfu=None if mfu is None else parse_utilisation(mfu, "mfu"),
         )
         request = check_request(request, steps, bool(counts))
         for one in request.place.cards:

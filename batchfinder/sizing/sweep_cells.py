@@ -23,7 +23,8 @@ from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.cuda_stub import StubSession
-from batchfinder.devices import Card
+from batchfinder.devices import Card, find_gpu
+from batchfinder.devices.training_cost import TrainingCost
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, RecordingFailed
 from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
@@ -224,6 +225,9 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
         if request.page and len(request.place.cards) <= _CARDS_WITH_CHANGES:
             status(f"{cell}, with other options")
             changes = changes_of(cell, result, cells, changed)
+        cost = None
+        if request.mfu is not None and result.max_batch_size:
+            cost = cost_of(cell, result, cells, simulations.get(card.count, cells.simulation), changed)
         what_fits = None
         if not result.max_batch_size and may_look and len(looked_at) < _CELLS_WITH_WHAT_FITS:
             looked_at.append(cell)
@@ -246,6 +250,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             over_time=over_time,
             changes=changes,
             not_cached=not_cached,
+            cost=cost,
         )
 
     refused: dict[tuple[tuple[int, int], int], BatchFinderError] = {}
@@ -349,6 +354,40 @@ def changes_of(
         except BatchFinderError as error:  # some models refuse an option, or fail with it
             found.append(Alternative(as_typed(change), size, error=words_of(error).strip().splitlines()[-1]))
     return tuple(found)
+
+
+def cost_of(
+    cell: Cell, result: SearchResult, cells: ModelCells, simulation: Simulation, recorded: dict[StepOptions, Simulation]
+) -> TrainingCost | None:
+    """What training costs at the request's share of the peak FLOP/s, by a recording of two samples; None if unpriced.
+
+    Args:
+        simulation: of the cell's step.
+        recorded: the simulations of other options, which the cells of a model share.
+
+    Raises:
+        BatchFinderError: the step cannot be recorded.
+    """
+    request, card = cells.request, cell.card
+    if request.mfu is None or card.price is None or card.price.usd_per_hour is None:
+        return None
+    options = replace(request.options, gpus=cell.options.gpus)
+    peak = find_gpu(card.device.name.partition(",")[0]).peak_flops(options.precision)
+    sample_flops = 0.0
+    if peak is not None:
+        # Of a loss in chunks not all are recorded, and Muon's products are not the samples'.
+        optimizer = "adamw" if options.optimizer == "muon" else options.optimizer
+        whole = replace(options, loss="default", optimizer=optimizer)
+        if whole != options:
+            if whole not in recorded:
+                how = whole.step(request.step.micro_batches)
+                recorded[whole] = cells.simulation.with_spec(whole.workload(cells.model), how)
+            simulation = recorded[whole]
+        size = max(cell.smallest, min(2, result.max_batch_size))  # some layers refuse a single sample
+        probe = simulation.probe(card.device, cells.seq_lens, request.allocator)
+        sample_flops = probe.trace(size, result.shape, exact=True).flops / size
+    tokens = cell.seq_len if cells.simulation.facts().seq_len_unit == "tokens" else None
+    return TrainingCost(request.mfu, card.price.usd_per_hour, card.count, peak, sample_flops, tokens)
 
 
 _NEED_IS_SIMULATED = "what a single sample needs is simulated"

@@ -13,6 +13,8 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, STRATEGIES, StepConfig, StepOptions
 from batchfinder.units import format_bytes
 
+_SHARED_SAMPLES = ("tp", "fsdp2-tp", "fsdp2-cp")
+"""Strategies in which several GPUs work on the same samples."""
 DEFAULT_SEQ_LENS = (64, 128, 256, 320, 384, 512)
 SIMULATED, CPU = "simulated", "cpu"
 
@@ -63,6 +65,8 @@ class SweepRequest:
         certify: whether a cached measured result is tried once before it is used.
         throughput: whether sizes are timed as well, for the smallest at full speed.
         exact: whether plans meet the target, however small their micro-batches.
+        mfu: the share of the peak FLOP/s that the training reaches, as the user states it, by which rows with a price
+            say what training costs; None for rows that do not.
     """
 
     models: tuple[str, ...]
@@ -82,6 +86,7 @@ class SweepRequest:
     multiple_of: int = 1
     throughput: bool = False
     exact: bool = False
+    mfu: float | None = None
 
     @property
     def step(self) -> StepConfig:
@@ -142,6 +147,8 @@ def check_request(request: SweepRequest, each: Sequence[StepOptions], counts_ask
     Raises:
         InvalidValue: the numbers rule each other out, or it is not said how several GPUs train together.
     """
+    if request.mfu is not None:
+        check_mfu(request)
     if request.options.recorder == CUDA_BUILD:
         if request.place.device != SIMULATED:
             expected = f"{FAKE_DEVICE} where sizes are tried: a recording is for GPUs that are simulated"
@@ -182,6 +189,27 @@ def check_request(request: SweepRequest, each: Sequence[StepOptions], counts_ask
     if target is not None and (target < smallest or target % step):
         raise InvalidValue("target_batch_size", target, f"{allowed}, as each micro-batch has to be")
     return request
+
+
+def check_mfu(request: SweepRequest) -> None:
+    """Check that what training costs can be said by a share of the peak FLOP/s.
+
+    Raises:
+        InvalidValue: nothing has a price, or the FLOPs of a step are not those of one GPU's own samples.
+    """
+    options, expected = request.options, ""
+    if request.place.device != SIMULATED:
+        expected = "none of it where real steps are taken, on GPUs without a price: an --instance is simulated"
+    elif all(one.price is None or one.price.usd_per_hour is None for one in request.place.cards):
+        expected = "an --instance with a price with it: `batchfinder instances` lists them, and --prices takes yours"
+    elif options.mode != "train":
+        expected = f"--mode train with it, not {options.mode}"
+    elif options.strategy in _SHARED_SAMPLES:
+        expected = f"another --strategy with it than {options.strategy}, whose GPUs share their samples"
+    elif options.quantization == "int8":
+        expected = "another --quantization with it than int8, whose products have a peak of their own"
+    if expected:
+        raise InvalidValue("mfu", request.mfu, expected)
 
 
 def _several(one: Card, gpus: int, among_others: bool) -> str:

@@ -72,6 +72,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     [
         (("--find", "gold"), "--find: invalid value 'gold'; expected one of batch-size, seq-len"),
         (("--batch-size", "2"), "--batch-size: invalid value '2'; expected --find seq-len with it"),
+        (("--find", "seq-len", "--mfu", "0.4"), "expected none of it with --find seq-len, whose answer is a length"),
         (("--find", "seq-len", "--seq-len", "8"), "expected none of it with --find seq-len, whose answer is a length"),
         (("--find", "seq-len", "--batch-size", "0"), "--batch-size: invalid value '0'; expected a whole number"),
         (("--find", "seq-len", "--device", "cpu", "--budget", "1GiB"), "--gpu or --device simulated"),

@@ -230,3 +230,40 @@ def test_sizes_of_which_none_is_left(options: str, said: str) -> None:
     with pytest.raises(InvalidValue) as caught:
         request_for(options)
     assert words_of(caught.value) == said
+
+
+def test_a_stated_share_of_the_peak() -> None:
+    """As a number or a percentage; none unless it is given."""
+    assert [request_for(f"--instance g4dn.xlarge --mfu {share}").mfu for share in ("40%", "0.4")] == [0.4, 0.4]
+    assert request_for("--instance g4dn.xlarge").mfu is None
+
+
+def test_a_spot_price_alone_is_no_price_of_training(tmp_path: Path) -> None:
+    """The costs are on demand, as $/h is."""
+    prices = tmp_path / "mine.csv"
+    prices.write_text("instance,usd_per_hour,spot_usd_per_hour\ng4dn.xlarge,,0.2\n")
+    with pytest.raises(InvalidValue, match=r"^mfu: .* an --instance with a price with it"):
+        request_for(f"--instance g4dn.xlarge --prices {prices} --mfu 0.4")
+    prices.write_text("instance,usd_per_hour\ng4dn.xlarge,0.5\n")
+    assert request_for(f"--instance g4dn.xlarge --prices {prices} --mfu 0.4").mfu == 0.4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--gpu t4", "0.4; expected an --instance with a price with it: "),
+        ("--instance kaggle-p100", "0.4; expected an --instance with a price with it: "),
+        ("--instance g4dn.xlarge --mode inference", "0.4; expected --mode train with it, not inference."),
+        ("--instance g4dn.xlarge --mfu 0", "'0'; expected a share above 0 and at most 1, such as 0.4 or 40%."),
+        ("--device cpu --budget 64MiB", "0.4; expected none of it where real steps are taken, "),
+        ("--device cpu --budget 64MiB --throughput", "0.4; expected none of it where real steps are taken, "),
+        ("--device cuda --engine ray", "0.4; expected none of it where real steps are taken, "),
+        ("--instance p4d.24xlarge --strategy tp", "0.4; expected another --strategy with it than tp, whose GPUs share"),
+        ("--instance g4dn.xlarge --lora 8 --load-in-8bit", "0.4; expected another --quantization with it than int8, "),
+    ],
+)
+def test_where_a_share_of_the_peak_says_nothing_of_the_cost(options: str, said: str) -> None:
+    """Without a price, without training, and where a GPU's products are not its own samples' in one precision."""
+    with pytest.raises(InvalidValue) as caught:
+        request_for(f"--mfu 0.4 {options}")
+    assert words_of(caught.value).startswith(f"--mfu: invalid value {said}")

@@ -133,6 +133,36 @@ def test_sources_are_given(gpu: Gpu) -> None:
 
 
 @every_gpu
+def test_peaks_have_their_source(gpu: Gpu) -> None:
+    """An address where there is a figure; bf16 and fp16 are alike where there are units for both, and above fp32."""
+    peaks = gpu.bf16_tflops, gpu.fp16_tflops, gpu.fp32_tflops
+    assert gpu.tflops_source.startswith("https://") == any(peaks)
+    assert gpu.bf16_tflops in (None, gpu.fp16_tflops)
+    assert gpu.bf16_tflops is None or gpu.multiplies("bf16")
+    assert gpu.fp32_tflops is None or gpu.fp16_tflops is None or gpu.fp32_tflops < gpu.fp16_tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("A100", "bf16-mixed", 312e12),
+        ("A100", "bf16-true", 312e12),
+        ("A100", "16-mixed", 312e12),
+        ("A100", "fp32", 19.5e12),
+        ("A10G", "bf16-mixed", 70e12),
+        ("T4", "16-mixed", 65e12),
+        ("T4", "bf16-mixed", None),
+        ("B200", "fp32", None),
+        ("L40S", "bf16-mixed", None),
+        ("A100 40GB MIG 1g.5gb", "bf16-mixed", None),
+    ],
+)
+def test_the_peak_is_of_the_precision(name: str, precision: str, peak: float | None) -> None:
+    """Of tensor cores for 16 bits, without TF32 for fp32; none where the card has no such units or no source."""
+    assert find_gpu(name).peak_flops(precision) == peak
+
+
+@every_gpu
 def test_total_is_near_the_class(gpu: Gpu) -> None:
     """The driver's total is 85 to 103 % of the size the card is sold as."""
     assert 0.85 <= gpu.memory_bytes / (gpu.class_gb * GIB) <= 1.03

@@ -14,6 +14,7 @@ from batchfinder.cli.options import asked_card, step_options
 from batchfinder.cli.parser import build_parser
 from batchfinder.devices import Card, Device, Price
 from batchfinder.devices.cards import card
+from batchfinder.devices.training_cost import TrainingCost
 from batchfinder.recording.what_fits import Fit, WhatFits
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
@@ -103,6 +104,51 @@ def test_what_a_row_costs() -> None:
     assert "$/h: on demand in us-east-1 as of 2026-07-20, for all GPUs of a row; --prices takes your own" in table.notes
     assert [one.to_json().get("usd_per_hour") for one in rows] == [None, 3.06]
     assert "$/h" not in sweep_table(rows[:1]).columns
+
+
+def costing(usd_per_hour: float, peak_flops: float | None = 1e12, **changes: Any) -> SweepRow:
+    """A row with what its training costs."""
+    tokens, flops = changes.pop("tokens", 10), changes.pop("sample_flops", 1e9)
+    price = Price(usd_per_hour, None, "us-east-1", date(2026, 7, 20), "https://somewhere")
+    changed = row(**{"card": replace(V100, name="p3.2xlarge: 1 x V100", price=price), **changes})
+    return replace(changed, cost=TrainingCost(0.4, usd_per_hour, 1, peak_flops, flops, tokens))
+
+
+def test_what_training_costs_at_a_stated_share_of_the_peak() -> None:
+    """A column with enough digits, a dash where a peak or a price is missing, and whose statement it is."""
+    rows = [row(), costing(3.6), costing(0.036), costing(5.0, None)]
+    table = sweep_table(rows)
+    # 400 samples in a second: 1.44 million in an hour, of ten tokens each.
+    assert table.columns["$ per M tokens"] == ["-", "0.250", "0.00250", "-"]
+    assert list(table.columns)[-3:] == ["$/h", "$ per M tokens", "source"]
+    said = "$ per M tokens: at 40% of the peak FLOP/s, as stated (--mfu); no measurement"
+    assert said in table.notes
+    assert "no peak FLOP/s in fp32 is known of V100" in table.notes
+    names = ("mfu", "usd_per_million_tokens")
+    assert [rows[0].to_json().get(name) for name in names] == [None, None]
+    assert [rows[1].to_json()[name] for name in names] == [0.4, pytest.approx(0.25)]
+    assert ",mfu,peak_flops,sample_flops,usd_per_million_tokens" in comma_separated(rows).splitlines()[0]
+    alone = sweep_table([costing(3.6)])
+    assert not [note for note in alone.notes if "no peak" in note or "no FLOPs" in note]
+    assert "$ per M tokens" not in sweep_table(rows[:1]).columns
+    assert not [note for note in sweep_table(rows[:1]).notes if "--mfu" in note]
+
+
+def test_samples_without_tokens_cost_by_the_million_of_their_own() -> None:
+    """In a column beside that of tokens."""
+    table = sweep_table([costing(3.6), costing(3.6, tokens=None, model="resnet50")])
+    assert table.columns["$ per M tokens"] == ["0.250", "-"]
+    assert table.columns["$ per M samples"] == ["-", "2.50"]
+    assert [note for note in table.notes if note.startswith("$ per M tokens and samples: at 40% of the peak")]
+
+
+def test_what_the_share_is_of_is_said() -> None:
+    """Of FLOPs with what checkpointing recomputes; and a model without matrix products is named."""
+    options = StepOptions(gradient_checkpointing=True)
+    notes = sweep_table([costing(3.6, options=options, sample_flops=0)]).notes
+    assert [note for note in notes if "no measurement. The share is HFU: what checkpointing recomputes" in note]
+    assert "no FLOPs of matrix products were counted of bert-base" in notes
+    assert not [note for note in sweep_table([costing(3.6)]).notes if "HFU" in note]
 
 
 def test_several_gpus_are_a_column() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from batchfinder.units import MIB
 from tests.cli.command import HERE, Run
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")
+T4_USABLE = device_for(find_gpu("T4")).usable_bytes
 BERT, TINY = str(HERE / "bert-tiny" / "config.json"), "mine:tiny"
 
 
@@ -111,6 +113,47 @@ def test_an_instance_has_its_gpus_and_its_price() -> None:
     assert [each.gpu for each in several] == ["2 x T4", "4 x T4"]
 
 
+PRODUCT = 2 * 16 * 256 * 1024
+"""FLOPs of one matrix product of `mine:tiny` at 16 tokens; training takes five, as its inputs need no gradient."""
+
+
+def test_what_training_costs_at_a_stated_share_of_the_peak() -> None:
+    """By hand, of all GPUs together, for an instance with a price and a peak, and only where it is asked for."""
+    asked: dict[str, Any] = {"gpus": "T4", "instances": ["p3.8xlarge", "p2.xlarge"], "seq_lens": 16, "cache": False}
+    without, v100, k80 = sweep(TINY, **asked, max_batch_size=4, mfu="40%")
+    assert v100.cost is not None
+    assert v100.cost.sample_flops == 5 * PRODUCT
+    assert (v100.cost.mfu, v100.cost.gpus, v100.cost.tokens) == (0.4, 4, 16)
+    assert v100.cell.card.price is not None
+    assert v100.cell.card.price.usd_per_hour == v100.cost.usd_per_hour
+    seconds = 1e6 / 16 * 5 * PRODUCT / (0.4 * 15.7e12) / 4
+    assert v100.cost.usd_per_million == pytest.approx(v100.cost.usd_per_hour / 3600 * seconds)
+    assert without.cost is None
+    assert k80.cost is not None
+    assert (k80.cost.peak_flops, k80.cost.usd_per_million) == (None, None)
+    assert [row.cost for row in sweep(TINY, **asked, max_batch_size=4)] == [None, None, None]
+
+
+def test_what_is_recorded_for_the_memory_alone_does_not_change_the_flops(tmp_path: Path) -> None:
+    """A loss in chunks, of which two are recorded, multiplies as often as one in one piece; Muon's step is apart."""
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flops = []
+    for options in ({}, {"loss": "chunked"}, {"optimizer": "muon"}):
+        words: dict[str, Any] = {"seq_lens": 64, "max_batch_size": 2, "cache": False, "mfu": 1, **options}
+        (row,) = sweep(str(tmp_path), instances="g4dn.xlarge", **words)
+        assert row.cost is not None
+        flops.append(row.cost.sample_flops)
+    assert flops[0] > 0
+    assert flops == [flops[0]] * 3
+
+
+def test_rows_in_which_nothing_fits_cost_nothing() -> None:
+    """There is no training to be paid for."""
+    (row,) = sweep(TINY, instances="g4dn.xlarge", seq_lens=16, headroom=T4_USABLE - MIB, mfu=0.4, cache=False)
+    assert (row.batch_size, row.cost) == (0, None)
+
+
 def test_lines_on_what_is_being_done() -> None:
     """Where somebody wants them."""
     said: list[str] = []
@@ -138,6 +181,9 @@ def test_lines_on_what_is_being_done() -> None:
         ({"headroom": 1.5}, InvalidValue, "^headroom: .* a share such as 0.1"),
         ({"headroom": "90GiB"}, InvalidValue, "^headroom: .* less than the .* usable on A100 80GB"),
         ({"max_batch_size": 4, "min_batch_size": 8}, InvalidValue, "^max_batch_size: invalid value 4; .* at least 8"),
+        ({"mfu": 0.4}, InvalidValue, "^mfu: invalid value 0.4; expected an --instance with a price with it"),
+        ({"mfu": 0.4, "instances": "kaggle-p100"}, InvalidValue, "^mfu: .* an --instance with a price with it"),
+        ({"mfu": 40, "instances": "g4dn.xlarge"}, InvalidValue, "^mfu: .* a share above 0 and at most 1"),
         ({"target_batch_size": 9, "multiple_of": 2}, InvalidValue, "^target_batch_size: .* and a multiple of 2"),
     ],
 )
