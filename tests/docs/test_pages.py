@@ -87,7 +87,7 @@ def test_the_readmes_lines_of_python_can_be_called() -> None:
     lines = re.findall(r"\| `(\w+\(.*\))` \|", README.read_text())
     calls = [node for line in lines for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Call)]
     ours = {ast.unparse(call.func): call for call in calls if hasattr(batchfinder, ast.unparse(call.func))}
-    assert ours.keys() == {"BatchFinder", "tune_trainer", "tune_batch_size", "simulate"}
+    assert ours.keys() == {"BatchFinder", "tune_trainer", "tune_batch_size", "simulate", "sweep"}
     for name, call in ours.items():
         keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
         inspect.signature(getattr(batchfinder, name)).bind(*call.args, **keywords)
