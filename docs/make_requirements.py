@@ -1,7 +1,8 @@
 """Writes requirements.json and requirements.md: which batch of which model trains on which card.
 
-`python docs/make_requirements.py` simulates all of it, in about an hour on two cores; `python docs/make_requirements.py
-gpt2` one model anew; `python docs/make_requirements.py --page` only writes the page. A test simulates some cells again.
+`python docs/make_requirements.py` simulates what the file lacks, such as a new card's column; `--again` all of it, in
+more than an hour on two cores; `--again gpt2` one model; `--page` only writes the page. A test simulates some cells
+again.
 """
 
 from __future__ import annotations
@@ -27,19 +28,25 @@ MODELS = {
     "bert-base": 512,
     "bert-large": 512,
     "gpt2": 1024,
+    "gpt2-xl": 1024,
     "qwen2.5-0.5b": 2048,
     "qwen2.5-1.5b": 2048,
     "qwen2.5-7b": 2048,
     "llama-3.2-1b": 2048,
     "llama-3.2-3b": 2048,
     "llama-3.1-8b": 2048,
+    "mistral-7b": 2048,
+    "qwen3-8b": 2048,
 }
 """Tokens of a sample, by model."""
 CLASSIFIERS = ("bert-base", "bert-large")
 """Whose heads peft trains in full, so that their weights cannot be of 4 bits."""
 
 WITHOUT_BF16 = ("T4",)
-GPUS = (*WITHOUT_BF16, "RTX 3060", "RTX 3090", "RTX 4090", "L4", "L40S", "A100 40GB", "A100 80GB", "H100 80GB")
+GPUS = (
+    *WITHOUT_BF16,
+    *("RTX 3060", "RTX 3090", "RTX 4090", "L4", "RTX 5090", "A100 40GB", "L40S", "A100 80GB", "H100 80GB"),
+)
 FOR_LEAST = "RTX 4090"
 """Whose kernels the memory of one sample is given for."""
 
@@ -124,21 +131,26 @@ def batch_sizes(model: str, method: str, gpus: Iterable[str]) -> tuple[dict[str,
 def least_bytes(model: str, method: str) -> int:
     """What the allocator reserves for one sample."""
     how = options(method, without_bf16=False)
-    one = batchfinder.simulate(model, gpu=FOR_LEAST, seq_len=MODELS[model], max_batch_size=1, **how)
+    one = batchfinder.simulate(model, gpu=FOR_LEAST, seq_len=MODELS[model], max_batch_size=1, seconds=600, **how)
     return one.reserved_bytes(1)
 
 
-def row(model: str, method: str) -> dict[str, Any]:
-    """A row of the page's tables."""
-    found, left_out = batch_sizes(model, method, WITHOUT_BF16)
-    others, also_left_out = batch_sizes(model, method, [gpu for gpu in GPUS if gpu not in WITHOUT_BF16])
+def row(model: str, method: str, known: dict[str, Any] | None) -> dict[str, Any]:
+    """A row of the page's tables; cards that it has already are not simulated again."""
+    known = known or {"batch_sizes": {}, "unmodelled": [], "one_sample_reserved_bytes": least_bytes(model, method)}
+    found, left_out = dict(known["batch_sizes"]), list(known["unmodelled"])
+    new = [gpu for gpu in GPUS if gpu not in found]
+    for gpus in ([gpu for gpu in new if (gpu in WITHOUT_BF16) is without] for without in (True, False)):
+        if gpus:
+            sizes, said = batch_sizes(model, method, gpus)
+            found, left_out = found | sizes, left_out + said
     return {
         "model": model,
         "method": method,
         "seq_len": MODELS[model],
-        "one_sample_reserved_bytes": least_bytes(model, method),
-        "batch_sizes": found | others,
-        "unmodelled": list(dict.fromkeys(left_out + also_left_out)),
+        "one_sample_reserved_bytes": known["one_sample_reserved_bytes"],
+        "batch_sizes": {gpu: found[gpu] for gpu in GPUS},
+        "unmodelled": list(dict.fromkeys(left_out)),
     }
 
 
@@ -168,12 +180,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--page", action="store_true")
+    parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
     rows = {(each["model"], each["method"]): each for each in before}
     for model in [] if asked.page else asked.models:
         for method in methods_of(model):
-            rows[model, method] = row(model, method)
+            rows[model, method] = row(model, method, None if asked.again else rows.get((model, method)))
             print(model, method, rows[model, method]["batch_sizes"], flush=True)
         ordered = [rows[key] for key in ((name, method) for name in MODELS for method in METHODS) if key in rows]
         results = {

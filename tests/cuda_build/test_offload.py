@@ -52,9 +52,9 @@ def train(folder: str, path: str, config: StepConfig, batch_size: int, seq_len: 
 @pytest.mark.parametrize(
     "config",
     [
-        StepConfig(optimizer="adamw-offload"),
+        pytest.param(StepConfig(optimizer="adamw-offload"), marks=pytest.mark.exhaustive),
         StepConfig(optimizer="adamw-offload", micro_batches=2),
-        StepConfig(optimizer="adamw-offload", precision="bf16-true"),
+        pytest.param(StepConfig(optimizer="adamw-offload", precision="bf16-true"), marks=pytest.mark.exhaustive),
     ],
     ids=["fp32", "accumulated", "bf16"],
 )

@@ -124,6 +124,7 @@ def test_batches(ask: Ask) -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_options(ask: Ask) -> None:
     """LoRA on the layers of diffusers' scripts, as published of SDXL at rank 4; checkpointing; 4-bit weights."""
     adapted, full, selective, quantized = ask(
@@ -147,6 +148,7 @@ TINY = {
 }
 
 
+@pytest.mark.exhaustive
 def test_folders_and_files(ask: Ask, tmp_path: Path) -> None:
     """A config.json, its folder, and that of a pipeline; a class that is not known, and figures that are wrong."""
     part = tmp_path / "pipeline" / "transformer"

@@ -110,6 +110,7 @@ def test_sides(ask: Ask) -> None:
     assert "expected an image side of 224 pixels, the only one the model takes" in vit["shapes"][1]
 
 
+@pytest.mark.exhaustive
 def test_options(ask: Ask) -> None:
     """timm's own switches: fused attention, and checkpointing of all blocks; adapters on layers by name."""
     vit = "timm/vit_tiny_patch16_224"
@@ -146,6 +147,7 @@ def test_what_is_refused(ask: Ask) -> None:
         assert refused.endswith("expected full: timm/resnet18 has no other.")
 
 
+@pytest.mark.exhaustive
 def test_the_command() -> None:
     """A sweep without a length is of the model's own images; checkpointing makes room for more."""
     command = [sys.executable, "-m", "batchfinder", "sweep", "--gpu", "t4", "--json", "--no-cache"]

@@ -175,6 +175,7 @@ def test_adapters_are_for_where_nothing_else_trains(looking: Looking) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_runners_up_have_larger_micro_batches(looking: Looking) -> None:
     """The one that computes most again, of the kind of training that the first is; what gains nothing is none."""
     first, second = looking("llama", "93MiB").find(KEPT).fits
