@@ -206,8 +206,6 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         exact=arguments.exact,
         mfu=None if arguments.mfu is None else parse_utilisation(arguments.mfu, "--mfu"),
     )
-    if request.exact and request.target_batch_size is None:
-        raise InvalidValue("--exact", True, "a --target-batch-size with it, which is then met")
     if request.throughput and (request.place.device == SIMULATED or request.place.on_stub):
         expected = "a real GPU or --device cpu with it: a simulated step takes no time, so its speed is not known"
         raise InvalidValue("--throughput", True, expected)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
-from batchfinder.devices import Card, without_bf16
+from batchfinder.devices import Card, Price, without_bf16
 from batchfinder.devices.training_cost import TrainingCost
 from batchfinder.errors import InvalidValue
 from batchfinder.memory_use.breakdown import OverTime
@@ -347,6 +347,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if prices:
         when = ", ".join(dict.fromkeys(price.words for price in prices.values()))
         notes.append(f"$/h: on demand {when}, for all GPUs of a row; --prices takes your own")
+        notes += _cheapest(rows)
     if priced := [(row.cell, row.cost) for row in rows if row.cost is not None]:
         notes += _cost_notes(priced)
     if any(row.cell.published is not None for row in rows):
@@ -394,6 +395,27 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     if explain and (unscaled := sum(row.unscaled for row in rows)):
         notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
     return Table(title, (step, each), columns, tuple(notes))
+
+
+def _cheapest(rows: Iterable[SweepRow]) -> list[str]:
+    """For each model and length, of several GPUs with a price the cheapest on which it trains, on demand and spot."""
+    notes = []
+    by_place: dict[str, list[tuple[SweepRow, Price]]] = {}
+    for row in rows:
+        if (price := row.cell.card.price) is not None:
+            place = row.model if row.seq_len is None else f"{row.model} at {row.seq_len}"
+            by_place.setdefault(place, []).append((row, price))
+    for place, priced in by_place.items():
+        said = []
+        for kind, word in (("usd_per_hour", "on demand"), ("spot_usd_per_hour", "spot")):
+            paid = [(getattr(price, kind), row.gpu) for row, price in priced if row.batch_size]
+            known = [(dollars, gpu) for dollars, gpu in paid if dollars is not None]
+            if known and len(priced) > 1:
+                dollars, gpu = min(known)
+                said.append(f"{gpu} for ${format_dollars(dollars)}/h {word}")
+        if said:
+            notes.append(f"{place}: the cheapest on which it trains is {', or '.join(said)}")
+    return notes
 
 
 def _cost_notes(costs: Sequence[tuple[Cell, TrainingCost]]) -> list[str]:

@@ -79,6 +79,7 @@ def sweep(
     max_batch_size: int | None = None,
     min_batch_size: int = 1,
     multiple_of: int = 1,
+    exact: bool = False,
     headroom: float | str = 0,
     mfu: float | str | None = None,
     cache: str | bool = True,
@@ -104,6 +105,7 @@ def sweep(
         max_batch_size: the largest to try.
         min_batch_size: the smallest to try.
         multiple_of: only multiples of it are tried.
+        exact: meet the target exactly, however small the micro-batch that divides it.
         headroom: what stays free of each GPU: a share (0.1, `10%`), or a size (a number of bytes, `1GiB`).
         mfu: the share of the GPUs' peak FLOP/s that the training reaches (0.4, `40%`), as you state it; each row of an
             instance with a price then has a `cost`.
@@ -165,6 +167,7 @@ def sweep(
             cache=None if cache is False else Store(None if cache is True else cache),
             min_batch_size=parse_count(min_batch_size, "min_batch_size"),
             multiple_of=parse_count(multiple_of, "multiple_of"),
+            exact=exact,
             mfu=None if mfu is None else parse_utilisation(mfu, "mfu"),
         )
         request = check_request(request, steps, bool(counts))

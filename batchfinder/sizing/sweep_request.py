@@ -147,6 +147,8 @@ def check_request(request: SweepRequest, each: Sequence[StepOptions], counts_ask
     Raises:
         InvalidValue: the numbers rule each other out, or it is not said how several GPUs train together.
     """
+    if request.exact and request.target_batch_size is None:
+        raise InvalidValue("exact", True, "a --target-batch-size with it, which is then met")
     if request.mfu is not None:
         check_mfu(request)
     if request.options.recorder == CUDA_BUILD:

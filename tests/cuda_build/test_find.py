@@ -49,6 +49,7 @@ def test_the_size_found_runs_and_the_next_does_not(tmp_path: Path) -> None:
     assert again.code == 0, again.out
 
 
+@pytest.mark.exhaustive
 def test_a_config_file_and_a_variable(tmp_path: Path) -> None:
     """The number in the copy of the file changes, and the file stays."""
     script = "import os, tomllib\n" + TRAIN.replace(
@@ -141,6 +142,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     assert 1 <= found["kept"] < len(found["runs"])
 
 
+@pytest.mark.exhaustive
 def test_on_the_gpu_that_is_here(tmp_path: Path) -> None:
     """The command runs in this environment's PyTorch on what nvidia-smi shows; here that is itself a card of the stub's."""
     (tmp_path / "train.py").write_text(WIDE)

@@ -29,6 +29,7 @@ def test_operators_give_what_the_cpu_gives(cuda_stub: CudaStubFixture) -> None:
     assert seen.report.values == {}
 
 
+@pytest.mark.exhaustive
 def test_values_change_nothing_about_memory(cuda_stub: CudaStubFixture) -> None:
     """Allocation by allocation, on autograd's own threads: what is followed is not seen by the allocator."""
 

@@ -185,6 +185,7 @@ def train(folder: str, path: str, batch_size: int, side: int) -> tuple[int, int]
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
+@pytest.mark.exhaustive
 def test_a_simulated_step_is_the_real_one(cuda_stub: Any, tmp_path: Path) -> None:
     """PyTorch's CUDA build takes to 2 % what the recording says."""
     environ = with_package("diffusers")

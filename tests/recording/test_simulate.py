@@ -172,6 +172,8 @@ def test_options_that_change_the_step() -> None:
     assert held[0] == 2 * held[1] >= 2 * 4 * 32 * 8
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_does_not_fit() -> None:
     """A size of 0, with what one sample takes."""
     found = simulate("gpt2", gpu="K80", seq_len=1024, accumulation=2, max_batch_size=4)

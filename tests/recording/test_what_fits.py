@@ -232,6 +232,8 @@ def test_what_offloading_takes_of_the_host(looking: Looking) -> None:
     assert [other.host_bytes for other in found.fits[1:] if other.options.optimizer == "adamw-8bit"] in ([], [0])
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_that_counts_on_its_layers_is_recorded_whole(
     looking: Looking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +315,7 @@ def test_what_a_micro_batch_has_at_least(looking: Looking) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_with_smaller_micro_batches_is_not_taken(looking: Looking) -> None:
     """Neither as the answer nor as a runner-up; what is said to be needed is of the smallest that may be taken."""
     usual = looking("llama", "60MiB").find(KEPT)

@@ -104,6 +104,30 @@ def test_what_a_row_costs() -> None:
     assert "$/h: on demand in us-east-1 as of 2026-07-20, for all GPUs of a row; --prices takes your own" in table.notes
     assert [one.to_json().get("usd_per_hour") for one in rows] == [None, 3.06]
     assert "$/h" not in sweep_table(rows[:1]).columns
+    assert not [note for note in table.notes if "cheapest" in note]
+
+
+def test_the_cheapest_on_which_it_trains() -> None:
+    """Of those with a price, by model and length; a spot price apart; not where there is nothing to choose from."""
+
+    def priced(name: str, usd_per_hour: float | None, spot: float | None, **changes: Any) -> SweepRow:
+        price = Price(usd_per_hour, spot, "us-east-1", date(2026, 7, 20), "https://somewhere")
+        return row(card=replace(V100, name=name, price=price), **changes)
+
+    small = priced("small", 0.5, 0.1)
+    small = replace(small, result=replace(small.result, max_batch_size=0))
+    rows = [
+        row(),
+        small,
+        priced("middle", 2.0, None),
+        priced("large", 3.0, 1.0),
+        priced("middle", 2.0, 0.5, seq_len=128),
+    ]
+    said = [note for note in sweep_table(rows).notes if "cheapest" in note]
+    where = f"{rows[0].model} at {rows[0].seq_len}"
+    assert said == [
+        f"{where}: the cheapest on which it trains is middle for $2.00/h on demand, or large for $1.00/h spot"
+    ]
 
 
 def costing(usd_per_hour: float, peak_flops: float | None = 1e12, **changes: Any) -> SweepRow:

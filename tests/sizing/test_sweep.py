@@ -67,6 +67,18 @@ def test_a_row_says_what_was_found(swept: SweepResult) -> None:
     assert list(swept[:2]) == [swept[0], swept[1]]
 
 
+def test_a_target_may_have_to_be_met() -> None:
+    """By micro-batches that divide it, where the largest do not."""
+    missed, met = (
+        sweep(TINY, gpus="T4", seq_lens=8, max_batch_size=15, target_batch_size=256, exact=exact, cache=False)[0]
+        for exact in (False, True)
+    )
+    assert missed.plan is not None
+    assert met.plan is not None
+    assert (missed.plan.micro_batch_size, missed.plan.effective_batch_size) == (15, 255)
+    assert (met.plan.micro_batch_size, met.plan.effective_batch_size) == (8, 256)
+
+
 def test_a_notebook_shows_the_table(swept: SweepResult) -> None:
     """One line for each row, with text that is no HTML."""
     shown = swept._repr_html_()
@@ -181,6 +193,7 @@ def test_lines_on_what_is_being_done() -> None:
         ({"headroom": 1.5}, InvalidValue, "^headroom: .* a share such as 0.1"),
         ({"headroom": "90GiB"}, InvalidValue, "^headroom: .* less than the .* usable on A100 80GB"),
         ({"max_batch_size": 4, "min_batch_size": 8}, InvalidValue, "^max_batch_size: invalid value 4; .* at least 8"),
+        ({"exact": True}, InvalidValue, "^exact: .* a --target-batch-size with it"),
         ({"mfu": 0.4}, InvalidValue, "^mfu: invalid value 0.4; expected an --instance with a price with it"),
         ({"mfu": 0.4, "instances": "kaggle-p100"}, InvalidValue, "^mfu: .* an --instance with a price with it"),
         ({"mfu": 40, "instances": "g4dn.xlarge"}, InvalidValue, "^mfu: .* a share above 0 and at most 1"),
