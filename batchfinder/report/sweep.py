@@ -16,6 +16,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.memory_use.breakdown import OverTime
 from batchfinder.recording.what_fits import WhatFits, changes_as_typed
 from batchfinder.report.estimate import Alternative
+from batchfinder.report.made_by import made_by_words
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.what_fits import what_fits_lines
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
@@ -436,13 +437,16 @@ def _cost_notes(costs: Sequence[tuple[Cell, TrainingCost]]) -> list[str]:
 
 
 def comma_separated(rows: Sequence[SweepRow]) -> str:
-    """All figures as CSV with a heading; lists are joined by semicolons, and the speed is that of one size alone."""
+    """All figures as CSV with a heading, and last in each row what made it.
+
+    Lists are joined by semicolons, and the speed is that of one size alone.
+    """
     values = [{name: value for name, value in row.to_json().items() if name != "throughput"} for row in rows]
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in values for name in row))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer = csv.DictWriter(text, [*names, "made_by"], lineterminator="\n")
     writer.writeheader()
     for row in values:
         joined = {name: "; ".join(map(str, value)) for name, value in row.items() if isinstance(value, list)}
-        writer.writerow({**row, **joined})
+        writer.writerow({**row, **joined, "made_by": made_by_words()})
     return text.getvalue()

@@ -178,6 +178,8 @@ def test_files(small_json: Done, small_table: Done, small_folder: Path) -> None:
     """`--csv` holds the figures of `--json`, `--markdown` the words of the table."""
     rows = small_json.json["rows"]
     read = list(csv.DictReader(io.StringIO((small_folder / "sweep.csv").read_text())))
+    made = [row.pop("made_by") for row in read]
+    assert all(text.startswith("made on 20") and "--csv" in text and "(batchfinder " in text for text in made)
     assert read == [
         {
             name: "; ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import shlex
 from dataclasses import replace
 from datetime import date
@@ -16,6 +18,7 @@ from batchfinder.devices import Card, Device, Price
 from batchfinder.devices.cards import card
 from batchfinder.devices.training_cost import TrainingCost
 from batchfinder.recording.what_fits import Fit, WhatFits
+from batchfinder.report.made_by import made_by_words
 from batchfinder.report.sweep import Cell, SweepRow, comma_separated, sweep_table
 from batchfinder.results import Measurement, Rate, SearchResult, Shape, StopReason, Throughput, Trial, Verdict
 from batchfinder.training.spec import StepOptions
@@ -260,8 +263,8 @@ def test_what_one_sample_needs_is_marked_where_it_was_not_measured() -> None:
     real = replace(real, result=replace(real.result, source="measured"))
     assert sweep_table([real]).columns["peak reserved"] == ["1 needs 24.00 GiB, simulated"]
     assert real.to_json()["needed_found_by"] == "simulated"
-    heading, line = (text.split(",") for text in comma_separated([real]).splitlines())
-    assert dict(zip(heading, line, strict=True))["needed_found_by"] == "simulated"
+    (line,) = csv.DictReader(io.StringIO(comma_separated([real])))
+    assert line["needed_found_by"] == "simulated"
     measured = replace(real, need_source="")
     assert sweep_table([measured]).columns["peak reserved"] == ["1 needs 24.00 GiB"]
     assert measured.to_json()["needed_found_by"] == "measured"
@@ -342,10 +345,11 @@ def test_nothing_fits_and_what_it_needs_is_not_known() -> None:
 def test_csv() -> None:
     """CSV has a heading with every key of any row, lists joined, and nothing where a row has no value."""
     rows = [row(4, tried(4), unmodelled=("one", "two")), row(4, tried(4), target_batch_size=8)]
-    heading, first, second = comma_separated(rows).splitlines()
+    made = f',"{made_by_words()}"'
+    heading, first, second = (line.removesuffix(made) for line in comma_separated(rows).splitlines())
     assert heading.endswith(
         "published,target_batch_size,micro_batch_size,accumulation,num_devices,effective_batch_size,"
-        "exact_micro_batch_size,exact_accumulation"
+        "exact_micro_batch_size,exact_accumulation,made_by"
     )
     assert first.startswith("bert-base,64,T4,")
     assert first.endswith("one; two,0,exact,,,0,0,,simulated,,,,,,,,,")
