@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -91,6 +92,22 @@ def test_the_readmes_lines_of_python_can_be_called() -> None:
     for name, call in ours.items():
         keywords = {str(keyword.arg): keyword.value for keyword in call.keywords}
         inspect.signature(getattr(batchfinder, name)).bind(*call.args, **keywords)
+
+
+def test_how_exact_the_recorders_are_is_what_the_benchmark_found() -> None:
+    """The page on the stub has the counts and the worst figures of the committed result."""
+    result = json.loads((DOCS.parent / "benchmarks/results/exactness-2-cores.json").read_text())["summary"]
+    page = " ".join((DOCS / "cuda-stub.md").read_text().split())
+    exact, fake = result["cuda-build, allocated"], result["fake-device, allocated"]
+    taken = result["taken"]
+    assert exact["equal to the byte"] == result["cuda-build, reserved"]["equal to the byte"] == taken
+    for words in (
+        f"Of the {taken} steps in its result so far",
+        f"has PyTorch's peaks to the byte in {taken}, allocated and reserved",
+        f"is equal in {fake['equal to the byte']} and within 0.5 % in {fake['within 0.5 %']}",
+        f"at worst {-fake['lowest']} % low, and {fake['highest']} % high",
+    ):
+        assert words in page
 
 
 def test_the_readme_has_the_figures_of_the_page_on_accuracy() -> None:
