@@ -43,6 +43,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_without_its_option(run: Run) -> None:
     """As by --model, and beside it in a sweep."""
     options = ("--batch-size", "4", "--seq-len", "64", "--gpu", "t4", "--json")

@@ -99,6 +99,8 @@ def test_nothing_is_changed() -> None:
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_transformers_model_is_what_its_name_stands_for() -> None:
     """At hand or by its name: the same sizes and peaks."""
     transformers = pytest.importorskip("transformers")

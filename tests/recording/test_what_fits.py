@@ -219,6 +219,8 @@ def test_offloaded_states_come_before_those_of_8_bits(looking: Looking) -> None:
     assert {precision for precision, _ in kinds} == {"fp32"}
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_offloading_takes_of_the_host(looking: Looking) -> None:
     """Parameters, gradients and two states of what trains, where the weights with their states are too much."""
     found = looking("wide-llama", "90MiB", seq_len=16).find({"precision", "checkpointing", "loss"})
