@@ -33,8 +33,8 @@ from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headro
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
 CUDA_DEVICE = re.compile(r"cuda(:\d+)?")
-DEFAULT_GPU = "titan x"
-"""Of a sweep: the one that BERT's published table is of, which stands beside the default models' figures."""
+PUBLISHED_GPU = "titan x"
+"""Simulated by a sweep without a GPU: BERT's published table, which stands beside the default models', is of it."""
 
 
 def choose_place(arguments: argparse.Namespace) -> Place:
@@ -61,7 +61,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
             named = [card(gpu, arguments.budget) for gpu in gpus]
             return Place(asked, tuple({one.name: one for one in named}.values()), budget_bytes=budget_bytes)
         if not gpus and not instances:
-            return Place(SIMULATED, (card(None if arguments.budget else DEFAULT_GPU, arguments.budget),))
+            return Place(SIMULATED, (card(None if arguments.budget else PUBLISHED_GPU, arguments.budget),))
     if gpus or instances:
         if asked not in ("auto", SIMULATED, "cuda"):
             raise InvalidValue(
@@ -95,7 +95,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
     if budget_bytes is not None:
         return Place(SIMULATED, (card(None, arguments.budget),))
     if not present:
-        chosen = card(DEFAULT_GPU, None)
+        chosen = card(PUBLISHED_GPU, None)
         note = f"no GPU was found here, and no --gpu is named: simulating {chosen.name}{unusable}"
         return Place(SIMULATED, (chosen,), notes=(note,))
     here = {one.name: one for one in map(card_here, present)}

@@ -156,7 +156,7 @@ class SweepRow:
 
     @property
     def published(self) -> int | None:
-        """The size that others have published of the same; None where there is none."""
+        """The published batch size of the same training; None where nobody has published one."""
         return self.cell.published
 
     @property

@@ -359,7 +359,7 @@ def predict_max_batch_size(probe: SimulatedProbe, shape: Shape) -> int:
     small, large = probe.traces.two_sizes(shape.seq_len)
     low, high = (probe.trace(size, shape).most_held() for size in (small, large))
     # Blocks are a little larger than what they hold.
-    filled = probe.timeline(large, shape, UNLIMITED).max_allocated_bytes - max(high)
+    filled = probe.unlimited(large, shape).max_allocated_bytes - max(high)
     room = probe.memory.capacity_bytes - filled
     pairs = zip(low, high, strict=True) if len(low) == len(high) else [(max(low), max(high))]
     rises = [(first, (second - first) / (large - small)) for first, second in pairs if second > first]

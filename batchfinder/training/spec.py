@@ -290,7 +290,7 @@ class StepOptions:
         """Options by these names, but for the recorder; `training.synonyms` has other words for their values.
 
         Raises:
-            InvalidValue: there is none of a name, one has an invalid value, or one that another rules out.
+            InvalidValue: an option does not exist, its value is invalid, or another option rules it out.
         """
         usual = {each.name: each.default for each in fields(cls) if each.name != "recorder"}
         for name, value in given.items():

@@ -32,7 +32,7 @@ def test_defaults() -> None:
 
 
 def test_it_is_said_that_no_card_was_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a line on stderr, and for one that was named there is none."""
+    """A line on stderr names the GPU that was chosen; a GPU that the user named needs no such line."""
     read()
     assert capsys.readouterr().err == "batchfinder: no GPU was found here, and no --gpu is named: simulating T4\n"
     read("--gpu", "v100")

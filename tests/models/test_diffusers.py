@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ import pytest
 from batchfinder.errors import InvalidValue, MissingExtra
 from batchfinder.models.build import build_workload
 from batchfinder.models.catalog import denoisers, find_model
-from tests.models.beside import FOLDER, with_package
+from tests.models.beside import FOLDER, answers, with_package
 
 Ask = Callable[..., Any]
 pytestmark = pytest.mark.cuda_build
 
 ASK = """
-import json, sys
 from batchfinder.errors import BatchFinderError
 from batchfinder.models import build_workload
 from batchfinder.recording.fake_device import FakeDeviceMode
@@ -45,29 +45,13 @@ def ask(spec, sides, **options):
     found["checkpointed"] = sum(bool(getattr(each, "gradient_checkpointing", False)) for each in model.modules())
     found["quantized"] = sum(type(each).__name__ == "Linear4bit" for each in model.modules())
     return found
-
-answers = []
-for spec, sides, options in json.loads(sys.argv[1]):
-    try:
-        answers.append(ask(spec, sides, **options))
-    except BatchFinderError as error:
-        answers.append(f"{type(error).__name__}: {error}")
-print(json.dumps(answers))
 """
 
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
     """What denoisers are, and their batches, each question asked of one process."""
-
-    def asked(*questions: tuple[str, list[int | None], dict[str, Any]]) -> list[Any]:
-        command = [sys.executable, "-c", ASK, json.dumps(questions)]
-        done = subprocess.run(command, capture_output=True, text=True, env=with_package("diffusers"))
-        assert done.returncode == 0, done.stderr
-        found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    return asked
+    return partial(answers, "diffusers", ASK)
 
 
 PUBLISHED = {

@@ -6,19 +6,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from batchfinder.errors import MissingExtra
 from batchfinder.models.catalog import check_model_name
-from tests.models.beside import FOLDER, with_package
+from tests.models.beside import FOLDER, answers, with_package
 
 Ask = Callable[..., Any]
 pytestmark = pytest.mark.cuda_build
 
 ASK = """
-import json, sys
 import torch
 from batchfinder.errors import BatchFinderError
 from batchfinder.models import build_workload
@@ -45,29 +45,13 @@ def ask(spec, sides, **options):
         "checkpointed": bool(getattr(getattr(model, "model", None), "grad_checkpointing", False)),
         "said": list(workload.assumptions),
     }
-
-answers = []
-for spec, sides, options in json.loads(sys.argv[1]):
-    try:
-        answers.append(ask(spec, sides, **options))
-    except BatchFinderError as error:
-        answers.append(f"{type(error).__name__}: {error}")
-print(json.dumps(answers))
 """
 
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
     """What models are, and their batches, each question asked of one process."""
-
-    def asked(*questions: tuple[str, list[int | None], dict[str, Any]]) -> list[Any]:
-        command = [sys.executable, "-c", ASK, json.dumps(questions)]
-        done = subprocess.run(command, capture_output=True, text=True, env=with_package("timm"))
-        assert done.returncode == 0, done.stderr
-        found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-
-    return asked
+    return partial(answers, "timm", ASK)
 
 
 PUBLISHED = {

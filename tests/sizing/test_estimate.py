@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +12,8 @@ from batchfinder import EstimateFindings, InvalidValue, UnknownName, UserCodeFai
 from batchfinder.devices import find_gpu
 from tests.cli.command import HERE, Run
 
-pytestmark = pytest.mark.usefixtures("forked_recorders")
+pytestmark = pytest.mark.usefixtures("_folder_of_the_models", "forked_recorders")
 BERT, TINY = str(HERE / "bert-tiny" / "config.json"), "mine:tiny"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _folder_of_the_models() -> Iterator[None]:
-    with contextlib.chdir(HERE):
-        yield
 
 
 @pytest.fixture(scope="module")

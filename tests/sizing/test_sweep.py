@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,9 @@ from batchfinder.devices import device_for, find_gpu
 from batchfinder.units import MIB
 from tests.cli.command import HERE, Run
 
-pytestmark = pytest.mark.usefixtures("forked_recorders")
+pytestmark = pytest.mark.usefixtures("_folder_of_the_models", "forked_recorders")
 T4_USABLE = device_for(find_gpu("T4")).usable_bytes
 BERT, TINY = str(HERE / "bert-tiny" / "config.json"), "mine:tiny"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _folder_of_the_models() -> Iterator[None]:
-    with contextlib.chdir(HERE):
-        yield
 
 
 @pytest.fixture(scope="module")

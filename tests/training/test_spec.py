@@ -77,7 +77,7 @@ def test_the_usual_side_of_images() -> None:
 
 
 def test_a_length_for_samples_of_one_shape() -> None:
-    """There is one row whatever lengths are asked for, and a warning says why; there is none where none were."""
+    """One row, whatever lengths are asked for; a warning says why, but only where lengths were asked for."""
     fixed = replace(FACTS, seq_len_unit="none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
