@@ -42,26 +42,7 @@ not sold by the hour, such as Colab and Kaggle, has none.
 
 A simulated step takes no time, so what training costs takes a share of the GPUs' peak FLOP/s that you state, from a run
 of yours or a paper: `--mfu 40%` (`mfu=0.4` in `batchfinder.sweep`). Rows with a price then have it, for a million
-tokens, or for a million samples where these are no tokens:
-
-```text
-$ batchfinder sweep --model qwen2.5-0.5b --seq-len 2048 --bf16 --instance g6.xlarge,g6e.xlarge,p4d.24xlarge --mfu 40%
-Largest training batch, simulated
-bf16-mixed, adamw
-usable: 21.78 GiB of g6.xlarge: 1 x L4, 44.02 GiB of g6e.xlarge: 1 x L40S, 38.90 GiB of p4d.24xlarge: 8 x A100 40GB
-
-model         GPU                          seq len  max batch  peak reserved    $/h  $ per M tokens  source
-──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-qwen2.5-0.5b  g6.xlarge: 1 x L4               2048          1      14.41 GiB   0.80          0.0165  simulated
-qwen2.5-0.5b  g6e.xlarge: 1 x L40S            2048          4      36.13 GiB   1.86               -  simulated
-qwen2.5-0.5b  p4d.24xlarge: 8 x A100 40GB     2048          4      36.13 GiB  21.96          0.0219  simulated
-
-$/h: on demand in us-east-1 as of 2026-07-20, for all GPUs of a row; --prices takes your own
-$ per M tokens: at 40% of the peak FLOP/s, as stated (--mfu); no measurement
-no peak FLOP/s in bf16-mixed is known of L40S
-1 assumption; --explain says which
-```
-
+tokens, or for a million samples where these are no tokens ([an example](gallery.md#what-a-million-tokens-cost)).
 It is the price per hour x FLOPs of a sample / (GPUs x 3600 s x share x peak) / tokens of a sample x 10^6. The FLOPs are
 those of matrix products, convolutions and attention in the recorded step. What gradient checkpointing recomputes is
 among them, so that the share is then of hardware FLOPs (HFU). All samples are taken to be as long as `--seq-len`. The

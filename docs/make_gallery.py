@@ -88,6 +88,15 @@ CASES = (
         ),
     ),
     Case(
+        "What a million tokens cost",
+        "At a share of the GPUs' peak FLOP/s that you state, since a simulated step takes no time "
+        "([Devices](devices.md) has the formula).",
+        (
+            "batchfinder sweep qwen2.5-0.5b --seq-len 2048 --bf16 --instance g6.xlarge,g6e.xlarge,p4d.24xlarge "
+            "--mfu 40%",
+        ),
+    ),
+    Case(
         "An 8B model on a card of 24 GB",
         "QLoRA: 4-bit weights, adapters of rank 16, activation checkpointing. The peak is at the logits, so the "
         "chunked loss makes room for larger micro-batches.",
