@@ -4,7 +4,8 @@ A cell is a model of real width and few layers with its options on a card. Its s
 the stub, where `torch.cuda.max_memory_allocated` and `max_memory_reserved` say what it takes, and recorded by the CUDA
 build and by the fake device, each replayed through the allocator model on the same card. Needs `batchfinder stub
 install` and peft. Run: `python benchmarks/exactness.py`; cells that the result file has are kept, so that a run that
-was stopped goes on; `--again` takes them again, and `--only WORD` those whose name has the word.
+was stopped goes on; `--again` takes them again, `--again fake-device` that recorder's figures alone, and `--only WORD`
+those whose name has the word.
 """
 
 from __future__ import annotations
@@ -322,14 +323,30 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def record_again(recorder: str, rows: list[tuple[Cell, dict[str, Any]]], source: str) -> None:
+    """Put a recorder's figures of today into rows that were taken before."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with Simulation(spec_of(rows[0][0], folder), rows[0][0].step, recorder) as opened:
+            probes = []
+            for cell, _ in rows:
+                simulation = opened.with_spec(spec_of(cell, folder), cell.step)
+                probes.append(simulation.probe(device_for(find_gpu(cell.gpu)), [cell.seq_len]))
+                probes[-1].traces.ask(cell.batch_size, cell.seq_len)
+            for probe, (cell, row) in zip(probes, rows, strict=True):
+                row |= {recorder: recorded(probe, cell), f"source of {recorder}": source}
+                print(json.dumps({"cell": cell.name, "real": row["real"], recorder: row[recorder]}), flush=True)
+
+
 def main() -> None:
     """Take the cells, card by card, and print a line for each, and the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="cells whose name has it; nothing is written")
-    parser.add_argument("--again", action="store_true", help="take cells again that the result file has")
+    again = "take cells again that the result file has; of one recorder its figures alone"
+    parser.add_argument("--again", nargs="?", choices=RECORDERS, const="all", help=again)
     asked = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
-    if RESULT.exists() and not asked.again and not asked.only:
+    if RESULT.exists() and asked.again != "all" and not asked.only:
         rows = {row["cell"]: row for row in json.loads(RESULT.read_text())["rows"]}
     usual, by_name = StepOptions(), {cell.name: cell for cell in cells()}
     todo = [cell for name, cell in by_name.items() if name not in rows and asked.only in name]
@@ -348,6 +365,10 @@ def main() -> None:
         }
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
+    if asked.again in RECORDERS:
+        record_again(asked.again, [(by_name[name], row) for name, row in rows.items() if name in by_name], source)
+        write()
+        todo = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         first = todo[0] if todo else next(cells())

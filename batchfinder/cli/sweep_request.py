@@ -123,7 +123,8 @@ def real_gpu(asked: str, budget_bytes: int | None) -> Place:
     versions = {**facts.versions, "driver": driver_version()}
     usable = facts.free_bytes if budget_bytes is None else min(budget_bytes, facts.free_bytes)
     shown = name if budget_bytes is None else f"{name}, {format_bytes(budget_bytes)} budget"
-    real = Device(facts.name, facts.total_bytes, usable, facts.compute_capability)
+    count, capability = facts.multiprocessors, facts.compute_capability
+    real = Device(facts.name, facts.total_bytes, usable, capability, multiprocessors=count)
     return Place(device, (Card(real, shown),), versions, budget_bytes)
 
 

@@ -8,6 +8,7 @@ from batchfinder.devices.catalog import (
     Device,
     Gpu,
     Instance,
+    Multiprocessors,
     Price,
     all_gpus,
     all_instances,
@@ -15,7 +16,9 @@ from batchfinder.devices.catalog import (
     device_with_budget,
     find_gpu,
     find_instance,
+    resident_threads,
     smallest_gpus,
+    typical_gpu,
     without_bf16,
 )
 from batchfinder.devices.detect import (
@@ -34,6 +37,7 @@ __all__ = [
     "Device",
     "Gpu",
     "Instance",
+    "Multiprocessors",
     "PresentGpu",
     "Price",
     "all_gpus",
@@ -49,6 +53,8 @@ __all__ = [
     "mps_limit_bytes",
     "parse_prices",
     "present_gpus",
+    "resident_threads",
     "smallest_gpus",
+    "typical_gpu",
     "without_bf16",
 ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchfinder.errors import InvalidValue, UnknownName
 from batchfinder.units import MIB, format_bytes
@@ -81,6 +81,45 @@ CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
 """The first compute capability whose tensor cores multiply numbers of a type."""
 _AMDS = {"bf16": ("CDNA2", "CDNA3", "CDNA4", "RDNA3", "RDNA4"), "fp8": ("CDNA3", "CDNA4", "RDNA4")}
 """AMD's architectures whose matrix cores do."""
+
+
+_RESIDENT_THREADS = {
+    (7, 5): 1024,
+    (8, 6): 1536,
+    (8, 7): 1536,
+    (8, 9): 1536,
+    (11, 0): 1536,
+    (12, 0): 1536,
+    (12, 1): 1536,
+}
+"""Per multiprocessor, where not 2048: "Technical Specifications per Compute Capability" in
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities."""
+
+_TYPICAL_CARDS = {
+    (7, 0): "V100 16GB",
+    (7, 5): "T4",
+    (8, 0): "A100 80GB",
+    (8, 6): "RTX 3090",
+    (8, 9): "RTX 4090",
+    (9, 0): "H100 80GB",
+    (10, 0): "B200",
+    (10, 3): "B300",
+    (12, 0): "RTX 5090",
+}
+"""A recording is for all cards of a compute capability. What Inductor and libraries of kernels decide by the number of
+multiprocessors, buffers of a few MB, is that of this card of the catalog."""
+
+
+class Multiprocessors(NamedTuple):
+    """What CUDA divides work among: how many there are on a card, and the threads that one holds at a time."""
+
+    number: int
+    threads: int
+
+
+def resident_threads(capability: tuple[int, int]) -> int:
+    """The most threads that a multiprocessor of this compute capability holds at a time."""
+    return _RESIDENT_THREADS.get(capability, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +352,7 @@ class Device:
         context_bytes: what the CUDA context and libraries take beside what is usable; 0 where no card was named.
         communicator_bytes: what a communicator of NCCL takes besides, on several GPUs; 0 likewise.
         spare_bytes: what the card has beside a budget and the context.
+        multiprocessors: how many it has; 0 where that is not known.
     """
 
     name: str
@@ -323,6 +363,13 @@ class Device:
     context_bytes: int = 0
     communicator_bytes: int = 0
     spare_bytes: int = 0
+    multiprocessors: int = 0
+
+    @property
+    def reduces_on(self) -> Multiprocessors:
+        """What reductions are divided among; where it is not known that of `typical_gpu`."""
+        number = self.multiprocessors or typical_gpu(self.compute_capability).multiprocessors
+        return Multiprocessors(number, resident_threads(self.compute_capability))
 
     @property
     def has_bf16(self) -> bool:
@@ -390,6 +437,15 @@ class Card:
     price: Price | None = None
 
 
+@cache
+def typical_gpu(capability: tuple[int, int]) -> Gpu:
+    """A GPU of a compute capability, for what depends on more of it: an A100 where the catalogue has none."""
+    if capability in _TYPICAL_CARDS:
+        return find_gpu(_TYPICAL_CARDS[capability])
+    known = (gpu for gpu in all_gpus() if gpu.compute_capability == capability)
+    return next(known, None) or find_gpu(_TYPICAL_CARDS[DEFAULT_COMPUTE_CAPABILITY])
+
+
 def device_for(gpu: Gpu, context_bytes: int | None = None) -> Device:
     """A whole card with nothing else on it.
 
@@ -410,6 +466,7 @@ def device_for(gpu: Gpu, context_bytes: int | None = None) -> Device:
         communicator_bytes=(
             NVLINK_COMMUNICATOR_BYTES if capability is None or capability in _NVLINK else PCIE_COMMUNICATOR_BYTES
         ),
+        multiprocessors=gpu.multiprocessors,
     )
     if context_bytes is None:
         return device

@@ -39,7 +39,7 @@ from batchfinder.results import Shape
 from batchfinder.search import Prediction, Secant
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.scaling import TraceSource
+from batchfinder.simulator.scaling import NO_SCRATCH, TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import PEAK_MICRO_BATCHES, StepConfig
@@ -129,6 +129,7 @@ def predict_batch_size(
             batches = {size: plugin.convert_input(make_batch(size)) for size in _RECORDED}
         finally:
             untouched.restore()
+        on_host = trainer.strategy.root_device.type == "cpu"
         mode = "train" if config.stage == "fit" else "inference"
         step_config = StepConfig(mode, precision, micro_batches=min(PEAK_MICRO_BATCHES, config.micro_batches(1)))
         deadline = time.monotonic() + seconds
@@ -147,6 +148,7 @@ def predict_batch_size(
                 loss=lambda loss, batch: loss,
                 optimizer=lambda parameters: step.optimizer,
                 zero_grad_after_loss=True,
+                sums_in_place=on_host,
             )
             return record_step(workload, step_config, device.compute_capability, batch_size, None)
 
@@ -162,8 +164,8 @@ def predict_batch_size(
             return future
 
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
-        probe = SimulatedProbe(TraceSource(submit, [None]), memory, AllocatorSettings.from_environment())
-        on_host = trainer.strategy.root_device.type == "cpu"
+        traces = TraceSource(submit, [None], reduces_on=NO_SCRATCH if on_host else device.reduces_on)
+        probe = SimulatedProbe(traces, memory, AllocatorSettings.from_environment())
         predicted = Prediction(largest_on_host(probe)) if on_host else largest_on_gpu(probe, cap)
     except Exception as error:
         reason = f"{error}" if isinstance(error, NotRecordable) else f"{type(error).__name__}: {error}"
@@ -197,9 +199,11 @@ def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, 
     if device.type == "cuda":
         nvidia = torch.version.hip is None
         capability = torch.cuda.get_device_capability(device) if nvidia else DEFAULT_COMPUTE_CAPABILITY
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     else:
-        capability = _NO_FUSED_ATTENTION
-    return Device(memory.name, max(usable, memory.total_bytes), usable, capability)
+        capability, multiprocessors = _NO_FUSED_ATTENTION, 0
+    total = max(usable, memory.total_bytes)
+    return Device(memory.name, total, usable, capability, multiprocessors=multiprocessors)
 
 
 def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> Prediction:

@@ -30,6 +30,7 @@ class GpuFacts:
     free_bytes: int
     compute_capability: tuple[int, int]
     versions: dict[str, str] = field(default_factory=dict)
+    multiprocessors: int = 0
 
 
 def query_gpu(device: str, child: Child | None = None) -> GpuFacts:

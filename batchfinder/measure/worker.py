@@ -126,6 +126,7 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
         "total_bytes": properties.total_memory,
         "free_bytes": free_bytes,
         "compute_capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count,
         "versions": {"torch": torch.__version__, **{name: found for name, found in toolkit.items() if found}},
     }
 

@@ -163,5 +163,8 @@ def _run(policy: str, operator: Any, *args: Any, **kwargs: Any) -> Any:
             flat = [item for value in args for item in (value if isinstance(value, (list, tuple)) else [value])]
             if any(_eligible(value) and value.dtype is torch.float32 for value in flat):
                 dtype = torch.float32
-        cast = {name: _cast(value, dtype) for name, value in kwargs.items()}
-        return operator(*(_cast(value, dtype) for value in args), **cast)
+        # C++ computes the arguments of a call from right to left.
+        names = reversed(kwargs)
+        cast = {name: _cast(kwargs[name], dtype) for name in names}
+        values = [_cast(value, dtype) for value in reversed(args)]
+        return operator(*reversed(values), **cast)

@@ -303,12 +303,26 @@ def register() -> torch.device:
     library = Library("aten", "IMPL", "PrivateUse1")
     for name in ONE_KERNEL_ON_CUDA:
         library.impl(name, never_called)
-    _DEVICE_MODULE.kernels = library  # the registrations last as long as this does
+    both = [Library("aten", "IMPL", key) for key in ("AutogradPrivateUse1", "PrivateUse1")]
+    for each, name in itertools.product(both, ("softmax", "log_softmax")):
+        each.impl(f"{name}.int", functools.partial(_softmax, getattr(torch.ops.aten, f"_{name}").default))
+    _DEVICE_MODULE.kernels = [library, *both]  # the registrations last as long as this does
     # Optimizers choose their foreach variants by the exact type of the parameters: let them take fake ones too.
     for types in (_foreach_utils._foreach_supported_types, torch_optimizer._foreach_supported_types):
         if FakeTensor not in types:
             types.append(FakeTensor)
     return torch.device(DEVICE_TYPE, 0)
+
+
+def _softmax(kernel: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """CUDA's kernel reads fp16 and writes fp32 in one; all other types are converted first.
+
+    Source: `softmax` and `log_softmax` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/SoftMax.cpp.
+    """
+    at_once = x.dtype is torch.float16 and dtype is torch.float32
+    output: torch.Tensor = kernel(x if at_once or dtype is None else x.to(dtype), dim, at_once)
+    return output
 
 
 def disable_cuda() -> None:

@@ -29,19 +29,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
 from torch.utils import _pytree as pytree
 
-from batchfinder.devices import find_gpu
+from batchfinder.devices import resident_threads, typical_gpu
 from batchfinder.errors import MissingExtra, RecordingFailed
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
-from batchfinder.recording.user_kernels import TYPICAL_CARDS
 
 LEAST_CAPABILITY = (7, 0)
 """Triton's oldest cards: `GPUTooOldForTriton` in
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_inductor/scheduler.py."""
-
-_RESIDENT_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-"""Per multiprocessor, where not 2048: "Technical Specifications per Compute Capability" in
-https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities."""
 
 _CUDA = torch.device("cuda", 0)
 _CUDA_TYPE, _META_TYPE = 1, 14  # c10::DeviceType::CUDA and Meta
@@ -272,15 +267,14 @@ class InductorForCard:
 
 def _properties_of(capability: tuple[int, int]) -> SimpleNamespace:
     """What `torch.cuda.get_device_properties` says of the typical card of a compute capability."""
-    known = [each for each in TYPICAL_CARDS if each <= capability]
-    card = find_gpu(TYPICAL_CARDS[max(known)])
+    card = typical_gpu(capability)
     return SimpleNamespace(
         name=card.name,
         gcnArchName=card.name,
         major=capability[0],
         minor=capability[1],
         multi_processor_count=card.multiprocessors,
-        max_threads_per_multi_processor=_RESIDENT_THREADS.get(capability, 2048),
+        max_threads_per_multi_processor=resident_threads(capability),
         max_threads_per_block=1024,
         regs_per_multiprocessor=65536,
         warp_size=32,

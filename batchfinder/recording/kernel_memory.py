@@ -11,6 +11,7 @@ Tensors of attention are (batch, heads, tokens, head size), as the operators tak
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Callable
@@ -122,11 +123,31 @@ def _block_diag(matrices: list[torch.Tensor]) -> torch.Tensor:
     return matrices[0].new_zeros((sum(rows for rows, _ in shapes), sum(columns for _, columns in shapes)), dtype=dtype)
 
 
+def _in_memory_of_elements(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> torch.Tensor:
+    """A loss of two tensors; the mean or sum keeps the memory of the losses of all elements, to which it was resized.
+
+    Source: `mse_loss_out` in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Loss.cpp, whose
+    output is allocated for the elements by `TORCH_META_FUNC(mse_loss)`.
+    """
+    shape = torch.broadcast_shapes(first.shape, second.shape)
+    elements = first.new_empty(shape, dtype=torch.promote_types(first.dtype, second.dtype))
+    return elements if reduction == 0 else elements.as_strided((), ())
+
+
+def _bce_with_logits(
+    logits: torch.Tensor, target: torch.Tensor, weight: Any = None, positive: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    return torch.empty_like(logits) if reduction == 0 else logits.new_empty(())
+
+
 # Operators that have no fake kernel, or one that leaves out memory or types, with what makes their outputs instead.
 # `rnn.register` adds cuDNN's.
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.block_diag.default: _block_diag,
+    aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
+    aten.mse_loss.default: _in_memory_of_elements,
+    aten.smooth_l1_loss.default: _in_memory_of_elements,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_: torch.empty_like(log_probs),
     aten._pin_memory.default: lambda tensor, *_: torch.empty_like(tensor),  # the host's memory
@@ -165,15 +186,14 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> list[int]:
-    """The softmax itself, and which scores and which rows are masked: the output is chosen from them.
+    """Which scores and which rows are masked: these rows are filled in the softmax itself.
 
     Source: `_safe_softmax` in
     https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/attention.cpp.
     """
     if scores.numel() == 0:
         return []
-    size = (dtype or scores.dtype).itemsize
-    return [size * scores.numel(), scores.numel(), scores.numel() // scores.size(dim)]
+    return [scores.numel(), scores.numel() // scores.size(dim)]
 
 
 def _softmax_backward(grad: torch.Tensor, output: torch.Tensor, *_: Any) -> list[int]:
@@ -194,11 +214,63 @@ def _contiguous_copies(*tensors: torch.Tensor) -> list[int]:
     return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
 
 
+def _of_elements(first: torch.Tensor, second: torch.Tensor, reduction: int = 1, *_: Any) -> list[int]:
+    """The losses of all elements, of which the mean or sum is made."""
+    elements = torch.broadcast_shapes(first.shape, second.shape).numel()
+    return [elements * torch.promote_types(first.dtype, second.dtype).itemsize] if reduction else []
+
+
+def _bce_with_logits_bytes(
+    logits: torch.Tensor, target: torch.Tensor, weight: Any = None, positive: Any = None, reduction: int = 1
+) -> list[int]:
+    """The losses of all elements, and their first part.
+
+    Source: `binary_cross_entropy_with_logits` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/Loss.cpp.
+    """
+    return [logits.nbytes] * (2 if reduction else 1)
+
+
+def _logsumexp(x: torch.Tensor, dims: list[int], keep: bool = False) -> list[int]:
+    """The maxima, the exponentials and their sums.
+
+    Source: `logsumexp_out_impl` in https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/ReduceOps.cpp.
+    """
+    rows = x.nbytes // math.prod(x.size(dim) for dim in dims or range(x.dim())) if x.numel() else 0
+    return [rows, x.nbytes, rows]
+
+
+def _group_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    samples: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    needed: list[bool],
+) -> list[int]:
+    """Two sums for each sample and channel, and two for each sample and group, in fp32.
+
+    Source: `GroupNormBackwardKernelImplInternal` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cuda/group_norm_kernel.cu.
+    """
+    return [_FP32 * samples * channels] * 2 + [_FP32 * samples * groups] * 2
+
+
 # `sdpa.register` adds the simulated GPU's attention kernels, `rnn.register` cuDNN's, and `operands.register` what
 # cuBLAS, cuDNN's convolutions and cuFFT take.
 SCRATCH: dict[Any, Scratch] = {
     aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
+    aten.binary_cross_entropy_with_logits.default: _bce_with_logits_bytes,
+    aten.huber_loss.default: _of_elements,
+    aten.logsumexp.default: _logsumexp,
+    aten.mse_loss.default: _of_elements,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.smooth_l1_loss.default: _of_elements,
     aten.native_layer_norm.default: lambda x, *_: _contiguous_copies(x),
     aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),
     aten._fused_rms_norm.default: lambda x, *_: _contiguous_copies(x),
@@ -206,6 +278,17 @@ SCRATCH: dict[Any, Scratch] = {
     # The betas, which are as large as the alphas.
     aten._ctc_loss_backward.Tensor: lambda *args: [args[6].nbytes],
 }
+
+
+# Operators that take their scratch before their outputs: copies of what is not contiguous.
+SCRATCH_FIRST = frozenset(
+    {
+        aten.native_layer_norm.default,
+        aten.native_layer_norm_backward.default,
+        aten._fused_rms_norm.default,
+        aten._fused_rms_norm_backward.default,
+    }
+)
 
 
 def flash_backward_bytes(

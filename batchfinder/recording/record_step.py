@@ -62,7 +62,7 @@ def record_step(
         on_operator: called with each operator's name before it runs.
 
     Returns:
-        The trace, sizes in bytes as they were asked for.
+        The trace, sizes in bytes as they were asked for; what reductions allocate is still to be added, by `Trace.on`.
 
     Raises:
         MissingExtra: the model is compiled, and Triton is not installed.
@@ -188,7 +188,8 @@ def record_step(
         for other, different in recording.alike.items()
         if other in sdpa.same_kernels and not compiled and not graphs and not user_kernels.depends_on_card()
     }
-    trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops, alike)
+    reductions = tuple(recording.reductions)
+    trace = Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, graphs > 0, flops, alike, reductions)
     # DDP's reducer reads what tensors hold, and so does not run here: its buckets are added.
     return add_blocks(trace, buckets_of(trace)) if config.strategy in ("ddp", "zero1") else trace
 

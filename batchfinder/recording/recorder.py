@@ -21,11 +21,19 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.recording import fake_values, kernel_memory, operands, user_kernels
 from batchfinder.recording.fake_device import DEVICE_TYPE, Stream, clock, current_stream, parts_of
 from batchfinder.recording.kernel_memory import aten
+from batchfinder.recording.reductions import reductions_of
 from batchfinder.recording.value_reads import is_asserted, plausible_scalar
+from batchfinder.simulator.reductions import Reduction, Scratch
 from batchfinder.simulator.trace import StageMark, TraceStructure, tensor_in_words
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+# Operators of derivatives, by what is in the name of their nodes.
+_DERIVES_IN_PLACE = {
+    aten.scatter.src: "",
+    aten.sub.Tensor: "BinaryCrossEntropyWithLogits",
+    aten.mul.Tensor: "BinaryCrossEntropyWithLogits",
+}
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # what calls the autograd engine, in torch 2.13
 
 
@@ -44,7 +52,7 @@ def _scratch_sizes(scratch: kernel_memory.Scratch, args: tuple[Any, ...], kwargs
 
 
 def sums_gradients_in_place(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an addition is the autograd engine's, which a GPU does in the memory of its first gradient.
+    """Whether an addition is the autograd engine's, to be done in the memory of its first gradient.
 
     A tensor that several operators have read gets a gradient from each. The engine adds the second to the first in
     place, where nothing else has that or shares its memory; of fake tensors it always makes a new one. It is told from
@@ -70,13 +78,19 @@ def sums_gradients_in_place(func: Any, args: tuple[Any, ...]) -> bool:
     )
 
 
-def scatters_in_place(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a derivative puts gradients in their places among zeros: that of `sort`, `topk`, `max` along a dimension.
+def derives_in_place(func: Any) -> bool:
+    """Whether a derivative goes on in the tensor that it has just made, where it makes another one of fake tensors.
 
-    It does so in place, but makes another tensor of fake ones. Source: `value_selecting_reduction_backward_symint` in
-    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/ReduceOps.cpp.
+    That of `sort`, `topk` and `max` along a dimension puts gradients in their places among zeros, and that of binary
+    cross-entropy subtracts the target from the sigmoid. Sources: `value_selecting_reduction_backward_symint` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/ReduceOps.cpp, and
+    `binary_cross_entropy_with_logits_backward` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/FunctionsManual.cpp.
     """
-    return func is aten.scatter.src and not torch.is_grad_enabled() and _called_by_engine()
+    if func not in _DERIVES_IN_PLACE or torch.is_grad_enabled() or not _called_by_engine():
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and _DERIVES_IN_PLACE[func] in node.name()
 
 
 def _called_by_engine() -> bool:
@@ -97,7 +111,7 @@ class AllocationRecorder(TorchDispatchMode):
         capability: the simulated GPU's compute capability, for the kernels' own memory.
         module: names the module at work.
         on_operator: called with each operator's name before it runs.
-        sums_in_place: whether autograd sums gradients as `sums_gradients_in_place` says, or makes a new tensor of each.
+        sums_in_place: whether autograd sums gradients as `sums_gradients_in_place` says, or anew each time.
         others: compute capabilities on which the recording may turn out to be the same.
 
     Attributes:
@@ -105,6 +119,7 @@ class AllocationRecorder(TorchDispatchMode):
         paused: while not 0, what runs takes no memory on a GPU: PyTorch works out shapes.
         alike: for each other compute capability, the size there of each block that differs, by the block. One whose
             kernels take another number of blocks is dropped.
+        reductions: as of a `Trace`.
     """
 
     # Else PyTorch would say of `flex_attention` that it knows no rule for this class.
@@ -115,7 +130,7 @@ class AllocationRecorder(TorchDispatchMode):
         capability: tuple[int, int],
         module: Callable[[], str],
         on_operator: Callable[[str], None] = lambda name: None,
-        sums_in_place: bool = True,
+        sums_in_place: bool = False,
         others: Iterable[tuple[int, int]] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -145,6 +160,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._pending: dict[int, int] = {}  # those that are released, and the clock's moment then
         self._free_completed: list[tuple[int, int]] = []
         self._shapes: list[tuple[torch.dtype, tuple[int, ...]] | None] = []
+        self.reductions: list[tuple[int, Reduction]] = []
         self.unmodelled: dict[str, None] = {}
         self.flops = 0
         self.values = fake_values.KnownValues()
@@ -302,16 +318,9 @@ class AllocationRecorder(TorchDispatchMode):
         if kernel_memory.only_writes(func, args):
             self.values.forget(func, args, kwargs)
             return None
-        if (self._sums_in_place and sums_gradients_in_place(func, args)) or scatters_in_place(func, args):
+        if (self._sums_in_place and sums_gradients_in_place(func, args)) or derives_in_place(func):
             self.values.forget(func, args, kwargs)
             return args[0]
-        if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
-            in_backward = torch._C._current_autograd_node() is not None
-            if in_backward not in self._workspaces:
-                self._workspaces.add(in_backward)
-                block = self._allocate(self._workspace_bytes, name, "workspace")
-                for other, sizes in self.alike.items():
-                    sizes[block] = kernel_memory.cublas_workspace_bytes(other)
         of_values = fake_values.output_of_values(func, args, kwargs, self.values)
         if of_values is not None:
             output, known_values, places = of_values
@@ -323,9 +332,22 @@ class AllocationRecorder(TorchDispatchMode):
             output = self._run_custom(func, name, args, kwargs)
         else:
             output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
-        for tensor in (output,) if isinstance(output, torch.Tensor) else pytree.tree_leaves(output):
+        scratch = kernel_memory.SCRATCH.get(func)
+        sizes = [] if scratch is None else scratch(*args, **kwargs)
+        blocks: list[int] = []
+        if func in kernel_memory.SCRATCH_FIRST:
+            blocks = [self._allocate(size, name, "temporary") for size in sizes]
+        made = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+        for tensor in reversed(made) if func is aten.native_dropout.default else made:  # the mask comes first
             if isinstance(tensor, torch.Tensor):
                 self._note_storage(tensor, func, name, args)
+        if func in kernel_memory.MATRIX_PRODUCTS and args[0].device.type == DEVICE_TYPE:
+            in_backward = torch._C._current_autograd_node() is not None
+            if in_backward not in self._workspaces:
+                self._workspaces.add(in_backward)
+                block = self._allocate(self._workspace_bytes, name, "workspace")
+                for other, different in self.alike.items():
+                    different[block] = kernel_memory.cublas_workspace_bytes(other)
         self.values.follow(func, args, kwargs, output)
         self.flops += kernel_memory.product_flops(func, args, kwargs, output)
         written = args[0] if func._schema.is_mutable and args else None
@@ -337,9 +359,9 @@ class AllocationRecorder(TorchDispatchMode):
                 self._constants[block] = 0.0
             elif func is aten.fill_.Scalar and isinstance(args[1], (bool, int, float)):
                 self._constants[block] = float(args[1])
-        scratch = kernel_memory.SCRATCH.get(func)
         if scratch is not None:
-            blocks = [self._allocate(size, name, "temporary") for size in scratch(*args, **kwargs)]
+            if func not in kernel_memory.SCRATCH_FIRST:
+                blocks = [self._allocate(size, name, "temporary") for size in sizes]
             self.order.extend(~block for block in reversed(blocks))
             for other in list(self.alike):
                 on_other = self._scratch_on[other].get(func, scratch)
@@ -348,6 +370,10 @@ class AllocationRecorder(TorchDispatchMode):
                     del self.alike[other]
                 elif taken is not None:  # what is not allocated there takes nothing
                     self.alike[other].update(itertools.zip_longest(blocks, taken, fillvalue=0))
+        for reduction in reductions_of(func, args, kwargs):
+            own = [self._allocate(0, name, "temporary") for _ in Scratch._fields]
+            self.reductions.append((own[0], reduction))
+            self.order.extend(~block for block in reversed(own))
         return output
 
     def _run_on_shards(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -382,6 +408,7 @@ class AllocationRecorder(TorchDispatchMode):
                 for column in (self.sizes, self.operators, self.modules, self.kinds, self.streams, self._shapes):
                     del column[first:]
                 self._workspaces = workspaces
+                self.reductions = [(block, reduction) for block, reduction in self.reductions if block < first]
                 self.alike = {
                     other: {block: size for block, size in sizes.items() if block < first}
                     for other, sizes in self.alike.items()

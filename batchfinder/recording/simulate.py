@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.data.longest_samples import UnreadableData, batches_of
 from batchfinder.data.sequence_dim import SequenceDims, find_sequence
-from batchfinder.devices import Card, Device, device_for, find_gpu
+from batchfinder.devices import Card, Device, Multiprocessors, device_for, find_gpu
 from batchfinder.errors import InvalidValue, OutOfMemory, RecordingFailed
 from batchfinder.memory_use.breakdown import OverTime, bytes_over_time
 from batchfinder.models.build import build_workload, run_user_code, workload_from_object
@@ -98,7 +98,7 @@ class SimulatedTraining:
         device = device.among_others(recordings.communicators)
         self.gpu, self.seq_len, self.usable_bytes = device.name, seq_len, device.usable_bytes
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
-        source = recordings.source(device.compute_capability, seq_len)
+        source = recordings.source(device, seq_len)
         self._probe = SimulatedProbe(source, memory, AllocatorSettings.from_environment())
         confirm = recordings.confirm
         self.result: SearchResult = search_simulated(self._probe, Shape(seq_len), max_batch_size, confirm=confirm)
@@ -208,10 +208,12 @@ class _Recordings:
     ) -> None:
         self._make, self.name, self._how, self._seconds, self.confirm = make, name, how, seconds, confirm
         self.communicators, self._is_built = communicators, is_built
-        self._sources: dict[tuple[tuple[int, int], int | None], TraceSource] = {}
+        self._sources: dict[tuple[tuple[int, int], Multiprocessors, int | None], TraceSource] = {}
+        self._recorded: dict[tuple[tuple[int, int], int, int | None], Trace] = {}
 
-    def source(self, capability: tuple[int, int], seq_len: int | None) -> TraceSource:
-        """Traces at any batch size on GPUs of a compute capability."""
+    def source(self, device: Device, seq_len: int | None) -> TraceSource:
+        """Traces at any batch size on GPUs of a device's kind."""
+        capability = device.compute_capability
 
         def record(batch_size: int) -> Trace:
             mode = fake_device.FakeDeviceMode(allow_non_fake_inputs=True) if self._is_built else None
@@ -220,19 +222,22 @@ class _Recordings:
             return record_step(workload, self._how, capability, batch_size, seq_len, mode)
 
         def submit(batch_size: int, _: int | None) -> Future[Trace]:
+            size = capability, batch_size, seq_len
             future: Future[Trace] = Future()
             try:
-                recorded = record_in_forks(record, [batch_size], time.monotonic() + self._seconds)
-                future.set_result(recorded[batch_size])
+                if size not in self._recorded:
+                    made = record_in_forks(record, [batch_size], time.monotonic() + self._seconds)
+                    self._recorded[size] = made[batch_size]
+                future.set_result(self._recorded[size])
             except NotRecordable as error:
                 future.set_exception(
                     RecordingFailed(f"{self.name} cannot be recorded at batch size {batch_size}: {error}")
                 )
             return future
 
-        key = capability, seq_len
+        key = capability, device.reduces_on, seq_len
         if key not in self._sources:
-            self._sources[key] = TraceSource(submit, [seq_len])
+            self._sources[key] = TraceSource(submit, [seq_len], reduces_on=device.reduces_on)
         return self._sources[key]
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from batchfinder.cuda_stub import StubCard
-from batchfinder.devices import Device
+from batchfinder.devices import Device, Multiprocessors
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
 from batchfinder.results import Measurement, SearchResult, Shape
@@ -30,7 +30,7 @@ from batchfinder.search import (
 )
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
-from batchfinder.simulator.scaling import TraceSource, between_gpus
+from batchfinder.simulator.scaling import NO_SCRATCH, TraceSource, between_gpus
 from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
 from batchfinder.stub_cards import card_of_device, open_session
@@ -241,7 +241,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         self._recorder = RecordingClient(spec, recorder=recorder) if isinstance(recorder, str) else recorder
         self.recorder = self._recorder.recorder
         self.facts = self._recorder.facts  # of the workload that the process was opened with
-        self._sources: dict[tuple[tuple[int, int], str], TraceSource] = {}
+        self._sources: dict[tuple[tuple[int, int], Multiprocessors, str], TraceSource] = {}
         self._recorded: dict[tuple[int, int | None], list[Future[Trace]]] = {}
         self._on_others: dict[tuple[int, int | None, tuple[tuple[int, int], ...]], Future[Trace]] = {}
         self._ends: tuple[Simulation, ...] = ()
@@ -273,13 +273,23 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
             simulation._ends = ends[0], ends[-1]
         return found
 
-    def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None], card: str = "") -> TraceSource:
-        """The step's traces on GPUs of one compute capability, at these lengths and any others.
+    def source(
+        self,
+        capability: tuple[int, int],
+        seq_lens: Iterable[int | None],
+        reduces_on: Multiprocessors = NO_SCRATCH,
+        card: str = "",
+    ) -> TraceSource:
+        """The step's traces on one kind of GPU, at these lengths and any others.
 
-        What was recorded for one capability serves the others on which the kernels are the same, but for their sizes.
-        PyTorch's CUDA build is told more of the card, in the words of `StubCard.setting`.
+        What was recorded for one compute capability serves the others on which the kernels are the same, but for their
+        sizes.
+
+        Args:
+            reduces_on: `Device.reduces_on`; `NO_SCRATCH` for a PyTorch whose reductions allocate nothing.
+            card: what PyTorch's CUDA build is told of the card, in the words of `StubCard.setting`.
         """
-        kind = capability, card
+        kind = capability, reduces_on, card
         if kind not in self._sources:
             ends = [(end.how.gpus, end.source(capability, seq_lens)) for end in self._ends]
 
@@ -305,7 +315,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
 
             compiled = self.spec.arguments.get("compile") is not None
             # Kernels' scratch memory, which the CUDA build records as well, goes up in steps.
-            self._sources[kind] = TraceSource(submit, seq_lens, compiled, scales=self.recorder == FAKE_DEVICE)
+            scales = self.recorder == FAKE_DEVICE
+            self._sources[kind] = TraceSource(submit, seq_lens, compiled, scales, reduces_on)
         return self._sources[kind]
 
     def _on_other(self, trace: Trace, capability: tuple[int, int]) -> Future[Trace]:
@@ -334,7 +345,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         if self.recorder == CUDA_BUILD:
             whole = replace(card_of_device(device), name="", total_bytes=_STUB_BYTES, context_bytes=0, held_bytes=0)
             card = whole.setting
-        return SimulatedProbe(self.source(device.compute_capability, seq_lens, card), memory, allocator, unmodelled)
+        source = self.source(device.compute_capability, seq_lens, device.reduces_on, card)
+        return SimulatedProbe(source, memory, allocator, unmodelled)
 
 
 def search_simulated(

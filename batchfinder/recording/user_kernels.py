@@ -26,7 +26,7 @@ from torch import nn
 from torch._library import custom_ops
 from torch._subclasses.fake_tensor import FakeTensor
 
-from batchfinder.devices import find_gpu
+from batchfinder.devices import typical_gpu
 from batchfinder.errors import RecordingFailed
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.training.child_process import line_of_user
@@ -34,20 +34,6 @@ from batchfinder.training.child_process import line_of_user
 # What launches a kernel, by Triton's modules: the `run` of each is what `kernel[grid](...)` ends in. The same since
 # Triton 2.1, https://github.com/triton-lang/triton/blob/v3.4.0/python/triton/runtime/jit.py and autotuner.py.
 _LAUNCHERS = {"triton.runtime.jit": ("JITFunction",), "triton.runtime.autotuner": ("Autotuner", "Heuristics")}
-
-TYPICAL_CARDS = {
-    (7, 0): "V100 16GB",
-    (7, 5): "T4",
-    (8, 0): "A100 80GB",
-    (8, 6): "RTX 3090",
-    (8, 9): "RTX 4090",
-    (9, 0): "H100 80GB",
-    (10, 0): "B200",
-    (10, 3): "B300",
-    (12, 0): "RTX 5090",
-}
-"""A recording is for all cards of a compute capability. What Inductor and libraries of kernels decide by the number of
-multiprocessors, buffers of a few MB, is that of this card of the catalog."""
 
 _ENOUGH_CHUNKS = 2
 
@@ -127,7 +113,7 @@ def register(capability: tuple[int, int]) -> None:
     FakeTensor.device = property(device)  # type: ignore[assignment, method-assign]
     FakeTensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
 
-    count = find_gpu(TYPICAL_CARDS.get(capability, TYPICAL_CARDS[8, 0])).multiprocessors
+    count = typical_gpu(capability).multiprocessors
     properties = SimpleNamespace(
         name="simulated", major=capability[0], minor=capability[1], multi_processor_count=count, warp_size=32
     )

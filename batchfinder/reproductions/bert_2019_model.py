@@ -211,4 +211,4 @@ def build(head: str, size: str) -> Workload:
         return (torch.zeros(batch_size, seq_len or _POSITIONS, dtype=torch.long),)
 
     model = _BertWithHead(_SIZES[size], _PRETRAINING[head]).eval()
-    return Workload(model, token_ids, max_seq_len=_POSITIONS, sums_in_place=False)
+    return Workload(model, token_ids, max_seq_len=_POSITIONS)

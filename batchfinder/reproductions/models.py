@@ -55,7 +55,7 @@ def build_multimodal_bert() -> Workload:
             "labels": torch.randint(CLASSES, (batch_size,)),
         }
 
-    return Workload(MultimodalBert(text), make_batch, max_seq_len=config.max_position_embeddings, sums_in_place=False)
+    return Workload(MultimodalBert(text), make_batch, max_seq_len=config.max_position_embeddings)
 
 
 WORDS, EMBEDDING, HIDDEN = 30000, 500, 1000
@@ -177,4 +177,4 @@ def build_seq2seq() -> Workload:
         summed = nn.functional.cross_entropy(logits.view(-1, WORDS), target.reshape(-1), reduction="sum")
         return summed / target.size(0)
 
-    return Workload(Seq2Seq(), make_batch, loss=loss, optimizer=_Adam, sums_in_place=False)
+    return Workload(Seq2Seq(), make_batch, loss=loss, optimizer=_Adam)

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, combinations_with_replacement
 from typing import Any
 
+from batchfinder.devices import Multiprocessors
 from batchfinder.errors import RecordingFailed
+from batchfinder.simulator.reductions import Reduction, Scratch
 from batchfinder.simulator.trace import Trace, TraceStructure
 
 _PADDINGS = (8, 32, 64, 128)
@@ -59,7 +61,39 @@ class Line:
         return max(0, low + (high - low) * (batch_size * seq_len - start) // (end - start))
 
 
-Polynomial = tuple[Term | Line, ...]
+Polynomial = tuple["Term | Line | ScratchTerm", ...]
+
+
+def _at(polynomial: Polynomial, batch_size: int, seq_len: int) -> int:
+    return sum(term(batch_size, seq_len) for term in polynomial)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledReduction:
+    """A reduction at every size: one polynomial for each dimension's size, each stride and the offset."""
+
+    like: Reduction
+    shape: tuple[Polynomial, ...]
+    strides: tuple[Polynomial, ...]
+    offset: Polynomial
+
+    def at(self, batch_size: int, seq_len: int) -> Reduction:
+        size = batch_size, seq_len
+        shape, strides = (tuple([_at(each, *size) for each in all_]) for all_ in (self.shape, self.strides))
+        return replace(self.like, shape=shape, strides=strides, offset=_at(self.offset, *size))
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchTerm:
+    """One of the blocks that a reduction allocates on a card, `number` among the fields of its `Scratch`."""
+
+    reduction: ScaledReduction
+    number: int
+    card: Multiprocessors
+
+    def __call__(self, batch_size: int, seq_len: int) -> int:
+        return self.reduction.at(batch_size, seq_len).scratch(self.card)[self.number]
+
 
 # The terms without their coefficients, simplest first: plain lengths before padded ones, low powers first.
 _PADDED = [paddings for n in (1, 2) for paddings in combinations_with_replacement((1, *_PADDINGS), n)]
@@ -76,7 +110,8 @@ class ScaledTrace:
     The events are the same at every size; `index` says for each block which of the `polynomials` gives its bytes.
 
     Attributes:
-        replays: what was replayed of it, for `TraceSource.replays`.
+        reductions: as of a `Trace`.
+        replays: what was replayed of it on each kind of card, for `TraceSource.replays`.
         checked: the sizes at which a recording was the same, (batch size, tokens).
     """
 
@@ -85,14 +120,31 @@ class ScaledTrace:
     index: tuple[int, ...]
     unmodelled: tuple[str, ...]
     compiled: bool = False
-    replays: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    reductions: tuple[tuple[int, ScaledReduction], ...] = ()
+    replays: dict[Multiprocessors, dict[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
     checked: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
 
     def at(self, batch_size: int, seq_len: int | None) -> Trace:
         length = seq_len or 1
-        values = [sum(term(batch_size, length) for term in polynomial) for polynomial in self.polynomials]
-        sizes = tuple([values[i] for i in self.index])
-        return Trace(batch_size, seq_len, self.structure, sizes, self.unmodelled, compiled=self.compiled)
+        values = [_at(polynomial, batch_size, length) for polynomial in self.polynomials]
+        kinds = {scaled: scaled.at(batch_size, length) for scaled in {scaled for _, scaled in self.reductions}}
+        return Trace(
+            batch_size,
+            seq_len,
+            self.structure,
+            tuple([values[i] for i in self.index]),
+            self.unmodelled,
+            compiled=self.compiled,
+            reductions=tuple([(block, kinds[scaled]) for block, scaled in self.reductions]),
+        )
+
+    def on(self, card: Multiprocessors) -> dict[int, Polynomial]:
+        """What gives the bytes of each block on a card."""
+        bytes_of = dict(enumerate(self.polynomials[i] for i in self.index))
+        for block, reduction in self.reductions:
+            for number in range(len(Scratch._fields)):
+                bytes_of[block + number] = (ScratchTerm(reduction, number, card),)
+        return bytes_of
 
 
 def fit(
@@ -115,23 +167,57 @@ def fit(
         return None
     points = [(trace.batch_size, trace.seq_len or 1) for trace in traces]
     lengths = sorted({seq_len or 1 for seq_len in seq_lens})
+    asked = [(size, length) for length in lengths for size in batch_sizes]
+
+    def fitted(values: tuple[int, ...]) -> Polynomial | None:
+        polynomial = _polynomial(values, points, asked)
+        if polynomial is None and traces[0].compiled:
+            (first, low), (second, high) = list(zip(points, values, strict=True))[:2]
+            polynomial = (Line((first[0] * first[1], low), (second[0] * second[1], high)),)
+        return polynomial
+
     polynomials: dict[tuple[int, ...], int] = {}
     found: list[Polynomial] = []
     index: list[int] = []
     for sizes in zip(*(trace.sizes for trace in traces), strict=True):
         if sizes not in polynomials:
-            polynomial = _polynomial(sizes, points, [(size, length) for length in lengths for size in batch_sizes])
-            if polynomial is None and traces[0].compiled:
-                (first, low), (second, high) = list(zip(points, sizes, strict=True))[:2]
-                polynomial = (Line((first[0] * first[1], low), (second[0] * second[1], high)),)
+            polynomial = fitted(sizes)
             if polynomial is None:
                 return None
             polynomials[sizes] = len(found)
             found.append(polynomial)
         index.append(polynomials[sizes])
+    reductions = _scaled_reductions([trace.reductions for trace in traces], fitted)
+    if reductions is None:
+        return None
     unmodelled = tuple(dict.fromkeys(text for trace in traces for text in trace.unmodelled))
     checked = [(batch_size, batch_size * length) for batch_size, length in points]
-    return ScaledTrace(structure, tuple(found), tuple(index), unmodelled, traces[0].compiled, checked=checked)
+    compiled = traces[0].compiled
+    return ScaledTrace(structure, tuple(found), tuple(index), unmodelled, compiled, reductions, checked=checked)
+
+
+def _scaled_reductions(
+    recorded: Sequence[tuple[tuple[int, Reduction], ...]], fitted: Callable[[tuple[int, ...]], Polynomial | None]
+) -> tuple[tuple[int, ScaledReduction], ...] | None:
+    """The reductions of several recordings as one; None where they are of other kinds, or a figure is not `fitted`."""
+    if any([block for block, _ in each] != [block for block, _ in recorded[0]] for each in recorded):
+        return None
+    known: dict[tuple[Reduction, ...], ScaledReduction] = {}
+    scaled = []
+    for same in zip(*recorded, strict=True):
+        kinds = tuple(reduction for _, reduction in same)
+        if kinds not in known:
+            alike = {(len(kind.shape), replace(kind, shape=(), strides=(), offset=0)) for kind in kinds}
+            if len(alike) > 1:
+                return None
+            figures = zip(*((*kind.shape, *kind.strides, kind.offset) for kind in kinds), strict=True)
+            found = [polynomial for values in figures if (polynomial := fitted(values)) is not None]
+            dims = len(kinds[0].shape)
+            if len(found) < 2 * dims + 1:
+                return None
+            known[kinds] = ScaledReduction(kinds[0], tuple(found[:dims]), tuple(found[dims:-1]), found[-1])
+        scaled.append((same[0][0], known[kinds]))
+    return tuple(scaled)
 
 
 def _polynomial(
@@ -183,7 +269,7 @@ def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) 
         the numbers are no multiples of each other.
     """
     (few, first), (many, last) = fewest, most
-    if gpus % few or many % gpus or first.structure != last.structure:
+    if gpus % few or many % gpus or (first.structure, first.reductions) != (last.structure, last.reductions):
         return None
     sizes = []
     for size, smaller in zip(first.sizes, last.sizes, strict=True):
@@ -219,6 +305,8 @@ def _not_here(batch_size: int, seq_len: int | None) -> Future[Trace]:
 
 Submit = Callable[[int, int | None], "Future[Trace]"]
 
+NO_SCRATCH = Multiprocessors(0, 0)
+
 # Two primes that are unlikely as a model's own dimensions, and one more for sums of two terms. A batch of one is never
 # fitted: dimensions of size one make some copies unnecessary, so its events differ.
 _BATCH_SIZES = (7, 13, 11)
@@ -248,15 +336,22 @@ class TraceSource:
         seq_lens: the lengths that will be asked for; others are taken in as they come.
         compiled: whether the step is known to be compiled; its recordings say so too.
         scales: whether sizes may be scaled; else each is recorded itself.
+        reduces_on: what reductions are divided among; `NO_SCRATCH` for a PyTorch in which they allocate nothing.
 
     Attributes:
         unscaled: the sizes that had to be recorded themselves.
     """
 
     def __init__(
-        self, submit: Submit, seq_lens: Iterable[int | None], compiled: bool = False, scales: bool = True
+        self,
+        submit: Submit,
+        seq_lens: Iterable[int | None],
+        compiled: bool = False,
+        scales: bool = True,
+        reduces_on: Multiprocessors = NO_SCRATCH,
     ) -> None:
         self._submit = submit
+        self.reduces_on = reduces_on
         self._compiled = compiled
         self._scales = scales
         self._recorded: dict[tuple[int, int | None], Future[Trace]] = {}
@@ -298,16 +393,16 @@ class TraceSource:
             return self.recorded(batch_size, seq_len)
         scaled = self._scaled_at(seq_len) if batch_size > 1 else None
         if scaled is not None:
-            return scaled.at(batch_size, seq_len)
+            return scaled.at(batch_size, seq_len).on(self.reduces_on)
         if batch_size == 1 and (ones := self._ones_at(seq_len)) is not None:
-            return ones.at(1, seq_len)
+            return ones.at(1, seq_len).on(self.reduces_on)
         if (batch_size, seq_len) not in self.unscaled:
             self.unscaled.append((batch_size, seq_len))
-        recording = self.ask(batch_size, seq_len)
+        self.ask(batch_size, seq_len)
         group = self._ones_group(seq_len) if batch_size == 1 else []
         if group and seq_len == min(group):  # where a single sample is in question, it is at longer lengths as well
             self.ask(1, max(group))
-        return recording.result()
+        return self.recorded(batch_size, seq_len)
 
     def _ones_group(self, seq_len: int | None) -> list[int]:
         """The lengths at which a batch of one is scaled together; empty where it is not."""
@@ -357,14 +452,15 @@ class TraceSource:
     def replays(self, batch_size: int, seq_len: int | None) -> dict[Any, Any]:
         """Where replays at a size may be kept: with the scaled trace, for as long as that is; else for one use."""
         scaled = self._scaled_at(seq_len) if batch_size > 1 else None
-        return {} if scaled is None or scaled.compiled else scaled.replays
+        return {} if scaled is None or scaled.compiled else scaled.replays.setdefault(self.reduces_on, {})
 
     def polynomials_of(self, blocks: Iterable[int], seq_len: int | None) -> list[Polynomial]:
         """What gives the bytes of each of these blocks, where the step is scaled (RuntimeError where it is not)."""
         scaled = self._scaled_at(seq_len)
         if scaled is None:
             raise RuntimeError(f"the step at length {seq_len} is not scaled")
-        return [scaled.polynomials[scaled.index[block]] for block in blocks]
+        bytes_of = scaled.on(self.reduces_on)
+        return [bytes_of[block] for block in blocks]
 
     def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
         """Record the step at the sizes that decide an answer, where it was scaled to them; whether that changes it.
@@ -389,7 +485,7 @@ class TraceSource:
             return False
         if any(size >= batch_size and _ABOUT_AS_MANY * most >= tokens for size, most in scaled.checked):
             return False
-        if _taken(self.recorded(batch_size, seq_len)) == _taken(scaled.at(batch_size, seq_len)):
+        if _taken(self.recorded(batch_size, seq_len)) == _taken(scaled.at(batch_size, seq_len).on(self.reduces_on)):
             scaled.checked.append((batch_size, tokens))
             return False
         self._scaled = {length: None if each is scaled else each for length, each in self._scaled.items()}
@@ -397,11 +493,11 @@ class TraceSource:
 
     def recorded(self, batch_size: int, seq_len: int | None) -> Trace:
         """The step's trace at one size, recorded at that very size."""
-        return self.ask(batch_size, seq_len).result()
+        return self.ask(batch_size, seq_len).result().on(self.reduces_on)
 
     def for_lengths(self, step: int, longest: int) -> LengthTraces:
         """The same step at one batch size and many lengths."""
-        return LengthTraces(self._submit, step, longest)
+        return LengthTraces(self._submit, step, longest, self.reduces_on)
 
     def _fit(self, seq_lens: list[int | None]) -> ScaledTrace | None:
         points = _recording_points(seq_lens, self._compiled)
@@ -445,8 +541,8 @@ class LengthTraces(TraceSource):
         longest: no longer one is recorded.
     """
 
-    def __init__(self, submit: Submit, step: int, longest: int) -> None:
-        super().__init__(submit, ())
+    def __init__(self, submit: Submit, step: int, longest: int, reduces_on: Multiprocessors = NO_SCRATCH) -> None:
+        super().__init__(submit, (), reduces_on=reduces_on)
         self._lengths = [step * times for times in _LENGTHS if step * times <= longest]
         self._steps = [step * times for times in (1, 2, 3, 5, 8)]
         self._fitted: ScaledTrace | None = None
@@ -461,4 +557,4 @@ class LengthTraces(TraceSource):
             self.exact = self._fitted is None
         if self.exact or self._fitted is None:
             return self.recorded(batch_size, seq_len)
-        return self._fitted.at(batch_size, seq_len)
+        return self._fitted.at(batch_size, seq_len).on(self.reduces_on)

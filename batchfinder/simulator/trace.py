@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-SCHEMA = 2
+from batchfinder.devices import Multiprocessors
+from batchfinder.simulator.reductions import Reduction
+
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class Trace:
             recomputed among them, and of a chunked loss two chunks alone; 0 for a trace that was scaled.
         alike: other compute capabilities on which the step is the same, but for the sizes of the blocks given for each,
             as (block, bytes); 0 for what is not allocated there.
+        reductions: those that may allocate scratch memory, each with the first of its blocks, one for each field of a
+            `Scratch`. Their sizes are 0, until `on` gives them a card's.
     """
 
     batch_size: int
@@ -79,6 +84,18 @@ class Trace:
     compiled: bool = False
     flops: int = field(default=0, compare=False)
     alike: Mapping[tuple[int, int], tuple[tuple[int, int], ...]] = field(default_factory=dict, compare=False)
+    reductions: tuple[tuple[int, Reduction], ...] = ()
+
+    def on(self, card: Multiprocessors) -> Trace:
+        """The same on a card, with what reductions allocate there."""
+        if not self.reductions:
+            return self
+        sizes = list(self.sizes)
+        scratch = {reduction: reduction.scratch(card) for reduction in {reduction for _, reduction in self.reductions}}
+        for block, reduction in self.reductions:
+            taken = scratch[reduction]
+            sizes[block : block + len(taken)] = taken
+        return replace(self, sizes=tuple(sizes))
 
     def most_held(self) -> list[int]:
         """The most that blocks hold before the first stage and in each, in bytes as they were asked for."""
@@ -92,6 +109,7 @@ class Trace:
         structure = self.structure
         names = sorted({*structure.operators, *structure.modules, *structure.kinds, *self.shapes})
         index = {name: i for i, name in enumerate(names)}
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(reduction for _, reduction in self.reductions))}
         return {
             "schema": SCHEMA,
             "batch_size": self.batch_size,
@@ -110,6 +128,8 @@ class Trace:
             **({"free_completed": list(map(list, structure.free_completed))} if structure.free_completed else {}),
             "flops": self.flops,
             "alike": [[list(capability), list(sizes)] for capability, sizes in self.alike.items()],
+            "kinds_of_reductions": [asdict(kind) for kind in kinds],
+            "reductions": [[block, kinds[reduction]] for block, reduction in self.reductions],
         }
 
     @classmethod
@@ -118,6 +138,10 @@ class Trace:
         if data.get("schema") != SCHEMA:
             raise ValueError(f"trace of schema {data.get('schema')!r}; this version reads {SCHEMA}")
         names = data["names"]
+        kinds = [
+            Reduction(**{**kind, "shape": tuple(kind["shape"]), "strides": tuple(kind["strides"])})
+            for kind in data["kinds_of_reductions"]
+        ]
         structure = TraceStructure(
             order=tuple(data["order"]),
             marks=tuple(StageMark(*mark) for mark in data["marks"]),
@@ -137,6 +161,7 @@ class Trace:
             compiled=data.get("compiled", False),
             flops=data.get("flops", 0),
             alike={(major, minor): tuple(map(tuple, sizes)) for (major, minor), sizes in data.get("alike", ())},
+            reductions=tuple([(block, kinds[i]) for block, i in data["reductions"]]),
         )
 
 
@@ -218,4 +243,5 @@ def add_blocks(trace: Trace, added: Iterable[AddedBlock]) -> Trace:
         sizes=tuple([sizes[number] for number in before]),
         shapes=merged(trace.shapes, [""] * len(added)) if trace.shapes else (),
         alike={},
+        reductions=tuple([(numbers[block], reduction) for block, reduction in trace.reductions]),
     )

@@ -176,10 +176,10 @@ def run_estimate(request: EstimateRequest, advice: bool, status: Callable[[str],
                 spread = replace(request.options, gpus=card.count, strategy=strategy)
                 if spread.refused_together() is None:
                     recorded = simulation.with_spec(spec, spread.step(request.accumulation))
-                    source = recorded.source(card.device.compute_capability, [seq_len])
-                    asked_of[name] = source.ask(request.batch_size, seq_len)
-            among = card.device.among_others(1)
-            strategies = {name: estimated(recording.result(), among) for name, recording in asked_of.items()}
+                    asked_of[name] = recorded.source(card.device.compute_capability, [seq_len], card.device.reduces_on)
+                    asked_of[name].ask(request.batch_size, seq_len)
+            among, size = card.device.among_others(1), request.batch_size
+            strategies = {name: estimated(source.recorded(size, seq_len), among) for name, source in asked_of.items()}
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer=OWN_OPTIMIZER))
     return EstimateFindings(request, alone, strategies, alternatives, unmodelled, changes)

@@ -138,7 +138,7 @@ def cache_key(cell: Cell, facts: WorkloadFacts, request: SweepRequest) -> CacheK
         headroom_bytes=cell.headroom_bytes,
         source="simulated",
         versions=facts.versions,
-        extra={"capability": device.compute_capability, **options.newer()},
+        extra={"capability": device.compute_capability, "multiprocessors": device.reduces_on.number, **options.newer()},
     )
 
 

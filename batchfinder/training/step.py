@@ -37,8 +37,8 @@ class Workload:
         zero_grad_after_loss: whether the old gradients go between the loss and the backward, as in a Lightning Trainer,
             rather than before the forward: they are there, then, while the forward fills the memory.
         assumptions: what was taken to be so as it was built, in words, for `Trace.unmodelled`.
-        sums_in_place: whether autograd sums the gradients of a tensor in the first one's memory; False for what stands
-            for PyTorch before 2.0, which did not (https://github.com/pytorch/pytorch/pull/88339).
+        sums_in_place: whether autograd sums the gradients of a tensor in the first one's memory, as on a CPU. On CUDA
+            PyTorch 2.0 to 2.9 did (https://github.com/pytorch/pytorch/pull/88339), which this stands for then.
         parallelize: `parallelize(model, mesh)` spreads the model over several GPUs in place, by `fully_shard` and other
             calls of PyTorch; `mesh` is a one-dimensional `DeviceMesh` of them. It is run as it is, and the optimizer is
             made of the parameters that there are after it. A module that it returns is trained in the model's place, as
@@ -54,7 +54,7 @@ class Workload:
     zero_grad_after_loss: bool = False
     casts_weights: bool = True
     assumptions: tuple[str, ...] = ()
-    sums_in_place: bool = True
+    sums_in_place: bool = False
     parallelize: Callable[[nn.Module, Any], Any] | None = None
 
 

@@ -245,7 +245,7 @@ def record(cases: Sequence[Case]) -> Iterable[tuple[Case, Trace | Exception]]:
             futures.append(client.submit(job))
         for case, future in zip(cases, futures, strict=True):
             try:
-                yield case, future.result()
+                yield case, future.result().on(device_for(find_gpu(case.gpu)).reduces_on)
             except Exception as error:
                 yield case, error
 

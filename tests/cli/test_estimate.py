@@ -101,7 +101,7 @@ def test_several_gpus(found: dict[str, Any]) -> None:
     assert found["optimizer_bytes"] / 4 <= strategies[1]["optimizer_bytes"] < found["optimizer_bytes"]
     assert strategies[2]["peak_bytes"] > 4 * BUCKET_ELEMENTS  # DeepSpeed's bucket is as large for a tiny model
     assert strategies[3]["parameters_bytes"] == pytest.approx(found["parameters_bytes"] / 4, abs=16)
-    assert not strategies[0]["fits"]  # the buckets take what one GPU alone had to spare
+    assert strategies[0]["peak_bytes"] >= found["peak_bytes"] + found["parameters_bytes"]  # the buckets
 
 
 def test_no_advice_where_it_fits(found: dict[str, Any]) -> None:

@@ -355,9 +355,9 @@ def test_the_sizes_that_may_be_tried(run: Run) -> None:
     plain = run(*asked).row
     largest = plain["max_batch_size"]
     assert (plain.get("min_batch_size"), plain.get("multiple_of")) == (None, None)
-    row = run(*asked, "--multiple-of", "7", "--min-batch-size", "3", "--target-batch-size", "700").row
-    assert row["max_batch_size"] == largest // 7 * 7 != largest
-    assert (row["min_batch_size"], row["multiple_of"], row["micro_batch_size"] % 7) == (3, 7, 0)
+    row = run(*asked, "--multiple-of", "10", "--min-batch-size", "3", "--target-batch-size", "700").row
+    assert row["max_batch_size"] == largest // 10 * 10 != largest
+    assert (row["min_batch_size"], row["multiple_of"], row["micro_batch_size"] % 10) == (3, 10, 0)
     assert row["micro_batch_size"] * row["accumulation"] == 700
     beyond = run(*asked, "--min-batch-size", str(2 * largest)).row
     assert (beyond["max_batch_size"], beyond["needed_bytes"] > 64 << 20) == (0, True)

@@ -23,8 +23,16 @@ def test_whole_card() -> None:
     whole = device_for(gpu)
     nccl = NVLINK_COMMUNICATOR_BYTES
     assert whole == Device(
-        "V100 16GB", gpu.memory_bytes, gpu.usable_bytes, (7, 0), False, gpu.context_bytes, communicator_bytes=nccl
+        "V100 16GB",
+        gpu.memory_bytes,
+        gpu.usable_bytes,
+        (7, 0),
+        False,
+        gpu.context_bytes,
+        communicator_bytes=nccl,
+        multiprocessors=80,
     )
+    assert whole.reduces_on == (80, 2048)
     assert whole.usable_bytes + whole.context_bytes == whole.total_bytes
 
 

@@ -88,7 +88,7 @@ class MadeUpCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> MadeUpCuda:
     """Under `torch.cuda`, for one test."""
     made = MadeUpCuda()
-    properties = SimpleNamespace(name="made up", total_memory=TOTAL, major=9, minor=0)
+    properties = SimpleNamespace(name="made up", total_memory=TOTAL, major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

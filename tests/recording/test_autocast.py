@@ -69,7 +69,11 @@ def forward_blocks(trace: Trace) -> list[tuple[str, int]]:
     marks = [(mark.step, mark.stage) for mark in trace.structure.marks]
     number = marks.index((0, "forward"))
     start, end = trace.structure.marks[number].position, trace.structure.marks[number + 1].position
-    made = [(trace.structure.operators[i], trace.sizes[i]) for i in trace.structure.order[start:end] if i >= 0]
+    made = [
+        (trace.structure.operators[i], trace.sizes[i])
+        for i in trace.structure.order[start:end]
+        if i >= 0 and trace.sizes[i]
+    ]
     names = [name for name, _ in made]
     last = max(i for i, name in enumerate(names) if name == "aten.mm.default")
     return made[last + 1 :]

@@ -100,12 +100,14 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def perceptron() -> Workload:
     """Three linear layers."""
     model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 5))
-    return Workload(model, lambda b, s: (torch.zeros(b, 20),), optimizer=adamw)
+    return Workload(model, lambda b, s: (torch.zeros(b, 20),), optimizer=adamw, sums_in_place=True)
 
 
 def encoder() -> Workload:
     """A small transformer."""
-    return Workload(Encoder(), lambda b, s: (torch.zeros(b, s or 1, dtype=torch.long),), optimizer=adamw)
+    return Workload(
+        Encoder(), lambda b, s: (torch.zeros(b, s or 1, dtype=torch.long),), optimizer=adamw, sums_in_place=True
+    )
 
 
 def convolutions() -> Workload:
@@ -120,6 +122,7 @@ def convolutions() -> Workload:
         lambda b, s: (torch.zeros(b, 3, 16, 16),),
         loss=lambda out, batch: loss(out, torch.zeros(out.size(0), dtype=torch.long, device=out.device)),
         optimizer=adamw,
+        sums_in_place=True,
     )
 
 
@@ -137,7 +140,7 @@ class Selected(nn.Module):
 
 def selected() -> Workload:
     """A layer of which single values are selected."""
-    return Workload(Selected(), lambda b, s: (torch.zeros(b, 20),), optimizer=adamw)
+    return Workload(Selected(), lambda b, s: (torch.zeros(b, 20),), optimizer=adamw, sums_in_place=True)
 
 
 def really(build: Callable[[], Workload], batch_size: int, seq_len: int | None) -> By_Stage:
@@ -171,7 +174,7 @@ def recorded(trace: Trace) -> By_Stage:
     sizes: By_Stage = defaultdict(list)
     structure = trace.structure
     for position, event in enumerate(structure.order):
-        if event >= 0 and structure.kinds[event] != "workspace":
+        if event >= 0 and trace.sizes[event] and structure.kinds[event] != "workspace":
             mark = [mark for mark in structure.marks if mark.position <= position][-1]
             sizes[mark.step, mark.stage].append(trace.sizes[event])
     return sizes

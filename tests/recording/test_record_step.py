@@ -165,8 +165,8 @@ def test_shapes(mlp: Trace) -> None:
         f"float32[{OUT}, {HIDDEN}]",
         f"float32[{OUT}]",
     )
-    for kind, shape in zip(mlp.structure.kinds, mlp.shapes, strict=True):
-        assert bool(shape) == (kind != "workspace")
+    for kind, shape, size in zip(mlp.structure.kinds, mlp.shapes, mlp.sizes, strict=True):
+        assert bool(shape) == (size > 0 and kind != "workspace")
 
 
 def test_releases_follow_allocations(mlp: Trace) -> None:
@@ -429,9 +429,11 @@ def test_when_what_another_stream_has_used_is_free(record: Record) -> None:
     An event of before is none, until it is recorded again; nor does a stream's waiting count. What the host has waited
     for stays done.
     """
-    structure = record(lambda: Workload(Prefetching(), small.vectors), 8, steps=1).structure
+    trace = record(lambda: Workload(Prefetching(), small.vectors), 8, steps=1)
+    structure = trace.structure
+    held = [trace.sizes[event if event >= 0 else ~event] > 0 for event in structure.order]
     waited = [
-        (structure.order[position], position - structure.order.index(~block), structure.streams[block])
+        (structure.order[position], sum(held[structure.order.index(~block) : position]), structure.streams[block])
         for position, block in structure.free_completed
     ]
     empties = [block for block, name in enumerate(structure.operators) if name == "aten.empty.memory_format"]

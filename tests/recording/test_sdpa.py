@@ -87,7 +87,9 @@ def test_kernel_by_card_type_and_mask(
         ((8, 6), {"head": 256}, "flash"),
         ((8, 6), {"head": 256, "dropout": 0.1}, "efficient"),
         ((12, 0), {"head": 208}, "efficient"),
-        ((9, 0), {"head": 160}, "flash"),
+        ((9, 0), {"head": 160}, "cudnn"),
+        ((9, 0), {"head": 264}, "efficient"),
+        ((10, 0), {"head": 160}, "flash"),
         ((9, 0), {"dropout": 0.1}, "flash"),  # cuDNN wants sixteenths
         ((9, 0), {"dropout": 0.125}, "cudnn"),
         ((9, 0), {"head": 60}, "flash"),

@@ -18,6 +18,7 @@ import batchfinder
 from batchfinder.errors import InvalidValue, OutOfMemory, RecordingFailed, UnknownName, UserCodeFailed
 from batchfinder.recording.simulate import simulate
 from batchfinder.training.step import Workload
+from batchfinder.units import MIB
 
 
 class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -80,7 +81,8 @@ def test_a_lightning_module_as_it_is() -> None:
     larger = found.on("RTX 4090")
     assert larger.batch_size > found.batch_size
     assert larger.gpu == "RTX 4090"
-    assert larger.reserved_bytes(10_000) == pytest.approx(found.reserved_bytes(10_000), rel=0.02)
+    # Its reductions are divided among 128 multiprocessors for 40, of 1536 threads for 1024.
+    assert 0 < larger.reserved_bytes(10_000) - found.reserved_bytes(10_000) < 128 * MIB
     assert found.plan(2 * found.batch_size).accumulation == 2
 
 

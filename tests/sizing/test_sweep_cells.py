@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Refusing(Built):
         super().__init__(FACTS)
         self._reason = reason
 
-    def source(self, capability: tuple[int, int], seq_lens: Iterable[int | None], card: str = "") -> TraceSource:
+    def source(self, *_: Any, **__: Any) -> TraceSource:
         raise self._reason
 
     def on_several(self, counts: Collection[int]) -> dict[int, Simulation]:

@@ -96,4 +96,4 @@ def _not_recorded(workload: Workload, config: StepConfig) -> str:
         return f"the optimizer {config.optimizer}, which would compute on this machine's CPU"
     if any(isinstance(module, (Linear4bit, Linear8bit)) for module in workload.model.modules()):
         return "quantized weights"
-    return "" if workload.sums_in_place else "PyTorch before 2.0"
+    return "gradients summed in place" if workload.sums_in_place else ""

@@ -84,7 +84,7 @@ def build(model: str, lora: bool = False, kernels: str = "none", mixed: bool = F
         fused: nn.Module = FusedLoss(built, chunked=kernels.endswith("-liger"))
     else:
         fused = WidensLogits(built) if widened == "forward" else HoldsKeys(built) if head.startswith("GPT") else built
-    return Workload(fused, batch_of_tokens, casts_weights=False)
+    return Workload(fused, batch_of_tokens, casts_weights=False, sums_in_place=True)
 
 
 def repeated_heads(

@@ -63,7 +63,7 @@ def build(model: str, quantization: str = "") -> Workload:
     gpt.cosines, gpt.sines = rope(MODELS[model])
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_("lora_" in name)
-    return Workload(FineTuning(gpt), batch_of_tokens, casts_weights=False)
+    return Workload(FineTuning(gpt), batch_of_tokens, casts_weights=False, sums_in_place=True)
 
 
 def batch_of_tokens(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:

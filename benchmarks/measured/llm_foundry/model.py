@@ -133,7 +133,7 @@ def build(model: str, positions: int, pure: bool, reshards: bool, checkpointed: 
         return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
     built = Mpt(*MODELS[model], positions, unpads, checkpointed)
-    return Workload(built, batch_of_tokens, loss, adamw, parallelize=apply_fsdp)
+    return Workload(built, batch_of_tokens, loss, adamw, parallelize=apply_fsdp, sums_in_place=True)
 
 
 def batch_of_tokens(batch_size: int, seq_len: int | None) -> tuple[torch.Tensor]:

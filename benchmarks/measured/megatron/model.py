@@ -247,7 +247,9 @@ def gpt(optimizers: int = 1, ranks: int = 1, wide: bool = False) -> Workload:
         wide: whether gradients are summed in fp32, as of bf16 parameters and not of fp16 ones.
     """
     model = Gpt(WORDS, WIDTH, heads=8, layers=LAYERS, positions=1024, ranks=ranks)
-    return Workload(model, _batch_of_gpt, _mean, partial(MixedPrecisionAdam, gpus=optimizers, wide=wide))
+    return Workload(
+        model, _batch_of_gpt, _mean, partial(MixedPrecisionAdam, gpus=optimizers, wide=wide), sums_in_place=True
+    )
 
 
 def _batch_of_gpt(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:
@@ -261,7 +263,7 @@ def _batch_of_gpt(batch_size: int, seq_len: int | None) -> dict[str, torch.Tenso
 def t5(ranks: int = 1) -> Workload:
     """t5_mcore_*_vp1: bf16; the vocabulary is that of bert-large-cased with 100 words and two marks more."""
     model = T5(words=28996 + 102, width=768, heads=12, layers=12, positions=512, ranks=ranks)
-    return Workload(model, _batch_of_t5, _mean, partial(MixedPrecisionAdam, gpus=1, wide=True))
+    return Workload(model, _batch_of_t5, _mean, partial(MixedPrecisionAdam, gpus=1, wide=True), sums_in_place=True)
 
 
 def _batch_of_t5(batch_size: int, seq_len: int | None) -> dict[str, torch.Tensor]:

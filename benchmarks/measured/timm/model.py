@@ -107,4 +107,4 @@ def build(model: str, image_size: int) -> Workload:
         return {"images": images, "target": torch.zeros(batch_size, dtype=torch.int64)}
 
     # PyTorch 1.12 summed the gradients of a tensor into a new one: https://github.com/pytorch/pytorch/pull/88339
-    return Workload(Benchmarked(made), make_batch, optimizer=Sgd2022, seq_len_unit="none", sums_in_place=False)
+    return Workload(Benchmarked(made), make_batch, optimizer=Sgd2022, seq_len_unit="none")

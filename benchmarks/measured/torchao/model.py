@@ -52,7 +52,7 @@ def build(model: str, full_bf16: bool, compiled: bool, checkpointing: bool, opti
     make_optimizer = OPTIMIZERS[optimizer]
     if offload:
         make_optimizer = partial(Offloaded, make=make_optimizer, gradients=offload == "states and gradients")
-    return Workload(Classifier(made), make_batch, optimizer=make_optimizer, seq_len_unit="none")
+    return Workload(Classifier(made), make_batch, optimizer=make_optimizer, seq_len_unit="none", sums_in_place=True)
 
 
 class Classifier(nn.Module):

@@ -178,4 +178,4 @@ def build(checkpointing: str, compiled: str) -> Workload:
         blocks.append(torch.compile(block, fullgraph=True) if compiled else block)
     model = Llama(blocks, width, angles, tied=False)
     loss = torch.compile(_loss) if compiled == "blocks and loss" else _loss
-    return Workload(model, batch_of_tokens, loss, _adamw, parallelize=_apply_fsdp)
+    return Workload(model, batch_of_tokens, loss, _adamw, parallelize=_apply_fsdp, sums_in_place=True)

@@ -74,7 +74,9 @@ def build(
         parameter.requires_grad_(not lora or "lora_" in name)
     loss = ChunkedLoss(compiled) if chunked else _loss
     tuned = Offloading(model) if offload else model
-    return Workload(tuned, packed_batch, loss, _adamw_8bit if adamw_8bit else None, casts_weights=False)
+    return Workload(
+        tuned, packed_batch, loss, _adamw_8bit if adamw_8bit else None, casts_weights=False, sums_in_place=True
+    )
 
 
 def _adamw_8bit(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -44,7 +44,7 @@ def build(optimizer: str, checkpointing: bool) -> Workload:
             "labels": torch.zeros(batch_size, dtype=torch.int64),
         }
 
-    return Workload(model, make_batch, optimizer=OPTIMIZERS[optimizer], sums_in_place=False)
+    return Workload(model, make_batch, optimizer=OPTIMIZERS[optimizer])
 
 
 def attention_of_2022(

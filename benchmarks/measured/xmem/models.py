@@ -158,7 +158,7 @@ def text(model: str) -> Workload:
             mask[-1, -1] = 0  # texts are of different lengths
         return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
 
-    return Workload(KeepsOutputs(Held(built, family)), make_batch)
+    return Workload(KeepsOutputs(Held(built, family)), make_batch, sums_in_place=True)
 
 
 _HEADS = {"GPT2": "LMHeadModel"}
@@ -189,7 +189,7 @@ def images(model: str, optimizer: str = "") -> Workload:
         return {"pixels": pixels, "labels": torch.zeros(batch_size, dtype=torch.int64)}
 
     made = partial(_OPTIMIZERS[optimizer], lr=1e-3) if optimizer else None
-    return Workload(KeepsOutputs(Classifier(net)), make_batch, optimizer=made, seq_len_unit="none")
+    return Workload(KeepsOutputs(Classifier(net)), make_batch, optimizer=made, seq_len_unit="none", sums_in_place=True)
 
 
 class Held(nn.Module):
