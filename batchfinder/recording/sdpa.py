@@ -80,8 +80,8 @@ def choose_kernel(capability: tuple[int, int], call: AttentionCall) -> str:
     same_heads = query.size(1) == key.size(1) == value.size(1)
     shares = call.grouped and query.size(1) % key.size(1) == 0 and query.size(1) % value.size(1) == 0
 
-    # cuDNN comes first on Hopper and data-centre Blackwell, and never on the others (check_prefer_cudnn_attention). Since
-    # 9.10 it takes heads of up to 256 on a Hopper (check_cudnn_tensor_shapes).
+    # cuDNN comes first on Hopper and data-centre Blackwell, and never on the others (check_prefer_cudnn_attention).
+    # Since 9.10 it takes heads of up to 256 on a Hopper (check_cudnn_tensor_shapes).
     widest = 192 if (head, value_head) == (192, 128) and capability[0] == 10 else 128
     widest = 256 if capability == (9, 0) else widest
     # `check_attn_mask_shape`: (query, key) or (batch, heads, query, key), each of the size or 1.

@@ -279,7 +279,7 @@ def between_gpus(fewest: tuple[int, Trace], most: tuple[int, Trace], gpus: int) 
     return replace(first, sizes=tuple(sizes), shapes=(), alike={})
 
 
-_fit_once = functools.lru_cache(maxsize=16)(fit)  # for compute capabilities that share their recordings
+_fit_once = functools.lru_cache(maxsize=64)(fit)  # for compute capabilities that share their recordings
 
 
 def _taken(trace: Trace) -> list[int]:
