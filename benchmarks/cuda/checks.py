@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from batchfinder.devices import device_for, find_gpu
+from batchfinder.devices import Multiprocessors, device_for, find_gpu, resident_threads
 from batchfinder.errors import BatchFinderError
 from batchfinder.measure.child_probe import GpuFacts, query_gpu
 from batchfinder.simulator.alloc_conf import DEFAULT_SETTINGS, AllocatorSettings
@@ -99,9 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _card(facts: GpuFacts | None, gpu: str) -> Card:
     """The card that is there; in a dry run one of the catalog."""
     if facts is not None:
-        return Card(facts.name, facts.total_bytes, facts.free_bytes, facts.compute_capability)
+        multiprocessors = Multiprocessors(facts.multiprocessors, resident_threads(facts.compute_capability))
+        return Card(facts.name, facts.total_bytes, facts.free_bytes, facts.compute_capability, multiprocessors)
     device = device_for(find_gpu(gpu))
-    return Card(device.name, device.total_bytes, device.usable_bytes, device.compute_capability)
+    return Card(device.name, device.total_bytes, device.usable_bytes, device.compute_capability, device.reduces_on)
 
 
 def default_path(card: str, dry_run: bool) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from batchfinder.devices import Multiprocessors
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -45,12 +46,14 @@ class Card:
         total_bytes: its memory.
         free_bytes: what the allocator could take of it.
         capability: compute capability, major and minor.
+        reduces_on: what it divides reductions among.
     """
 
     name: str
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+    reduces_on: Multiprocessors
 
     def memory(self, limit_bytes: int | None = None) -> DeviceMemory:
         """The card, with the limit in bytes that a memory fraction sets."""
@@ -78,7 +81,7 @@ class Predictions:
         """The step's trace, recorded at the cell's own size."""
 
         def record() -> Trace:
-            source = self._simulation(cell).source(self.card.capability, [cell.seq_len])
+            source = self._simulation(cell).source(self.card.capability, [cell.seq_len], self.card.reduces_on)
             return source.recorded(cell.batch_size, cell.seq_len)
 
         return self._pool.submit(record)
@@ -88,7 +91,9 @@ class Predictions:
 
         def search() -> list[dict[str, Any]]:
             shape = Shape(ladder.cell.seq_len)
-            source = self._simulation(ladder.cell).source(self.card.capability, [ladder.cell.seq_len])
+            source = self._simulation(ladder.cell).source(
+                self.card.capability, [ladder.cell.seq_len], self.card.reduces_on
+            )
             source.prefetch()
             rows = []
             for budget in ladder.budgets:
