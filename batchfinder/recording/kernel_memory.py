@@ -31,6 +31,7 @@ if torch.__version__ < _OLDEST_TORCH:  # it compares as versions do
 
 aten = torch.ops.aten
 _FP32 = 4
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
 # What asks for a cuBLAS handle. An addmm with a bias runs in cuBLASLt, which shares cuBLAS's workspace.
 MATRIX_PRODUCTS = frozenset(
@@ -240,6 +241,25 @@ def _logsumexp(x: torch.Tensor, dims: list[int], keep: bool = False) -> list[int
     return [rows, x.nbytes, rows]
 
 
+def type_of_sum(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.dtype, torch.dtype]:
+    """The type of a sum's output, and the one that the kernel reads: half types are summed to fp32 as they are.
+
+    Source: `make_reduction_from_out_ty` in
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/ReduceOpsUtils.h.
+    """
+    made = dtype or (tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.int64)
+    as_it_is = tensor.dtype in HALF_TYPES and made is torch.float32
+    return made, tensor.dtype if as_it_is else made
+
+
+def _sum_copy(
+    tensor: torch.Tensor, dims: list[int] | None = None, keep: bool = False, *, dtype: torch.dtype | None = None
+) -> list[int]:
+    """A copy of another type, as of a mask that is counted."""
+    _, read = type_of_sum(tensor, dtype)
+    return [] if read == tensor.dtype else [tensor.numel() * read.itemsize]
+
+
 def _group_norm_backward(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -270,6 +290,8 @@ SCRATCH: dict[Any, Scratch] = {
     aten.logsumexp.default: _logsumexp,
     aten.mse_loss.default: _of_elements,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.sum.default: _sum_copy,
+    aten.sum.dim_IntList: _sum_copy,
     aten.smooth_l1_loss.default: _of_elements,
     aten.native_layer_norm.default: lambda x, *_: _contiguous_copies(x),
     aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),

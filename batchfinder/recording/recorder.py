@@ -332,7 +332,8 @@ class AllocationRecorder(TorchDispatchMode):
             output = self._run_custom(func, name, args, kwargs)
         else:
             output = kernel_memory.REPLACED.get(func, func)(*args, **kwargs)
-        scratch = kernel_memory.SCRATCH.get(func)
+        on_device = bool(args) and isinstance(args[0], torch.Tensor) and args[0].device.type == DEVICE_TYPE
+        scratch = kernel_memory.SCRATCH.get(func) if on_device else None
         sizes = [] if scratch is None else scratch(*args, **kwargs)
         blocks: list[int] = []
         if func in kernel_memory.SCRATCH_FIRST:
@@ -370,7 +371,7 @@ class AllocationRecorder(TorchDispatchMode):
                     del self.alike[other]
                 elif taken is not None:  # what is not allocated there takes nothing
                     self.alike[other].update(itertools.zip_longest(blocks, taken, fillvalue=0))
-        for reduction in reductions_of(func, args, kwargs):
+        for reduction in reductions_of(func, args, kwargs) if on_device else ():
             own = [self._allocate(0, name, "temporary") for _ in Scratch._fields]
             self.reductions.append((own[0], reduction))
             self.order.extend(~block for block in reversed(own))

@@ -7,25 +7,19 @@ from typing import Any
 
 import torch
 
-from batchfinder.recording.kernel_memory import aten
+from batchfinder.recording.kernel_memory import HALF_TYPES, aten, type_of_sum
 from batchfinder.simulator.reductions import Reduction
 
-_ACCUMULATED = 4
-"""Bytes of a partial sum: of half types and fp32 it is fp32."""
 _WELFORD = 16
 """Bytes of a partial mean and variance: `WelfordData` of fp32, with its 32-bit count."""
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+_WITH_PLACE = 16
+"""Bytes of a partial maximum and its place."""
 
 
 def reductions_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Reduction]:
     """The reductions of an operator on the fake GPU, in the order in which they run; none for most operators."""
     reduced = _REDUCED.get(func)
     return [] if reduced is None else [each for each in reduced(*args, **kwargs) if 0 not in each.shape]
-
-
-def _partial_bytes(dtype: torch.dtype) -> int:
-    """Of a sum."""
-    return max(_ACCUMULATED, dtype.itemsize) if dtype.is_floating_point or dtype.is_complex else torch.int64.itemsize
 
 
 def _reduction(tensor: torch.Tensor, dims: Sequence[int] | int | None, partial_bytes: int, **how: Any) -> Reduction:
@@ -44,9 +38,11 @@ def _reduction(tensor: torch.Tensor, dims: Sequence[int] | int | None, partial_b
 def _sum(
     tensor: torch.Tensor, dims: Sequence[int] | None = None, keep: bool = False, *, dtype: torch.dtype | None = None
 ) -> list[Reduction]:
-    """A sum, mean or norm. Half types are summed as fp32 without a copy."""
-    separate = tensor.dtype in _HALF_TYPES and dtype in (None, tensor.dtype)
-    return [_reduction(tensor, dims, _partial_bytes(tensor.dtype), separate_sums=separate)]
+    """A sum, mean or norm. Half types are summed as fp32 without a copy, others in a copy of the output's type."""
+    made, read = type_of_sum(tensor, dtype)
+    if read != tensor.dtype:
+        tensor = torch.empty_like(tensor, dtype=read, device="meta")
+    return [_reduction(tensor, dims, max(4, made.itemsize), separate_sums=made is read and read in HALF_TYPES)]
 
 
 def _norm(
@@ -62,6 +58,18 @@ def _norm(
 
 def _extreme(tensor: torch.Tensor, dims: Sequence[int] | int | None = None, *_: Any) -> list[Reduction]:
     return [_reduction(tensor, dims, tensor.element_size())]
+
+
+def _place(tensor: torch.Tensor, dim: int | None = None, *_: Any) -> list[Reduction]:
+    return [_reduction(tensor, dim, _WITH_PLACE, separate_sums=True)]
+
+
+def _truth(tensor: torch.Tensor, dim: int | None = None, *_: Any) -> list[Reduction]:
+    return [_reduction(tensor, dim, torch.bool.itemsize)]
+
+
+def _product(tensor: torch.Tensor, dim: int | None = None, *_: Any, **__: Any) -> list[Reduction]:
+    return [_reduction(tensor, dim, max(4, tensor.element_size()))]
 
 
 def _variance(tensor: torch.Tensor, dims: Sequence[int] | None = None, **_: Any) -> list[Reduction]:
@@ -89,6 +97,16 @@ _REDUCED: dict[Any, Callable[..., list[Reduction]]] = {
     aten.amin.default: _extreme,
     aten.max.default: _extreme,
     aten.min.default: _extreme,
+    aten.max.dim: _place,
+    aten.min.dim: _place,
+    aten.argmax.default: _place,
+    aten.argmin.default: _place,
+    aten.any.default: _truth,
+    aten.any.dim: _truth,
+    aten.all.default: _truth,
+    aten.all.dim: _truth,
+    aten.prod.default: _product,
+    aten.prod.dim_int: _product,
     aten.var.correction: _variance,
     aten.std.correction: _variance,
     aten.var_mean.correction: _variance,

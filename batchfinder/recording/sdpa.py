@@ -23,7 +23,7 @@ from torch.library import Library
 
 from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.recording import kernel_memory
-from batchfinder.recording.kernel_memory import attention_scratch
+from batchfinder.recording.kernel_memory import HALF_TYPES, attention_scratch
 
 NOT_FUSED = (
     "fsdp2-cp: no attention of this model ran as a kernel that PyTorch's context parallelism takes (flash, "
@@ -32,7 +32,6 @@ NOT_FUSED = (
 _ALIGNMENT = 8
 same_kernels: set[tuple[int, int]] = set()
 """Compute capabilities for which every attention call of the recording so far has chosen the same kernel as its own."""
-HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         self.recorder = self._recorder.recorder
         self.facts = self._recorder.facts  # of the workload that the process was opened with
         self._sources: dict[tuple[tuple[int, int], Multiprocessors, str], TraceSource] = {}
-        self._recorded: dict[tuple[int, int | None], list[Future[Trace]]] = {}
+        self._recorded: dict[tuple[int, int | None], dict[tuple[tuple[int, int], str], Future[Trace]]] = {}
         self._on_others: dict[tuple[int, int | None, tuple[tuple[int, int], ...]], Future[Trace]] = {}
         self._ends: tuple[Simulation, ...] = ()
 
@@ -303,15 +303,17 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
                     made: Future[Trace] = Future()
                     made.set_result(between)
                     return made
-                recorded = self._recorded.setdefault((batch_size, seq_len), [])
-                for earlier in recorded:
+                recorded = self._recorded.setdefault((batch_size, seq_len), {})
+                if (capability, card) in recorded:
+                    return recorded[capability, card]
+                for earlier in recorded.values():
                     done = earlier.done() and earlier.exception() is None
                     if done and capability in earlier.result().alike:
                         return self._on_other(earlier.result(), capability)
                 workload = None if self.spec == self._recorder.spec else self.spec
                 job = RecordingJob(self.how, capability, batch_size, seq_len, workload, card)
-                recorded.append(self._recorder.submit(job))
-                return recorded[-1]
+                recorded[capability, card] = self._recorder.submit(job)
+                return recorded[capability, card]
 
             compiled = self.spec.arguments.get("compile") is not None
             # Kernels' scratch memory, which the CUDA build records as well, goes up in steps.
