@@ -304,6 +304,10 @@ class RecordingServer:
             from batchfinder.training.spec import StepConfig
 
             torch.set_num_threads(1)  # whatever the user's code has set
+            if self.recorder != FAKE_DEVICE:
+                from batchfinder.recording.cuda_build import record_step as cuda_build
+
+                cuda_build.use_card(job["card"])
             workload, other = self.workload, job["workload"] or self.built_in_forks
             self.warnings.clear()
             if other is not None:
@@ -326,9 +330,7 @@ class RecordingServer:
 
                 trace = record_step(workload, config, tuple(job["capability"]), *sizes, self.mode, on_operator)
             else:
-                from batchfinder.recording.cuda_build import record_step as cuda_build
-
-                trace = cuda_build.record_step(workload, config, job["card"], *sizes, self.mode, on_operator)
+                trace = cuda_build.record_step(workload, config, *sizes, self.mode, on_operator)
             result = {"trace": trace.to_json(), "warnings": self.warnings}
         except BaseException as error:
             result = {"error": describe(error)}

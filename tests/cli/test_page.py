@@ -13,7 +13,7 @@ from batchfinder.cli.main import main
 from batchfinder.cli.page import name_of
 from tests.cli.command import Run
 
-CELL = ("--model", "mine:tiny", "--gpu", "t4", "--budget", "64MiB")
+CELL = ("--model", "mine:tiny", "--gpu", "t4", "--budget", "256MiB")
 
 
 def figures(file: Path) -> dict[str, Any]:

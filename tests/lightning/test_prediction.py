@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -422,7 +423,8 @@ def test_the_recorded_step_allocates_what_the_module_does(
     assert at_start(net(), predicted, **options) == 7
     micro_batches = 2 if options else 1
     own = record(
-        lambda: workload_from_object(on_device(factory()), net.__name__),
+        # Gradients are summed as on a CPU, which the prediction is for.
+        lambda: replace(workload_from_object(on_device(factory()), net.__name__), sums_in_place=True),
         13,
         capability=DEVICE.compute_capability,
         micro_batches=micro_batches,
@@ -487,9 +489,11 @@ def test_the_device_is_what_is_free_with_the_module_and_nothing_else(monkeypatch
     host = simulated_device(torch.device("cpu"), memory, 800 * MIB, module)
     assert host.usable_bytes == 500 * MIB + own
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=114))
     card = simulated_device(torch.device("cuda"), memory, 800 * MIB, module)
     # The module is on the CPU here, so all that is held is somebody else's.
     assert card == replace(card, usable_bytes=500 * MIB, compute_capability=(9, 0), total_bytes=1 << 30)
+    assert card.reduces_on == (114, 2048)
     assert simulated_device(torch.device("cuda"), memory, 200 * MIB, module).usable_bytes == 0
 
 

@@ -23,10 +23,18 @@ from batchfinder.training.spec import OFFLOADED_OPTIMIZER, StepConfig
 from batchfinder.training.step import Step, Workload
 
 
+def use_card(card: str) -> None:
+    """Say what the stub's card is, as `StubCard.setting` has it, before CUDA is initialized, which reads it.
+
+    Building a model may do that already, as bitsandbytes does when peft imports it.
+    """
+    stub, _, _ = os.environ[VARIABLE].partition("|")
+    os.environ[VARIABLE] = f"{stub}|{card}"
+
+
 def record_step(
     workload: Workload,
     config: StepConfig,
-    card: str,
     batch_size: int,
     seq_len: int | None,
     mode: FakeTensorMode,
@@ -34,12 +42,11 @@ def record_step(
 ) -> Trace:
     """Run the step on the stub's card and record what the caching allocator is asked for.
 
-    The process must be on the stub, and not have used the card yet: call this in a fork.
+    The process must be on the stub, with the card that `use_card` has set: call this in a fork.
 
     Args:
         workload: what is trained; its model is left on the card.
         config: how the step is taken, on one GPU.
-        card: what the stub is told of it, as `StubCard.setting` has it.
         batch_size: of a micro-batch, in samples.
         seq_len: tokens per sample; None for data of one fixed shape.
         mode: the fake mode that the workload's model was made in, and its batches are.
@@ -56,8 +63,6 @@ def record_step(
             f"{what}: PyTorch's CUDA build does not record that yet, it takes eager steps on one GPU. "
             "Ask for --recorder fake-device."
         )
-    stub, _, _ = os.environ[VARIABLE].partition("|")
-    os.environ[VARIABLE] = f"{stub}|{card}"  # it is read as CUDA is initialized
     device = torch.device("cuda", 0)
     tracker = ModuleTracker(workload.model)
     history = AllocationHistory(tracker.current, on_operator)
