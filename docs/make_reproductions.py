@@ -35,6 +35,7 @@ def page(tables: str) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "all.md"
-        subprocess.run([sys.executable, "-m", "batchfinder", "reproduce", "all", "--markdown", str(file)], check=True)
-        PAGE.write_text(page(file.read_text(encoding="utf-8")), encoding="utf-8")
+        # There, since the page says which command made it.
+        command = [sys.executable, "-m", "batchfinder", "reproduce", "all", "--markdown", "all.md"]
+        subprocess.run(command, check=True, cwd=folder)
+        PAGE.write_text(page((Path(folder) / "all.md").read_text(encoding="utf-8")), encoding="utf-8")

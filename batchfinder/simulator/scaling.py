@@ -138,7 +138,7 @@ class ScaledTrace:
             reductions=tuple([(block, kinds[scaled]) for block, scaled in self.reductions]),
         )
 
-    def on(self, card: Multiprocessors) -> dict[int, Polynomial]:
+    def polynomials_on(self, card: Multiprocessors) -> dict[int, Polynomial]:
         """What gives the bytes of each block on a card."""
         bytes_of = dict(enumerate(self.polynomials[i] for i in self.index))
         for block, reduction in self.reductions:
@@ -459,7 +459,7 @@ class TraceSource:
         scaled = self._scaled_at(seq_len)
         if scaled is None:
             raise RuntimeError(f"the step at length {seq_len} is not scaled")
-        bytes_of = scaled.on(self.reduces_on)
+        bytes_of = scaled.polynomials_on(self.reduces_on)
         return [bytes_of[block] for block in blocks]
 
     def confirm(self, batch_sizes: Iterable[int], seq_len: int | None) -> bool:
