@@ -6,7 +6,7 @@ allocator give its cache back. Needs `batchfinder stub install`, peft and bitsan
 `python benchmarks/random_fits.py`; `--seeds 0:30` takes these alone, `--dry-run` takes one, does not look for a larger
 size, and writes nothing. Seeds that the result file has are kept, so that a run that was stopped goes on; `--again`
 takes them again. `--reserved` trains fits of free lengths without a limit instead: what they reserve as batches go by,
-beside what they allocate.
+beside what they allocate. `--here` has the fits on this machine's card, as many processes at once as `--jobs` says.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # import from the repository
 
 from batchfinder.testing import CudaStub  # noqa: E402
+from batchfinder.units import GIB  # noqa: E402
+from benchmarks.random_fit.draw import draw  # noqa: E402
 from benchmarks.random_fit.run import reserved_of, results_of  # noqa: E402
 
 AT_ONCE = 3
@@ -80,9 +83,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: the cores)")
     parser.add_argument("--again", action="store_true", help="take seeds again that the result file has")
     parser.add_argument("--reserved", action="store_true", help="what fits of free lengths reserve without a limit")
+    parser.add_argument("--here", metavar="FILE", help="on this machine's card, into a file")
+    parser.add_argument("--most-memory", type=int, default=80, metavar="GIB", help="fits on cards of no more than this")
     options = parser.parse_args()
     name = "random_fits_reserved" if options.reserved else "random_fits"
-    output = ROOT / f"benchmarks/results/{name}-{os.cpu_count()}-cores.json"
+    output = Path(options.here or ROOT / f"benchmarks/results/{name}-{os.cpu_count()}-cores.json")
     first, end = map(int, options.seeds.split(":"))
     seeds = list(range(first, first + 1 if options.dry_run else end))
     rows: list[dict[str, Any]] = []
@@ -90,6 +95,7 @@ def main() -> None:
         kept = json.loads(output.read_text())["fits"]
         rows = [row for row in kept if not options.again or row["seed"] not in seeds]
     seeds = [seed for seed in seeds if seed not in {row["seed"] for row in rows}]
+    seeds = [seed for seed in seeds if draw(seed).memory_bytes <= options.most_memory * GIB]
     described = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     source = subprocess.run(described, capture_output=True, text=True).stdout.strip()
     lock = threading.Lock()
@@ -107,9 +113,13 @@ def main() -> None:
         output.write_text(json.dumps(result, indent=1) + "\n")
 
     def run(some: list[int]) -> None:
-        stub = CudaStub(timeout=3600.0)
         wanted = {} if options.reserved else {"largest": not options.dry_run}
-        taken = stub.run(reserved_of if options.reserved else results_of, some, **wanted).result
+        work = reserved_of if options.reserved else results_of
+        if options.here:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                taken = process.submit(work, some, **wanted).result()
+        else:
+            taken = CudaStub(timeout=3600.0).run(work, some, **wanted).result
         with lock:
             for row in taken:
                 rows.append({**row, "source": source})

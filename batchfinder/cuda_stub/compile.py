@@ -110,13 +110,10 @@ def compiled_stub(build: CudaBuild) -> Path:
 
 
 def preloaded(build: CudaBuild, folder: Path) -> list[str]:
-    """The stub libraries that a process loads before all others, the runtime first.
-
-    NVIDIA's own nvrtc is used where it is there.
-    """
+    """The stub libraries that a process loads before all others, the runtime first; not NVIDIA's own nvrtc."""
     names = sorted(file.name for file in folder.glob("lib*.so.*"))
     if build.nvrtc_folder is not None:
-        names = [name for name in names if not name.startswith("libnvrtc.")]
+        names = [name for name in names if not name.startswith("libnvrtc")]
     return sorted(names, key=lambda name: not name.startswith("libcudart."))
 
 
@@ -133,7 +130,7 @@ def _libraries_to_read(build: CudaBuild) -> list[Path]:
 
 def _key(build: CudaBuild, libraries: Iterable[Path]) -> str:
     """What the compiled libraries depend on, as a short hash."""
-    parts = hashlib.sha256(f"{build.cuda} {build.cudnn_version} {build.nccl_version}".encode())
+    parts = hashlib.sha256(f"{build.cuda} {build.cudnn_version} {build.nccl_version} {build.nvrtc_folder}".encode())
     for source in sorted([Path(__file__), *SOURCES.rglob("*.[ch]")]):
         parts.update(source.read_bytes())
     for library in libraries:
@@ -181,6 +178,10 @@ def _compile_all(build: CudaBuild, libraries: Iterable[Path], compiler: list[str
         raise StubUnavailable(
             f"PyTorch {build.version} does not use the CUDA runtime as a shared library, so the stub cannot stand in"
         )
+    if build.nvrtc_folder is not None:  # cuDNN asks for it by name, and compiles attention with it
+        sonames.pop("nvrtc", None)
+        for file in build.nvrtc_folder.glob("libnvrtc*.so*"):
+            (folder / file.name).symlink_to(file)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The runtime comes first: it has the state of the cards, and the others are linked with it.
         _compile(build, "cudart", sonames["cudart"], symbols["cudart"], compiler, folder, None)

@@ -1,4 +1,8 @@
-"""Searches and trainings of random fits, each in a fork of a process on the CUDA stub that has imported all of it."""
+"""Searches and trainings of random fits, each in a fork of a process that has imported all of it.
+
+On the CUDA stub a fit has the card that it was drawn with. Elsewhere it has the card that is there, and may take as
+much of it as its own would have.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchfinder.cuda_stub.card import stub_setting
+from batchfinder.devices.catalog import memory_fraction
 from batchfinder.stub_cards import stub_card
 from benchmarks.random_fit.draw import Fit, draw
 
@@ -28,6 +33,7 @@ MOST_BATCHES = 500
 SHARE = 0.97
 """A size is near enough to the largest if one that is larger by this share does not train."""
 SECONDS = 240
+ON_THE_STUB = "BATCHFINDER_CUDA_STUB" in os.environ
 
 
 def results_of(seeds: Sequence[int], largest: bool = True) -> list[dict[str, Any]]:
@@ -122,7 +128,10 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
     if size is not None and fit.lengths == "free" and not fit.expandable:  # as the callback does
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     torch.cuda.init()
-    if fit.elsewhere_bytes:
+    if not ON_THE_STUB:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(fit.memory_bytes - fit.elsewhere_bytes, total))
+    elif fit.elsewhere_bytes:
         pointer = ctypes.c_void_p()
         cudart = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
         assert cudart.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(fit.elsewhere_bytes)) == 0
@@ -194,10 +203,11 @@ def forked(fit: Fit, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         os.close(reading)
         try:
             os.setpgid(0, 0)
-            card = stub_card(fit.card, fit.memory_bytes)
-            settings, _, _ = os.environ["BATCHFINDER_CUDA_STUB"].partition("|")
-            _, _, own = stub_setting([card]).partition("|")
-            os.environ["BATCHFINDER_CUDA_STUB"] = f"{settings}|{own}"
+            if ON_THE_STUB:
+                card = stub_card(fit.card, fit.memory_bytes)
+                settings, _, _ = os.environ["BATCHFINDER_CUDA_STUB"].partition("|")
+                _, _, own = stub_setting([card]).partition("|")
+                os.environ["BATCHFINDER_CUDA_STUB"] = f"{settings}|{own}"
             if fit.expandable:
                 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,22 @@ def test_a_library_for_each_that_pytorch_needs(own: CudaBuild) -> None:
     assert preloaded(own, folder)[0] == "libcudart.so.13"
     assert set(preloaded(own, folder)) == there
     assert {file.name for file in folder.iterdir()} == {*there, "libcuda.so", "complete"}
+
+
+def test_nvidias_own_nvrtc_is_found_by_its_name(own: CudaBuild, tmp_path: Path) -> None:
+    """cuDNN opens it so, and takes no kernel that it cannot compile. It is not loaded where nothing asks for it."""
+    theirs = tmp_path / "nvrtc"
+    theirs.mkdir()
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (theirs / name).touch()
+    without, build = compiled_stub(own), replace(own, nvrtc_folder=theirs)
+    folder = compiled_stub(build)
+    assert folder != without
+    assert {file.name for file in folder.glob("libnvrtc*") if file.resolve().parent == theirs} == {
+        "libnvrtc.so.13",
+        "libnvrtc-builtins.so.13.0",
+    }
+    assert [name for name in preloaded(build, folder) if "nvrtc" in name] == []
 
 
 def test_symbols_have_their_versions(own: CudaBuild) -> None:

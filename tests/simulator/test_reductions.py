@@ -85,6 +85,8 @@ REDUCED: dict[str, Callable[[torch.Tensor, list[int]], tuple[Any, tuple[Any, ...
     "truth": lambda x, dims: (aten.any.dim, (x, dims[0]), {}),
     "variance": lambda x, dims: (aten.var.correction, (x, dims), {}),
 }
+PYTORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+"""2.11 makes truth values of all elements before it reduces these."""
 
 
 @pytest.mark.gpu
@@ -113,7 +115,7 @@ def test_random_reductions(seed: int) -> None:
         elif layout == "expanded":
             x = x.narrow(0, 0, 1).expand(shape)
         dims = sorted(numbers.sample(range(x.dim()), numbers.randint(1, x.dim())))
-        name = numbers.choice(list(REDUCED))
+        name = numbers.choice([name for name in REDUCED if name != "truth" or PYTORCH >= (2, 13)])
         func, args, kwargs = REDUCED[name](x, dims)
         [reduction] = reductions_of(func, args, kwargs)
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
