@@ -134,7 +134,7 @@ class RecordingServer:
 
                     distributed.prepare()  # here once, and not in every fork
                 adapters = (request["record"]["workload"] or {}).get("arguments", {}).get("lora")
-                if adapters and self.workload is not None and self.recorder == FAKE_DEVICE:
+                if adapters and self.workload is not None:
                     with suppress(Exception):  # raised again, and told, in the fork
                         import_module("peft")
                 done, child_end = pipe()
@@ -304,10 +304,14 @@ class RecordingServer:
             from batchfinder.training.spec import StepConfig
 
             torch.set_num_threads(1)  # whatever the user's code has set
-            if self.recorder != FAKE_DEVICE:
+            if job["card"]:
                 from batchfinder.recording.cuda_build import record_step as cuda_build
 
                 cuda_build.use_card(job["card"])
+            elif self.recorder != FAKE_DEVICE:
+                from batchfinder.recording.user_kernels import skip_triton_launches
+
+                skip_triton_launches()
             workload, other = self.workload, job["workload"] or self.built_in_forks
             self.warnings.clear()
             if other is not None:
@@ -325,12 +329,12 @@ class RecordingServer:
                     memory[:] = name.encode()[:_OPERATOR_BYTES].ljust(_OPERATOR_BYTES)
 
             config, sizes = StepConfig(**job["config"]), (job["batch_size"], job["seq_len"])
-            if self.recorder == FAKE_DEVICE:
+            if job["card"]:
+                trace = cuda_build.record_step(workload, config, *sizes, self.mode, on_operator)
+            else:
                 from batchfinder.recording.record_step import record_step
 
                 trace = record_step(workload, config, tuple(job["capability"]), *sizes, self.mode, on_operator)
-            else:
-                trace = cuda_build.record_step(workload, config, *sizes, self.mode, on_operator)
             result = {"trace": trace.to_json(), "warnings": self.warnings}
         except BaseException as error:
             result = {"error": describe(error)}

@@ -259,7 +259,15 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
 
         Where the workload is not what the process was opened with, each recording builds it.
         """
-        return Simulation(spec, how, self._recorder)
+        other = Simulation(spec, how, self._recorder)
+        other.recorder = self.recorder
+        return other
+
+    def on_fake_device(self) -> Simulation:
+        """The same on the fake device, in this simulation's recording process, whichever recorder that has."""
+        other = self.with_spec(self.spec, self.how)
+        other.recorder = FAKE_DEVICE
+        return other
 
     def on_several(self, counts: Collection[int]) -> dict[int, Simulation]:
         """The same on other numbers of GPUs, in this simulation's recording process, by their number.

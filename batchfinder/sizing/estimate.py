@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Unpack
 
@@ -135,8 +134,7 @@ def run_estimate(request: EstimateRequest, advice: bool, status: Callable[[str],
     """
     card, step = request.card, request.options.step(request.accumulation)
     spec = request.options.workload(request.model)
-    with ExitStack() as stack:
-        opened = stack.enter_context(Simulation(spec, step, request.options.recorder))
+    with Simulation(spec, step, request.options.recorder) as opened:
         status(f"building {request.model}")
         facts, simulation = opened.facts(), opened
         if facts.parallelizes and card.count > 1:
@@ -156,7 +154,7 @@ def run_estimate(request: EstimateRequest, advice: bool, status: Callable[[str],
         alone = estimated(trace, card.device)
         alternatives, unmodelled = None, probe.unmodelled
         if request.options.recorder == CUDA_BUILD and (advice or not alone.fits or card.count > 1):
-            simulation = stack.enter_context(Simulation(spec, step))
+            simulation = opened.on_fake_device()
             probe = simulation.probe(card.device, [seq_len], request.allocator)
             unmodelled = (*unmodelled, "what other options would change is recorded on the fake device")
         may_change = request.options.mode == "train" and not request.options.optimizer_in_backward

@@ -19,7 +19,7 @@ from batchfinder.report.sweep import SCHEMA, SweepRow, sweep_table
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.sizing.sweep_cells import CARDS_OF_A_POOL, ModelCells, measure_cells, search_pool, simulate_cells
 from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, Place, SweepRequest, check_request
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RECORDERS, StepOptions, StepWords, seq_lens_of
+from batchfinder.training.spec import FAKE_DEVICE, RECORDERS, StepOptions, StepWords, seq_lens_of
 from batchfinder.training.synonyms import one_of
 from batchfinder.units import parse_count, parse_headroom, parse_utilisation
 
@@ -237,13 +237,9 @@ def find_rows(
                 lengths[model] = seq_lens_of(model, request.seq_lens, facts, DEFAULT_SEQ_LENS)
                 tell()
                 find = simulate_cells if simulated else measure_cells
-                with ExitStack() as of_model:
-                    predicting = None
-                    if request.options.recorder == CUDA_BUILD:
-                        predicting = of_model.enter_context(Simulation(request.options.workload(model), request.step))
-                    cells = ModelCells(model, simulations[model], lengths[model], request, pool, predicting)
-                    # Real steps take their time: each try is worth a line in a log.
-                    yield from find(cells, lambda doing: status(doing, simulated))
+                cells = ModelCells(model, simulations[model], lengths[model], request, pool)
+                # Real steps take their time: each try is worth a line in a log.
+                yield from find(cells, lambda doing: status(doing, simulated))
             except CacheFailed:
                 raise
             except BatchFinderError as error:

@@ -50,7 +50,7 @@ from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.sizing.alternatives import as_typed, single_changes
 from batchfinder.sizing.sweep_request import CPU, SweepRequest
 from batchfinder.stub_cards import card_of_device, open_session
-from batchfinder.training.spec import FAKE_DEVICE, OWN_OPTIMIZER, StepOptions, WorkloadFacts
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OWN_OPTIMIZER, StepOptions, WorkloadFacts
 
 T = TypeVar("T")
 
@@ -78,7 +78,6 @@ class ModelCells:
 
     Attributes:
         pool: searches some of them; None without one.
-        predicting: the same on the fake device, whose answers a slower recorder starts from; None for none.
     """
 
     model: str
@@ -86,7 +85,6 @@ class ModelCells:
     seq_lens: tuple[int | None, ...]
     request: SweepRequest
     pool: Executor | None = None
-    predicting: Simulation | None = None
 
     def cell(self, seq_len: int | None, card: Card) -> Cell:
         """One of the cells."""
@@ -170,11 +168,15 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
             return probe, None
         return probe, request.cache.entry(cache_key(cell, facts, request), cells.model)
 
-    def predict(cell: Cell, simulation: Simulation) -> int | None:
+    # A recorder that records each size starts from the answers of one that scales.
+    scaling = cells.simulation.on_fake_device() if cells.simulation.recorder == CUDA_BUILD else None
+
+    def predict(cell: Cell) -> int | None:
         device = cell.card.device.with_headroom(cell.headroom_bytes)
-        with suppress(BatchFinderError):  # the recorder that was asked for may do without
-            probe = simulation.probe(device, cells.seq_lens, request.allocator)
-            return search_simulated(probe, Shape(cell.seq_len), *limits, confirm=False).max_batch_size
+        if scaling is not None:
+            with suppress(BatchFinderError):  # the recorder that was asked for may do without
+                probe = scaling.probe(device, cells.seq_lens, request.allocator)
+                return search_simulated(probe, Shape(cell.seq_len), *limits, confirm=False).max_batch_size
         return None
 
     elsewhere: dict[tuple[Card, int | None], tuple[Future[list[SearchResult | None]], int]] | None = None
@@ -201,8 +203,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
                 future, place = elsewhere[card, seq_len]
                 result = future.result()[place]
         if result is None:
-            predicted = None if cells.predicting is None else predict(cell, cells.predicting)
-            result = search_simulated(probe, Shape(seq_len), *limits, predicted=predicted)
+            result = search_simulated(probe, Shape(seq_len), *limits, predicted=predict(cell))
         if result.max_batch_size == 0 and result.measurement is not None and cell.smallest > 1 and known is None:
             needed = probe.needed_bytes(cell.smallest, Shape(seq_len))
             result = replace(result, measurement=replace(result.measurement, needed_bytes=needed))

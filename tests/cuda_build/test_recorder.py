@@ -16,9 +16,10 @@ from batchfinder.devices import device_for, find_gpu
 from batchfinder.errors import RecordingFailed
 from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.results import Shape
+from batchfinder.simulator.trace import Trace
 from batchfinder.stub_cards import card_of_device
 from batchfinder.testing import CudaStub
-from batchfinder.training.spec import CUDA_BUILD, RecordingJob, StepConfig, StepOptions, WorkloadSpec
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RecordingJob, StepConfig, StepOptions, WorkloadSpec
 
 pytestmark = pytest.mark.cuda_build
 # As wide as real ones: the values of smaller tensors would be computed.
@@ -78,6 +79,21 @@ def test_a_recorded_step_is_the_step(
     assert {"parameter", "optimizer", "gradient", "activation", "input", "workspace"} <= set(trace.structure.kinds)
     assert any("attn" in name or "attention" in name for name in trace.structure.modules)
     assert "float32[8000, 768]" in trace.shapes
+
+
+@pytest.mark.parametrize("options", [StepOptions(precision="bf16-mixed"), StepOptions(gpus=2, strategy="fsdp2")])
+def test_the_fake_device_records_in_its_process_too(options: StepOptions, tmp_path: Path) -> None:
+    """As it does in one of its own, on a PyTorch without CUDA."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    spec, device = options.workload(str(path)), device_for(find_gpu("H100"))
+
+    def trace(simulation: Simulation) -> Trace:
+        assert simulation.recorder == FAKE_DEVICE
+        return simulation.probe(device, [64]).trace(4, Shape(64), exact=True)
+
+    with Simulation(spec, options.step(), CUDA_BUILD) as there, Simulation(spec, options.step()) as own:
+        assert trace(there.on_fake_device()) == trace(own)
 
 
 def test_what_it_does_not_record_is_said() -> None:

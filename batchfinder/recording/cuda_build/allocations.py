@@ -111,11 +111,11 @@ class AllocationHistory:
     @property
     def blocks(self) -> int:
         """How many have been allocated so far."""
-        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+        return int(torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]["allocated"])
 
     def _position(self) -> int:
-        stats = torch.cuda.memory_stats()
-        return int(stats["allocation.all.allocated"] + stats["allocation.all.freed"])
+        counts = torch.cuda.memory_stats_as_nested_dict()["allocation"]["all"]
+        return int(counts["allocated"] + counts["freed"])
 
     def mark(self, step: int, stage: str, micro_batch: int = 0) -> None:
         """A stage starts here."""
