@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from batchfinder.cuda_stub.card import stub_setting
+from batchfinder.cuda_stub.card import VARIABLE, stub_setting
 from batchfinder.devices.catalog import memory_fraction
 from batchfinder.stub_cards import stub_card
 from benchmarks.random_fit.draw import Fit, draw
@@ -33,7 +33,6 @@ MOST_BATCHES = 500
 SHARE = 0.97
 """A size is near enough to the largest if one that is larger by this share does not train."""
 SECONDS = 240
-ON_THE_STUB = "BATCHFINDER_CUDA_STUB" in os.environ
 
 
 def results_of(seeds: Sequence[int], largest: bool = True) -> list[dict[str, Any]]:
@@ -128,7 +127,7 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
     if size is not None and fit.lengths == "free" and not fit.expandable:  # as the callback does
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     torch.cuda.init()
-    if not ON_THE_STUB:
+    if VARIABLE not in os.environ:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(memory_fraction(fit.memory_bytes - fit.elsewhere_bytes, total))
     elif fit.elsewhere_bytes:
@@ -203,11 +202,11 @@ def forked(fit: Fit, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         os.close(reading)
         try:
             os.setpgid(0, 0)
-            if ON_THE_STUB:
+            if VARIABLE in os.environ:
                 card = stub_card(fit.card, fit.memory_bytes)
-                settings, _, _ = os.environ["BATCHFINDER_CUDA_STUB"].partition("|")
+                settings, _, _ = os.environ[VARIABLE].partition("|")
                 _, _, own = stub_setting([card]).partition("|")
-                os.environ["BATCHFINDER_CUDA_STUB"] = f"{settings}|{own}"
+                os.environ[VARIABLE] = f"{settings}|{own}"
             if fit.expandable:
                 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
