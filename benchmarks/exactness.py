@@ -285,7 +285,7 @@ def _in_fork(work: Callable[[], Any]) -> Any:
         try:
             result: Any = work()
         except BaseException as error:
-            result = f"{type(error).__name__}: {error}"[:500]
+            result = _in_a_line(error)
         with os.fdopen(write, "w") as file:
             json.dump(result, file)
         os._exit(0)
@@ -296,12 +296,18 @@ def _in_fork(work: Callable[[], Any]) -> Any:
     return json.loads(said) if said else f"it ended with {os.waitstatus_to_exitcode(status)}"
 
 
+def _in_a_line(error: BaseException) -> str:
+    """What went wrong, without the traceback and the files of this machine."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and "/" not in line]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:200]
+
+
 def recorded(probe: SimulatedProbe, cell: Cell) -> Any:
     """The peaks of a recording on the cell's card, allocated and reserved; a text where it fails."""
     try:
         timeline = probe.steady_state(cell.batch_size, Shape(cell.seq_len), exact=True).timeline
     except BatchFinderError as error:
-        return f"{type(error).__name__}: {error}"[:500]
+        return _in_a_line(error)
     return [timeline.max_allocated_bytes, timeline.max_reserved_bytes]
 
 

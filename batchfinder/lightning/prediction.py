@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -85,6 +85,7 @@ def predict_batch_size(
     cap: int | None = None,
     seconds: float = SECONDS,
     schedule: Schedule = NO_SCHEDULE,
+    later: Callable[[int], Sequence[int | None]] = lambda batch_size: (),
 ) -> Prediction | None:
     """Predict the largest batch size. Nothing of the user's is changed, and no process is left behind.
 
@@ -97,6 +98,7 @@ def predict_batch_size(
         cap: the largest size of use; None for none.
         seconds: the time limit of all recordings together.
         schedule: of the fit; where it unfreezes layers, all are recorded as trained.
+        later: what a trial takes after its first two steps, for a batch size (`Schedule.later_steps`).
 
     Returns:
         The largest size that gives no cached memory back; a rough guess above `cap` where far more than that fits. None
@@ -166,7 +168,7 @@ def predict_batch_size(
         memory = DeviceMemory(device.total_bytes, device.usable_bytes)
         traces = TraceSource(submit, [None], reduces_on=NO_SCRATCH if on_host else device.reduces_on)
         probe = SimulatedProbe(traces, memory, AllocatorSettings.from_environment())
-        predicted = Prediction(largest_on_host(probe)) if on_host else largest_on_gpu(probe, cap)
+        predicted = Prediction(largest_on_host(probe)) if on_host else largest_on_gpu(probe, cap, later)
     except Exception as error:
         reason = f"{error}" if isinstance(error, NotRecordable) else f"{type(error).__name__}: {error}"
         log.info("BatchFinder: no prediction from a simulated step: %s", reason)
@@ -206,8 +208,12 @@ def simulated_device(device: torch.device, memory: Memory, max_peak_bytes: int, 
     return Device(memory.name, total, usable, capability, multiprocessors=multiprocessors)
 
 
-def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> Prediction:
-    """The largest size at which no cached memory is given back.
+def largest_on_gpu(
+    probe: SimulatedProbe,
+    cap: int | None = None,
+    later: Callable[[int], Sequence[int | None]] = lambda batch_size: (),
+) -> Prediction:
+    """The largest size at which no cached memory is given back, in the first steps nor in `later` ones.
 
     `cap` is the largest of use; where a line through two peaks ends at twice that, and it runs, the line is answer
     enough. It runs through small sizes, whose peak may be the optimizer's step, which is the same at each.
@@ -216,7 +222,7 @@ def largest_on_gpu(probe: SimulatedProbe, cap: int | None = None) -> Prediction:
     if cap is not None and line > 2 * cap and probe(max(2, cap), Shape()).fits:
         return Prediction(line)
     # Batches of a few sizes are there to be recorded, so the answer is not confirmed at its own: real trials do that.
-    return predict_full_card(probe, Shape())
+    return predict_full_card(probe, Shape(), later=later)
 
 
 def largest_on_host(probe: SimulatedProbe) -> int:

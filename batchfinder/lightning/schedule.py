@@ -50,6 +50,19 @@ class Schedule:
         every = int(batches * interval) if isinstance(interval, float) else interval
         return batches % every if 0 < every < batches else 0
 
+    def later_steps(self, batch_size: int, last: int, batches: int) -> list[int | None]:
+        """What a trial takes after its first two steps, as `SimulatedProbe.reserved_over` has it.
+
+        Args:
+            last: samples of the epoch's last batch, where that is smaller; else 0.
+            batches: of an epoch.
+        """
+        end = [last] if last else []
+        steps = [batch_size, batch_size, *end, None, *4 * [batch_size], *end]
+        if self.after_last_validation(batches):
+            steps += [None, batch_size, *end, None, batch_size, batch_size]
+        return steps
+
     @property
     def later_epochs(self) -> list[int]:
         """Epochs after the first that change what is in memory: the last to unfreeze layers, the average's."""

@@ -332,6 +332,13 @@ class StageTuner:
                 self._simulated[each] = self._simulate(each, max_peak_bytes)
         return self._simulated[shape]
 
+    def _later_steps(self, batch_size: int) -> list[int | None]:
+        """What a trial of a fit takes after its first two steps; nothing else for a stage of its own."""
+        if self._config.stage != "fit":
+            return []
+        last, batches = self._batches.last_batch_size(batch_size), self._batches.batches_per_epoch(batch_size)
+        return self._schedule.later_steps(batch_size, last, batches)
+
     def _simulate(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
         """The answer of the step as it is recorded, on each rank; None where it cannot be recorded."""
         # One process that records is enough, and the others' memory is better spent. They wait meanwhile, for as long
@@ -355,6 +362,7 @@ class StageTuner:
                     self._limits.cap,
                     seconds=seconds,
                     schedule=self._schedule,
+                    later=self._later_steps,
                 )
             ),
             "asked for a prediction",

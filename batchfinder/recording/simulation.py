@@ -8,7 +8,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -28,6 +28,7 @@ from batchfinder.search import (
     Search,
     Secant,
 )
+from batchfinder.search.secant import FIRST_TRY_SHARE_OF_PREDICTION
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import NO_SCRATCH, TraceSource, between_gpus
@@ -44,8 +45,10 @@ _CONFIRMATIONS = 8
 from what it was scaled to."""
 _STUB_BYTES = 1 << 40
 """Of a card on which steps are recorded, whatever the simulated one has: more than any step takes."""
-_NEAR_A_FULL_CARD = 8
-"""What a sample adds is read between the size that fills a card and one that is an eighth smaller."""
+_SMALLEST_SHARE = 128
+"""Of a size: what it is narrowed down to where what comes after the first steps decides."""
+_MOST_SLOPE = 2.0
+"""What a sample adds to reserved bytes, at most, per byte that it adds to those allocated; at least the inverse."""
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 _NO_CARDS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -408,20 +411,42 @@ def search_simulated(
     return result
 
 
-def predict_full_card(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None = None) -> Prediction:
+def predict_full_card(
+    probe: SimulatedProbe,
+    shape: Shape,
+    max_batch_size: int | None = None,
+    later: Callable[[int], Sequence[int | None]] = lambda batch_size: (),
+) -> Prediction:
     """The largest size with which a card is full and gives no cached memory back, as the start of a search by trials.
 
     Args:
         max_batch_size: the largest of interest; None for no such bound.
+        later: what training does after the recorded steps, as `SimulatedProbe.reserved_over` takes it, for a batch
+            size.
     """
     if not probe.traces.is_scaled(shape.seq_len):
         return Prediction(search_simulated(probe, shape, max_batch_size, confirm=False).max_batch_size)
+    room = probe.memory.capacity_bytes
     full, _ = fill_card(probe, shape, max_batch_size or DEFAULT_MAX_BATCH_SIZE)
-    near = full - full // _NEAR_A_FULL_CARD
-    if near == full:
+    first = int(FIRST_TRY_SHARE_OF_PREDICTION * full)
+    if first < 2:
         return Prediction(full)
-    low, high = (probe.unlimited(size, shape).max_reserved_bytes for size in (near, full))
-    return Prediction(full, max(0, high - low) / (full - near))
+    low, high = (probe.unlimited(size, shape).max_allocated_bytes for size in (first, full))
+    each = max(1.0, (high - low) / (full - first))
+
+    def over(size: int) -> int:
+        steps = later(size)
+        return (probe.reserved_over(size, shape, steps) if steps else probe.needed_bytes(size, shape)) - room
+
+    too_large = None
+    while full > 2 and (excess := over(full)) > 0:
+        too_large, full = full, max(2, full - max(1, full // _SMALLEST_SHARE, int(excess / each)))
+    while too_large is not None and too_large - full > max(1, full // _SMALLEST_SHARE):
+        middle = (too_large + full) // 2
+        too_large, full = (middle, full) if over(middle) > 0 else (too_large, middle)
+    first = int(FIRST_TRY_SHARE_OF_PREDICTION * full)
+    slope = -over(first) / (full - first)
+    return Prediction(full, min(_MOST_SLOPE * each, max(each / _MOST_SLOPE, slope)))
 
 
 def check_scaling(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None, multiple_of: int) -> None:

@@ -53,8 +53,8 @@ class Prediction(NamedTuple):
 
     Attributes:
         batch_size: the largest size that is thought to run; 0 when nothing is.
-        bytes_per_sample: what a sample adds to the peak just below that; 0 where that is not known. It is right where
-            the step takes some more than was simulated, at all sizes alike.
+        bytes_per_sample: what a sample adds to the peak from the first try on to that, where the limit is met; 0 where
+            it is not known. It is right where the step takes some more than was simulated, at all sizes alike.
     """
 
     batch_size: int
@@ -178,7 +178,7 @@ class PeakModel:
 _MAX_SURPRISES = 2
 """Guesses that may be a little too low before the steps grow; while they do not, one failure ends the search."""
 
-_FIRST_TRY_SHARE_OF_PREDICTION = 0.85
+FIRST_TRY_SHARE_OF_PREDICTION = 0.85
 """Where to start, as a share of the prediction, when the peak there will be of use.
 
 At small sizes the peak is the optimizer's, which is flat, and a line from there says that too much fits. A quarter of
@@ -282,7 +282,7 @@ class Secant(Search[SecantState]):
         under_prediction = 0 if predicted is None else predicted - int(self.margin * predicted)
         if state.tries == 0:
             # A share of the prediction where its peak will be of use, else just under the prediction.
-            share = _FIRST_TRY_SHARE_OF_PREDICTION
+            share = FIRST_TRY_SHARE_OF_PREDICTION
             useful = predicted is not None and state.limit_bytes is not None
             return bracket.inside(int(share * (predicted or 0)) if useful else under_prediction)
         low, high, guess, gap = bracket.low, bracket.high, self._guess(state), self._tolerated_gap(bracket)
@@ -324,9 +324,10 @@ class Secant(Search[SecantState]):
         if state.tries == 1 and not self.bytes_per_sample:
             sizes.append(under_prediction)
         size = max(sizes)
-        if predicted and state.tries > 1 and low <= predicted and size > (1 + _DOUBTED_BEYOND) * predicted:
+        above = 0 if predicted is None else predicted + max(bracket.bounds.multiple_of, int(self.tolerance * predicted))
+        if predicted and state.tries > 1 and low < above and size > (1 + _DOUBTED_BEYOND) * predicted:
             # Rounded peaks, a little apart, lead far beyond the prediction sooner than it is that far too low.
-            size = max(least, predicted + max(bracket.bounds.multiple_of, int(self.tolerance * predicted)))
+            size = max(least, above)
         return bracket.inside(size)
 
     def update(self, state: SecantState, trial: Trial) -> SecantState:

@@ -172,6 +172,19 @@ def repeat_last_step(structure: TraceStructure, times: int) -> tuple[TraceStruct
     return longer, tuple(origins)
 
 
+def _blocks_of_last_micro_batch(structure: TraceStructure, step: int) -> set[int]:
+    """What is allocated in the last micro-batch of a step."""
+    ends = [*(mark.position for mark in structure.marks[1:]), len(structure.order)]
+    last = max(mark.micro_batch for mark in structure.marks if mark.step == step)
+    return {
+        event
+        for mark, end in zip(structure.marks, ends, strict=True)
+        if (mark.step, mark.micro_batch) == (step, last)
+        for event in structure.order[mark.position : end]
+        if event >= 0
+    }
+
+
 _SIZES_TRIED_BELOW = 64
 """Sizes under the first answer that are tried as well, in steps of 2 MiB: 128 MiB."""
 
@@ -291,6 +304,45 @@ class SimulatedProbe:
     def needed_bytes(self, batch_size: int, shape: Shape) -> int:
         """The most the allocator would reserve for a size on a card with unlimited memory."""
         return self.unlimited(batch_size, shape).max_reserved_bytes
+
+    def reserved_over(self, batch_size: int, shape: Shape, later: Sequence[int | None]) -> int:
+        """The most that is reserved over the recorded steps and later ones, on a card with unlimited memory.
+
+        Smaller batches and an emptied cache leave segments in which the next full step does not fit.
+
+        Args:
+            later: for each further step the samples of its last micro-batch; None where the cache is emptied.
+        """
+        trace = self.trace(batch_size, shape)
+        steps = [size for size in later if size is not None]
+        longer = repeat_last_step(trace.structure, len(steps))
+        if longer is None:
+            return self.needed_bytes(batch_size, shape)
+        structure, origins = longer
+        sizes = [trace.sizes[i] for i in origins]
+        last = max(mark.step for mark in trace.structure.marks)
+        in_last_micro_batch = _blocks_of_last_micro_batch(trace.structure, last)
+        repeated = (len(origins) - len(trace.sizes)) // len(steps)
+        for number, samples in enumerate(steps):
+            smaller = trace if samples == batch_size else self.trace(max(2, samples), shape)
+            if smaller is not trace and smaller.structure == trace.structure:
+                first = len(trace.sizes) + number * repeated
+                for block in range(first, first + repeated):
+                    if origins[block] in in_last_micro_batch:
+                        sizes[block] = smaller.sizes[origins[block]]
+        starts: dict[int, int] = {}
+        for number, mark in enumerate(structure.marks):
+            starts.setdefault(mark.step, number)
+        with closing(self._new_allocator(UNLIMITED)) as allocator:
+            run, step = Replay(structure, sizes, allocator), last
+            for each in later:
+                if each is not None:
+                    step += 1
+                elif step - last < len(steps):
+                    run.run(starts[step + 1])
+                    allocator.empty_cache()
+            run.run()
+            return allocator.max_reserved
 
     def steady_state(self, batch_size: int, shape: Shape, exact: bool = False) -> SteadyState:
         """One size replayed until the allocator's cache is steady; `exact` as for `trace`.

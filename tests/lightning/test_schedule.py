@@ -75,6 +75,15 @@ def test_batches_after_an_epochs_last_validation(interval: Any, batches: int, le
     assert Schedule(validation_interval=interval).after_last_validation(batches) == 0
 
 
+def test_what_a_trial_takes_after_two_steps() -> None:
+    """Two more until the cache stays as it is, the smaller last batch, the next epoch; and what no validation parts."""
+    assert Schedule().later_steps(32, 0, 10) == [32, 32, None, 32, 32, 32, 32]
+    assert Schedule().later_steps(32, 5, 10) == [32, 32, 5, None, 32, 32, 32, 32, 5]
+    within = Schedule(validation_batch_size=8, validation_interval=4)
+    assert within.later_steps(32, 5, 10)[-6:] == [None, 32, 5, None, 32, 32]
+    assert within.later_steps(32, 5, 8) == Schedule().later_steps(32, 5, 8)
+
+
 def test_a_validation_that_raises_does_not_end_the_fit() -> None:
     """It is left out of further tries with a warning; the fit, which does not get that far, trains."""
 

@@ -342,3 +342,13 @@ def test_the_second_try_follows_what_a_sample_is_predicted_to_add() -> None:
     first, second, last = sizes(bytes_per_sample=MIB)
     assert (first, second, last) == (1700, 1841, 1859)
     assert len(sizes()) > 3
+
+
+def test_a_line_is_not_followed_far_from_a_prediction_that_runs() -> None:
+    """Peaks of sizes next to each other move in segments: where a line through them ends is not tried at once."""
+    peaks = {323: 2521, 379: 2955, 382: 2963}  # in MiB, of a GPT-2 on the CUDA stub
+    probe = FunctionProbe(lambda size, shape: peaks.get(size, 2963 if size < 385 else 3000) * MIB, 2979 * MIB)
+    search = Secant(2979 * MIB, 0.01, 381, (2979 - 2521) / (381 - 323) * MIB)
+    found = find_max_batch_size(probe, Shape(), search=search)
+    assert [trial.batch_size for trial in found.trials if not trial.fits] == [386]
+    assert len(found.trials) <= 4

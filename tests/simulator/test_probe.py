@@ -7,12 +7,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.recording.simulation import search_simulated
+from batchfinder.recording.simulation import predict_full_card, search_simulated
 from batchfinder.results import Shape, Verdict
 from batchfinder.search import Secant
+from batchfinder.search.secant import FIRST_TRY_SHARE_OF_PREDICTION
 from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
+from batchfinder.simulator.allocator import UNLIMITED, CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
@@ -272,3 +276,75 @@ def test_a_full_card_is_read_off_the_curve(usable: int) -> None:
     right = max(2, (usable - GIB) // (24 * MIB))
     assert fill_card(asked, SHAPE, 1 << 20) == (right, right)
     assert fill_card(asked, SHAPE, 40) == (min(right, 40), min(right, 40))
+
+
+def two_steps(batch_size: int, seq_len: int | None) -> Future[Trace]:
+    """Of two micro-batches each, in which a layer's input outlives its activations; the last output is kept."""
+    of_a_step = ("input", "activation", "input", "activation", "output")
+    order = (0, 1, ~1, ~0, 2, 3, ~3, 4, ~2, ~4, 5, 6, ~6, ~5, 7, 8, ~8, 9, ~7, ~9)
+    marks = (
+        StageMark(0, 0, "forward"),
+        StageMark(4, 0, "forward", 1),
+        StageMark(9, 1, "zero_grad"),
+        StageMark(10, 1, "forward"),
+        StageMark(14, 1, "forward", 1),
+        StageMark(19, 1, "end"),
+    )
+    names = 2 * of_a_step
+    sizes = tuple(each * MIB * batch_size for each in 2 * (1, 8, 1, 8, 5))
+    future: Future[Trace] = Future()
+    structure = TraceStructure(order, marks, names, ("",) * len(names), names)
+    future.set_result(Trace(batch_size, seq_len, structure, sizes))
+    return future
+
+
+def reserved_by_hand(batch_size: int, later: list[int | None]) -> int:
+    """What the same steps reserve at most, with each allocation asked for here."""
+    allocator = CachingAllocator(UNLIMITED)
+    output = None
+    for last in (batch_size, batch_size, *later):
+        if last is None:
+            allocator.empty_cache()
+            continue
+        if output is not None:
+            allocator.free(output)
+        for samples, is_last in ((batch_size, False), (last, True)):
+            held, activation = (allocator.allocate(each * MIB * samples) for each in (1, 8))
+            allocator.free(activation)
+            if is_last:
+                output = allocator.allocate(5 * MIB * samples)
+            allocator.free(held)
+    return allocator.max_reserved
+
+
+@example(batch_size=17, later=[17, 9, None, 17, 17])
+@given(
+    batch_size=st.integers(2, 60), later=st.lists(st.none() | st.integers(2, 60), min_size=1, max_size=8).filter(any)
+)
+def test_later_steps_are_those_of_a_training(batch_size: int, later: list[int | None]) -> None:
+    """Smaller last micro-batches and an emptied cache, as the allocator takes them one by one."""
+    probe = SimulatedProbe(TraceSource(two_steps, [None]), CARD)
+    assert probe.reserved_over(batch_size, Shape(), later) == reserved_by_hand(batch_size, later)
+
+
+def test_of_one_step_there_are_no_later_ones() -> None:
+    """As of an evaluation: what it reserves is what counts."""
+    assert probe().reserved_over(10, SHAPE, [5, None, 10]) == probe().needed_bytes(10, SHAPE)
+
+
+def test_a_prediction_has_room_for_later_steps() -> None:
+    """It is the largest size but for 1 %, and the line from the first try ends at it."""
+    probe = SimulatedProbe(TraceSource(two_steps, [None]), DeviceMemory(40 * GIB, 40 * GIB))
+
+    def later(batch_size: int) -> list[int | None]:
+        return [batch_size // 2, None, batch_size, batch_size]
+
+    plain, fewer = predict_full_card(probe, Shape()), predict_full_card(probe, Shape(), later=later)
+    room = probe.memory.capacity_bytes
+    size = fewer.batch_size
+    assert size < plain.batch_size
+    assert reserved_by_hand(size, later(size)) <= room < reserved_by_hand(size + size // 64, later(size + size // 64))
+    assert probe.needed_bytes(plain.batch_size, Shape()) <= room
+    first = int(FIRST_TRY_SHARE_OF_PREDICTION * size)
+    line = first + (room - reserved_by_hand(first, later(first))) / fewer.bytes_per_sample
+    assert line == pytest.approx(size, abs=1)
