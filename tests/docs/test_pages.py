@@ -102,7 +102,8 @@ def test_how_exact_the_recorders_are_is_what_the_benchmark_found() -> None:
     taken = result["taken"]
     assert exact["equal to the byte"] == result["cuda-build, reserved"]["equal to the byte"] == taken
     for words in (
-        f"Of the {taken} steps in its result so far",
+        f"takes {result['cells']} steps of models",
+        f"Of the other {taken}, what the CUDA build recorded",
         f"has PyTorch's peaks to the byte in {taken}, allocated and reserved",
         f"is equal in {fake['equal to the byte']} and within 0.5 % in {fake['within 0.5 %']}",
         f"at worst {-fake['lowest']} % low, and {fake['highest']} % high",
