@@ -445,6 +445,8 @@ def predict_full_card(
         middle = (too_large + full) // 2
         too_large, full = (middle, full) if over(middle) > 0 else (too_large, middle)
     first = int(FIRST_TRY_SHARE_OF_PREDICTION * full)
+    if first < 2:  # a batch of one is a recording of its own
+        return Prediction(full)
     slope = -over(first) / (full - first)
     return Prediction(full, min(_MOST_SLOPE * each, max(each / _MOST_SLOPE, slope)))
 

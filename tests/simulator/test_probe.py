@@ -348,3 +348,17 @@ def test_a_prediction_has_room_for_later_steps() -> None:
     first = int(FIRST_TRY_SHARE_OF_PREDICTION * size)
     line = first + (room - reserved_by_hand(first, later(first))) / fewer.bytes_per_sample
     assert line == pytest.approx(size, abs=1)
+
+
+def test_a_small_prediction_asks_for_no_batch_of_one() -> None:
+    """Which no recording of larger ones stands for, and which the callback has none for."""
+
+    def larger(batch_size: int, seq_len: int | None) -> Future[Trace]:
+        assert batch_size > 1
+        future: Future[Trace] = Future()
+        future.set_result(replace(two_steps(100 * batch_size, seq_len).result(), batch_size=batch_size))
+        return future
+
+    probe = SimulatedProbe(TraceSource(larger, [None]), DeviceMemory(4 * GIB, 4 * GIB))
+    assert predict_full_card(probe, Shape()).batch_size == 4
+    assert predict_full_card(probe, Shape(), later=lambda size: [size // 2, None, size, size]).batch_size == 2
