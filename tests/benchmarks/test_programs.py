@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cuda_build, pytest.mark.usefixtures("cuda_stub")]
 
 RESULTS = programs.ROOT / "benchmarks/results/programs-2-cores.json"
 INSTALLED = {name: each for name, each in programs.PROGRAMS.items() if "==" in each["source"] and "torch" not in each}
-BY_HAND = ("trl-sft", "trl-dpo", "trl-reward")
+BY_HAND = ("trl-sft", "trl-dpo", "trl-reward", "open-clip")
 """Programs for which CI has no time."""
 
 

@@ -84,15 +84,15 @@ def test_differences_are_named() -> None:
 
 @pytest.mark.cuda_build
 def test_on_the_stub(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
-    """All of its parts, with three steps."""
+    """All of its parts but the contexts, which compile a function, with three steps."""
     out = tmp_path / "stub.json.gz"
     run = cuda_stub(gpu="H100 80GB").run_script(
-        f"{ROOT}/benchmarks/real_card.py", "--out", str(out), "--only", "mean: ", "--jobs", "2"
-    )
+        f"{ROOT}/benchmarks/real_card.py", "--out", str(out), "--only", "mean: ", "--jobs", "2",
+        "--parts", "properties,addresses,kernels,steps",
+    )  # fmt: skip
     assert run.exit_code == 0, run.output
     result = json.loads(gzip.decompress(out.read_bytes()))
     assert result["properties"]["attributes"]["16"] == 132  # cudaDevAttrMultiProcessorCount
-    assert set(result["contexts"].values()) == {result["contexts"]["init"]}
     assert all(address for events in result["addresses"].values() for _, address in events)
     assert set(result["kernels"]) == {"math", "flash", "efficient", "cudnn"}
     assert len(result["steps"]) == 3
