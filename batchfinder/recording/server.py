@@ -134,7 +134,7 @@ class RecordingServer:
 
                     distributed.prepare()  # here once, and not in every fork
                 adapters = (request["record"]["workload"] or {}).get("arguments", {}).get("lora")
-                if adapters and self.workload is not None:
+                if adapters and self.workload is not None and self.recorder == FAKE_DEVICE:
                     with suppress(Exception):  # raised again, and told, in the fork
                         import_module("peft")
                 done, child_end = pipe()

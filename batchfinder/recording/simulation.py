@@ -435,8 +435,7 @@ def predict_full_card(
     each = max(1.0, (high - low) / (full - first))
 
     def over(size: int) -> int:
-        steps = later(size)
-        return (probe.reserved_over(size, shape, steps) if steps else probe.needed_bytes(size, shape)) - room
+        return probe.reserved_over(size, shape, later(size)) - room
 
     too_large = None
     while full > 2 and (excess := over(full)) > 0:

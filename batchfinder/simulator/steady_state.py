@@ -315,7 +315,7 @@ class SimulatedProbe:
         """
         trace = self.trace(batch_size, shape)
         steps = [size for size in later if size is not None]
-        longer = repeat_last_step(trace.structure, len(steps))
+        longer = repeat_last_step(trace.structure, len(steps)) if steps else None
         if longer is None:
             return self.needed_bytes(batch_size, shape)
         structure, origins = longer

@@ -96,6 +96,17 @@ def test_the_fake_device_records_in_its_process_too(options: StepOptions, tmp_pa
         assert trace(there.on_fake_device()) == trace(own)
 
 
+def test_adapters_on_the_fake_device_leave_the_card_to_later_recordings(tmp_path: Path) -> None:
+    """Importing peft initializes CUDA where bitsandbytes is there, after which no fork of that process could use it."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    plain, adapters, device = StepOptions(), StepOptions(lora=8), device_for(find_gpu("H100"))
+    with Simulation(plain.workload(str(path)), plain.step(), CUDA_BUILD) as simulation:
+        changed = simulation.with_spec(adapters.workload(str(path)), adapters.step())
+        for each in (changed.on_fake_device(), changed, simulation):
+            assert each.probe(device, [64]).trace(4, Shape(64), exact=True).sizes
+
+
 def test_what_it_does_not_record_is_said() -> None:
     """Several GPUs; and the card decides: a recording for another has other kernels."""
     spec = WorkloadSpec("tests.builders.small:mlp")
