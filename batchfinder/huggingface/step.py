@@ -22,7 +22,6 @@ from batchfinder.measure.key_fields import describe_batch, describe_sharding, me
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.results import Shape
-from batchfinder.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -43,12 +42,10 @@ class TrainerStep:
         trainer: Trainer,
         batches: TrainerBatches,
         target_batch_size: int,
-        outputs: EvaluationOutputs | None = None,
     ) -> None:
         self._trainer = trainer
         self._batches = batches
         self._target_batch_size = target_batch_size
-        self._outputs = outputs
 
     def __call__(self, micro_batches: Any) -> None:
         """Take one step with an iterable of micro-batches that has a length."""
@@ -78,72 +75,10 @@ class TrainerStep:
         model.zero_grad()
         self._call_back("on_step_end")
         del held
-        if self._outputs is not None:
-            self._outputs.measure(trainer)
 
     def _call_back(self, event: str) -> None:
         trainer = self._trainer
         trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
-
-
-class EvaluationOutputs:
-    """What the evaluations of a training keep on the device until they end, by the outputs of one sample.
-
-    Outputs are kept for `compute_metrics` alone. To add those of a batch, all are copied, unless
-    `eval_do_concat_batches` is off.
-
-    Source: `Trainer.evaluation_loop` and `EvalLoopContainer` in transformers 5.23.
-
-    Attributes:
-        sample_bytes: the outputs of one of the longest samples; None before it was predicted, 0 where none are kept.
-    """
-
-    def __init__(self) -> None:
-        self.sample_bytes: int | None = None
-
-    def measure(self, trainer: Trainer) -> None:
-        """Predict one sample, where that was not done yet. What it raises is for the evaluation to raise."""
-        args = trainer.args
-        if self.sample_bytes is not None:
-            return
-        self.sample_bytes = 0
-        moved = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
-        if args.eval_strategy == "no" or trainer.compute_metrics is None or moved:
-            return
-        with suppress(Exception):
-            loader = trainer.get_eval_dataloader(_largest_evaluation(trainer)[0])
-            trainer.model_wrapped.eval()
-            sample = TrainerBatches(loader, None)(1, None)
-            _, logits, labels = trainer.prediction_step(trainer.model_wrapped, sample, prediction_loss_only=False)
-            if logits is not None and trainer.preprocess_logits_for_metrics is not None:
-                logits = trainer.preprocess_logits_for_metrics(logits, labels)  # type: ignore[arg-type]
-            kept = [leaf for leaf in pytree.tree_leaves((logits, labels)) if isinstance(leaf, torch.Tensor)]
-            self.sample_bytes = sum(tensor.nbytes for tensor in kept if tensor.device == args.device)
-
-    def warning(self, trainer: Trainer, free_bytes: int) -> str:
-        """What to say where they take more than is free beside what training holds; else empty."""
-        if not self.sample_bytes:
-            return ""
-        args, samples = trainer.args, _largest_evaluation(trainer)[1]
-        copies = 2 if args.eval_do_concat_batches else 1
-        kept = self.sample_bytes * samples
-        if copies * kept <= free_bytes:
-            return ""
-        batch_bytes = copies * self.sample_bytes * args.eval_batch_size * args.world_size
-        every = max(1, free_bytes // (2 * batch_bytes))
-        return (
-            f"An evaluation of {samples} samples keeps up to {format_bytes(kept)} of outputs on the GPU until it ends"
-            f"{', and copies them with each batch' if copies == 2 else ''}; {format_bytes(free_bytes)} are free beside "
-            f"the model and the optimizer. Pass TrainingArguments(eval_accumulation_steps={every}) to move them to the "
-            f"host every {every} batches, or Trainer(preprocess_logits_for_metrics=) to keep less."
-        )
-
-
-def _largest_evaluation(trainer: Trainer) -> tuple[str | None, int]:
-    """The evaluation data with the most samples, by their name where there are several, and how many these are."""
-    data = trainer.eval_dataset
-    named: dict[Any, Any] = data if isinstance(data, dict) else {None: data}
-    return max(((name, len(each)) for name, each in named.items()), key=lambda one: one[1])
 
 
 ARGUMENTS = (
@@ -185,6 +120,7 @@ def make_key(
         "target": limits.target_batch_size,
         "headroom": limits.headroom,
         "clip": bool(args.max_grad_norm and args.max_grad_norm > 0),
+        "phases": [*config.phases.described, args.eval_batch_size if config.phases.evaluate else None],
         "training": [name for name, part in model.named_modules() if part.training],
         "compiled": any(part._compiled_call_impl is not None for part in model.modules()),
         "optimizer": str(getattr(args, "optim", "")),

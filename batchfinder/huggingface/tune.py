@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from batchfinder.accumulation import AccumulationPlan
 from batchfinder.cache import Store
 from batchfinder.errors import InvalidValue, MissingExtra
+from batchfinder.huggingface.evaluation import TrainerEvaluation
 from batchfinder.huggingface.step import (
-    EvaluationOutputs,
     MakeBatch,
     TrainerBatches,
     TrainerStep,
@@ -27,7 +27,7 @@ from batchfinder.huggingface.step import (
     own_loader,
     set_size,
 )
-from batchfinder.loop.options import LoopConfig, device_of
+from batchfinder.loop.options import LoopConfig, Phases, device_of
 from batchfinder.loop.result import TunedBatchSize
 from batchfinder.loop.tune import tune_loop
 from batchfinder.measure.options import SearchOptions
@@ -96,6 +96,7 @@ def tune_trainer(
     exact: bool = False,
     seq_len: int | None = None,
     make_batch: MakeBatch | None = None,
+    resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
     state: Sequence[Any] = (),
     probe_callbacks: Sequence[Any] = (),
     headroom: float | int | str = 0.0,
@@ -131,6 +132,8 @@ def tune_trainer(
         seq_len: sequence length to try with; None for the longest in the data.
         make_batch: `make_batch(batch_size, seq_len)` returns a batch as the loader would, for data of which none can be
             made by the collator.
+        resume_from_checkpoint: what `trainer.train()` will be given; its optimizer's state is in memory from the first
+            step on.
         state: what else a step changes that cannot be reached from the trainer.
         probe_callbacks: callbacks of the trainer's, or their classes, that take part in the tries. The others sit out.
         headroom: memory to leave free: a share of what training could take (0.05 or `5%`), or bytes (an int or `1GiB`).
@@ -183,19 +186,31 @@ def tune_trainer(
     )
     limits = options.limits(num_devices=args.world_size)
     device = device_of(args.device, ())
-    outputs = EvaluationOutputs()
+    evaluation = TrainerEvaluation(trainer)
+    checkpoint = _checkpoint_of(trainer, resume_from_checkpoint)
+
+    def restore() -> None:
+        trainer._load_optimizer_and_scheduler(checkpoint)
+        trainer._load_scaler(checkpoint)
 
     def search(loader: Any) -> TunedBatchSize:
         batches = TrainerBatches(loader, make_batch)
         part = -(-(limits.target_batch_size or 1) // args.world_size)
-        step = TrainerStep(trainer, batches, part, outputs if device.type == "cuda" else None)
+        step = TrainerStep(trainer, batches, part)
         # Accelerate wraps the optimizer; hooks see the one inside.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         named = (trainer.model_wrapped, optimizer, trainer, *state)
         # Batches keep the samples they have read from one trial to the next, and an evaluation is measured once.
-        alone = (batches, outputs, *bulk_data(trainer))
-        others = batches.others if seq_len is None and batches.varies() and device.type == "cuda" else None
-        config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone, others=others)
+        alone = (batches, evaluation, *bulk_data(trainer))
+        phases = Phases()
+        if device.type == "cuda":  # where what is allocated lies in a cache of the allocator's
+            phases = Phases(
+                None if checkpoint is None else restore,
+                batches.others if seq_len is None and batches.varies() else None,
+                None if args.eval_strategy == "no" else evaluation,
+                _samples_of_epoch(trainer, loader, limits.target_batch_size or 1),
+            )
+        config = LoopConfig(step, batches, named, device, caller="tune_trainer", left_alone=alone, phases=phases)
         batches(limits.bounds.first, seq_len)
         key = functools.partial(make_key, trainer)
         return tune_loop(config, limits, options.budget_bytes, [seq_len], options.store, on_trial, key).smallest
@@ -209,10 +224,51 @@ def tune_trainer(
             _warn_of_short_epoch(trainer, found.plan)
         seen = found.result.measurement
         if seen is not None and seen.resting_bytes is not None:
-            kept = outputs.warning(trainer, found.tuning.limit_bytes - seen.resting_bytes)
+            kept = evaluation.warning(found.tuning.limit_bytes - seen.resting_bytes)
             if kept:
                 warnings.warn(kept, stacklevel=2)
+        if evaluation.raised:
+            said = f"sizes were tried without the evaluation, which raised {evaluation.raised}"
+            warnings.warn(f"{said}. Leave room for it with headroom=.", stacklevel=2)
+    if device.type == "cuda":
+        from batchfinder.huggingface.empty_cache import EmptyCacheCallback
+
+        trainer.remove_callback(EmptyCacheCallback)  # of an earlier call
+        trainer.add_callback(EmptyCacheCallback())
     return found
+
+
+def _checkpoint_of(trainer: Trainer, resume_from_checkpoint: str | os.PathLike[str] | bool | None) -> str | None:
+    """The folder of the checkpoint that training goes on from; None where it starts anew.
+
+    Raises:
+        InvalidValue: there is none.
+    """
+    if not resume_from_checkpoint:
+        return None
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder: str | None = os.fspath(resume_from_checkpoint) if resume_from_checkpoint is not True else None
+    if folder is None and os.path.isdir(str(trainer.args.output_dir)):
+        folder = get_last_checkpoint(str(trainer.args.output_dir))  # type: ignore[no-untyped-call]
+    if folder is None or not os.path.isdir(folder):
+        expected = f"a folder that a Trainer has saved, or True where {trainer.args.output_dir} has one"
+        raise InvalidValue("resume_from_checkpoint", resume_from_checkpoint, expected)
+    return folder
+
+
+def _samples_of_epoch(trainer: Trainer, loader: Any, target_batch_size: int) -> int | None:
+    """How many samples an epoch has; None where no smaller batch ends it, or training ends before, or nothing tells.
+
+    Several processes have full batches alone: accelerate fills the last one with samples of the epoch's beginning.
+    """
+    from transformers.trainer_utils import has_length
+
+    args, sampler = trainer.args, getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if args.world_size > 1 or args.dataloader_drop_last or sampler is None or not has_length(sampler):
+        return None
+    samples = len(sampler)
+    return None if 0 < args.max_steps * target_batch_size <= samples else samples
 
 
 def _warn_of_short_epoch(trainer: Trainer, plan: AccumulationPlan) -> None:

@@ -219,8 +219,13 @@ def record_call(loader: object, function: Callable[..., object], arguments: tupl
 
 
 def silence(trainer: Any, callbacks: list[Callback]) -> None:
-    """Let a trainer's loops write, show, save and validate nothing, and call these callbacks alone."""
+    """Let a trainer's loops write, show, save and validate nothing, and call these callbacks alone.
+
+    Schedulers do not step: one that is made for a few steps, as OneCycleLR may be, would raise after these.
+    """
     trainer.callbacks = callbacks
+    for config in trainer.lr_scheduler_configs:
+        config.interval = ""
     dummy = class_for(trainer, "loggers.logger", "DummyLogger")
     trainer.loggers = [_dummy_of(logger, dummy) for logger in trainer.loggers]
     trainer.profiler = class_for(trainer, "profilers", "PassThroughProfiler")()

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -43,7 +43,7 @@ from batchfinder.lightning.ddp import local_only
 from batchfinder.lightning.schedule import Schedule
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.oom import classify
-from batchfinder.measure.trial import TrialSession, TrialSteps, run_trial
+from batchfinder.measure.trial import MOST_SETTLING_STEPS, TrialSession, TrialSteps, run_trial
 from batchfinder.results import Measurement, Shape
 from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
@@ -276,7 +276,7 @@ class DryRun:
         if device.type != "cuda" or self.growth:
             return
         reserved, quiet = torch.cuda.memory_reserved(device), 0
-        for _ in range(_MOST_SETTLING_STEPS):
+        for _ in range(MOST_SETTLING_STEPS):
             yield from whole_steps(1)
             before, reserved = reserved, torch.cuda.memory_reserved(device)
             quiet = quiet + 1 if reserved <= before else 0
@@ -387,7 +387,6 @@ _LEAST_KEPT_BYTES = 1 << 20
 """Of memory that grows from step to step, what an epoch has to add to be worth a further step."""
 _KEEPING_STEPS = 8
 """Steps that stand for those of an epoch: where a tensor lies that is kept depends on what else is there with it."""
-_MOST_SETTLING_STEPS = 10
 _MOST_BATCHES = 4 * MAX_BATCHES_WITHOUT_STEP
 """More than any epoch of a dry run gives."""
 
@@ -478,7 +477,6 @@ class LightningProbe:
     session: TrialSession
     smallest: int  # a size that runs if any does
     validation: ProbeBatches | None = None  # of the fit
-    spare_bytes: int = 0  # of the device, which tries leave free
     _validated: bool = field(default=False, init=False)  # whether it was tried beside the smallest batch
     source: ClassVar[str] = "measured"
     unmodelled: ClassVar[tuple[str, ...]] = ()
@@ -517,16 +515,9 @@ class LightningProbe:
                 full = feed(batches, size, train_shape)
                 dry_run.fit(full, config.accumulation, taken, validation=tried, validation_is_tried=True)
 
-        def steps_beside_spare(taken: TrialSteps) -> None:
-            spare = [torch.empty(self.spare_bytes, dtype=torch.uint8, device=session.device)]
-            try:
-                steps(taken)
-            finally:
-                spare.clear()
-
         try:
             seen = run_trial(
-                steps_beside_spare if self.spare_bytes else steps,
+                steps,
                 session.memory,
                 session.device,
                 session.open().restore,
@@ -534,6 +525,7 @@ class LightningProbe:
                 session.held_bytes,
                 stepping=session.stepping,
                 timed_steps=session.timed_steps,
+                spare_bytes=session.spare_bytes,
             )
         except Exception as error:
             if dry_run.callbacks.inactive:
@@ -552,10 +544,6 @@ class LightningProbe:
             applied.undo()  # a size in an object that is not among what is put back
         if dry_run.failed_in_validation and config.train is None and not self._validation_runs(batch_size, shape):
             return self(batch_size, shape)
-        if self.spare_bytes:
-            names = ("peak_allocated_bytes", "peak_reserved_bytes", "resting_bytes")
-            told = {name: getattr(seen, name) for name in names}
-            seen = replace(seen, **{name: size - self.spare_bytes for name, size in told.items() if size is not None})
         if config.stage == "fit" and not config.alone and config.train is None and batch_size > self.smallest:
             seen = session.stepping.compared(seen, lambda: self(self.smallest, shape))
         return seen

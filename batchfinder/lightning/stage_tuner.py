@@ -162,7 +162,7 @@ class StageTuner:
         if self._varies and expand_segments(self._device):
             rank_zero_info(f"BatchFinder: {SEGMENTS_EXPAND}")
         spares = spares and (self._varies or AllocatorSettings.from_environment().expandable_segments)
-        self._spare_bytes = int(SPARE * self._memory.free_bytes()) if spares else 0
+        self._session.spare_bytes = int(SPARE * self._memory.free_bytes()) if spares else 0
         self._probe: Probe | None = None
         self._dry_run: DryRun | None = None
         self._predicted: Prediction | None = None
@@ -248,8 +248,8 @@ class StageTuner:
                 said = said.replace("from the cache", "from the checkpoint")
                 results[index] = replace(found, result=replace(found.result, source="checkpoint"))
             rank_zero_info(f"BatchFinder: {stage} {said}.")
-        if self._dry_run is not None and self._spare_bytes:
-            left = f"tries left {format_bytes(self._spare_bytes)} free"
+        if self._dry_run is not None and self._session.spare_bytes:
+            left = f"tries left {format_bytes(self._session.spare_bytes)} free"
             if not self._varies:
                 said = f"{left}: expandable segments grow a little for some epochs."
             else:
@@ -312,10 +312,9 @@ class StageTuner:
                 self._session,
                 smallest,
                 self._validation,
-                self._spare_bytes,
             )
             self._probe = probe if self._ranks.size == 1 else AgreedProbe(probe, self._ranks)
-        return self._probe, self._ranks.all_reduce_min(self._session.max_peak_bytes() - self._spare_bytes)[0]
+        return self._probe, self._ranks.all_reduce_min(self._session.max_peak_bytes())[0]
 
     def _predict(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
         """What is predicted, or the simulated step's answer; None where that would cost more than it saves."""

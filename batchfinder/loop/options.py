@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,6 +15,30 @@ from torch.optim import Optimizer
 
 from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.snapshot.training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What a training does besides steps of full batches. A trial takes each once, in the order of these attributes.
+
+    Attributes:
+        restore: puts in what a checkpoint has, before the first step; None where training starts anew.
+        others: given a size, makers of batches of other lengths that an epoch has; None where no length differs, and
+            where nothing tells.
+        evaluate: takes a few batches of an evaluation; None for a training that has none.
+        samples: of an epoch on one device, whose last batch may be smaller; None where it never is, and where nothing
+            tells.
+    """
+
+    restore: Callable[[], object] | None = None
+    others: Callable[[int], list[Callable[[], Any]]] | None = None
+    evaluate: Callable[[], object] | None = None
+    samples: int | None = None
+
+    @property
+    def described(self) -> list[bool]:
+        """Which of them there are, for a key."""
+        return [getattr(self, each.name) is not None for each in fields(self)]
 
 
 @dataclass(frozen=True)
@@ -28,8 +52,7 @@ class LoopConfig:
         device: where the model is.
         caller: the function that the user called, for messages.
         left_alone: what can be reached and is not to be put back, such as data in memory.
-        others: given a size, makers of batches of other lengths that an epoch has; None where no length differs, and
-            where nothing tells.
+        phases: what training does besides; the cache is emptied before and after an evaluation, and as an epoch begins.
     """
 
     train_step: Callable[[Any], object]
@@ -38,7 +61,7 @@ class LoopConfig:
     device: torch.device
     caller: str = "tune_batch_size"
     left_alone: tuple[Any, ...] = ()
-    others: Callable[[int], list[Callable[[], Any]]] | None = None
+    phases: Phases = Phases()
 
     @property
     def label(self) -> str:
@@ -59,7 +82,7 @@ class LoopConfig:
 
     def capture(self, left_alone: Sequence[Any] = ()) -> TrainingState:
         """Copy all that a step changes, but for objects and classes in `left_alone` and the loop's own."""
-        functions = (self.train_step, self.make_batch)
+        functions = [self.train_step, self.make_batch, *filter(None, [self.phases.evaluate])]
         owners = [owner for owner in (getattr(one, "__self__", None) for one in functions) if owner is not None]
         return TrainingState.capture(*self.state, *owners, *functions, left_alone=[*left_alone, *self.left_alone])
 
@@ -99,7 +122,7 @@ def check_arguments(option: str, function: Callable[..., object], *given: str) -
         signature.bind(*given)
     except TypeError as error:
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        expected = f"a function that is called with {' and '.join(given)}, and nothing else"
+        expected = f"a function that is called with {' and '.join(given)}{', and ' if given else ''}nothing else"
         raise InvalidValue(option, f"{name}{signature}", f"{expected} ({error})") from None
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ from batchfinder.distributed.agreement import local_collectives
 from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
-from batchfinder.measure.trial import TrialSession, TrialSteps, run_trial
+from batchfinder.measure.trial import MOST_SETTLING_STEPS, TrialSession, TrialSteps, run_trial
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -127,6 +128,8 @@ class LoopProbe:
         self._session = session
         self._counter = StepCounter(session, config)
         self._warned = False
+        self._evaluates: bool | None = None  # whether the evaluation runs beside the smallest size; None before that
+        self._evaluating = False  # whether the last trial's evaluation did not fit
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
         """Try one size.
@@ -136,22 +139,27 @@ class LoopProbe:
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
         session, config, target = self._session, self._config, self._target
+        phases = config.phases if self._evaluates is not False else replace(config.phases, evaluate=None)
         # In segments of a fixed size what lies in pieces stays so, and a later step may run out of memory.
-        settles = config.others is not None and AllocatorSettings.from_environment().expandable_segments
+        settles = phases.others is not None and AllocatorSettings.from_environment().expandable_segments
+        self._evaluating = False
 
         def steps(taken: TrialSteps) -> None:
-            others = [] if config.others is None else config.others(batch_size)
+            others = [] if phases.others is None else phases.others(batch_size)
             waiting: list[Callable[[], Any]] = []
+
+            def full() -> Any:
+                return config.make_batch(batch_size, shape.seq_len)
 
             def batches() -> Iterator[Any]:
                 while True:  # as in a loop, a batch lives until the next has been made
                     with taken.loading():
-                        batch = waiting.pop(0)() if waiting else config.make_batch(batch_size, shape.seq_len)
+                        batch = (waiting.pop(0) if waiting else full)()
                     yield batch
 
-            one, count = batches(), PEAK_MICRO_BATCHES if batch_size < (target or 0) else 1
+            one, most = batches(), PEAK_MICRO_BATCHES if batch_size < (target or 0) else 1
 
-            def step() -> None:
+            def step(count: int = most) -> None:
                 given = next(one) if target is None else MicroBatches(batches, count, taken.micro_batch_ended)
                 config.train_step(given)
                 if isinstance(given, MicroBatches) and given.given < count:
@@ -159,7 +167,33 @@ class LoopProbe:
                     expected = f"a function that goes through all {count} micro-batches it is given"
                     raise InvalidValue("train_step", name, f"{expected}, not {given.given}")
 
+            def end_of_epoch(samples: int) -> None:
+                """The last step of an epoch that is no whole number of steps, and the first steps of the next."""
+                left = samples % ((target or batch_size) if most > 1 else batch_size)
+                if left == 0:
+                    return
+                count = min(most, -(-left // batch_size))
+                smaller = left % batch_size
+                if smaller:
+                    waiting.extend([*[full] * (count - 1), lambda: config.make_batch(smaller, shape.seq_len)])
+                step(count)
+                self._empty_cache()
+                go_on()
+
+            def go_on() -> None:
+                """Steps from an empty cache, with the optimizer's state, until two reserve no more; two micro-batches
+                at least."""
+                quiet = 0
+                for number in range(MOST_SETTLING_STEPS):
+                    before = self._reserved_bytes()
+                    step()
+                    quiet = quiet + 1 if self._reserved_bytes() <= before else 0
+                    if quiet == PEAK_STEPS or (before == 0 and number + 1 >= -(-PEAK_STEPS // most)):
+                        return
+
             with self._counter.counting():
+                if phases.restore is not None:
+                    phases.restore()
                 step()
                 while self._counter.needs_another_call():
                     step()
@@ -171,6 +205,16 @@ class LoopProbe:
                         step()
                     if order:
                         step()  # of the longest again: the others have left the cache in pieces
+                if phases.evaluate is not None:
+                    self._empty_cache()
+                    self._evaluating, retries = True, session.memory.retries()
+                    with taken.apart(session.memory):
+                        phases.evaluate()
+                        self._empty_cache()
+                    self._evaluating = session.memory.retries() > retries
+                    go_on()
+                if phases.samples is not None:
+                    end_of_epoch(phases.samples)
 
         try:
             seen = run_trial(
@@ -183,6 +227,7 @@ class LoopProbe:
                 stepping=session.stepping,
                 timed_steps=session.timed_steps,
                 settling_steps=PEAK_STEPS if settles else None,
+                spare_bytes=session.spare_bytes,
             )
         except InvalidValue:
             raise
@@ -197,6 +242,8 @@ class LoopProbe:
                     "step, whose length is how many there are."
                 )
             raise
+        if not seen.fits and self._evaluating and not self._evaluation_runs(batch_size, shape):
+            return self(batch_size, shape)
         if seen.fits and self._counter.stopped_stepping:
             message = "optimizers stopped stepping, as they do not at other sizes: the step may catch an out-of-memory"
             return replace(seen, verdict=Verdict.OUT_OF_MEMORY, message=message)
@@ -214,3 +261,27 @@ class LoopProbe:
                 stacklevel=2,
             )
         return seen
+
+    def _evaluation_runs(self, batch_size: int, shape: Shape) -> bool:
+        """Whether the evaluation, which did not fit, does where training takes the least; else it is left out."""
+        if batch_size > self._smallest:
+            if self._evaluates is None and self(self._smallest, shape).fits and self._evaluates is None:
+                self._evaluates = True
+        elif self._evaluates is None:
+            self._evaluates = False
+            warnings.warn(
+                "An evaluation does not fit with its own batches, whatever the size to train with, so sizes are tried "
+                f"without it. {self._config.caller} does not change the evaluation: give it smaller batches.",
+                stacklevel=2,
+            )
+        return self._evaluates is not False
+
+    def _reserved_bytes(self) -> int:
+        """By the allocator of a GPU; 0 without one."""
+        device = self._session.device
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+    def _empty_cache(self) -> None:
+        """As training does where a phase ends."""
+        if self._session.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ from batchfinder.distributed.agreement import (
     forget_used_parameters,
 )
 from batchfinder.errors import InvalidValue
-from batchfinder.loop.options import LoopConfig, check_arguments, device_of, warn_not_cached, world_size
+from batchfinder.loop.options import LoopConfig, Phases, check_arguments, device_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
@@ -36,6 +36,7 @@ from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import Shape, Trial
+from batchfinder.units import parse_count
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def make_key(config: LoopConfig, shape: Shape, sample: Any, memory: Memory, limi
         "loop": [f"{type(item).__module__}.{type(item).__qualname__}" for item in config.state],
         "target": limits.target_batch_size,
         "headroom": limits.headroom,
+        "phases": config.phases.described,
         "training": [[name for name, part in module.named_modules() if part.training] for module in modules],
         "compiled": [any(part._compiled_call_impl is not None for part in module.modules()) for module in modules],
         "settings": process_settings(device),
@@ -123,12 +125,13 @@ def tune_loop(
         def free_bytes() -> int:
             return ranks.all_reduce_min(memory.free_bytes())[0]
 
-        limits = limits.with_memory(free_bytes())
-        if any(ranks.all_gather(config.others is not None)):
+        limits, spare_bytes = limits.with_memory(free_bytes()), 0
+        if any(ranks.all_gather(config.phases.others is not None)):
             if expand_segments(config.device):
                 _log.info(SEGMENTS_EXPAND)
-            limits = replace(limits, reserve_bytes=limits.reserve_bytes + int(SPARE * free_bytes()))
+            spare_bytes = int(SPARE * free_bytes())
         session = opened.enter_context(TrialSession(memory, config.device, limits.reserve_bytes, config.capture))
+        session.spare_bytes = spare_bytes
         probe: Probe = LoopProbe(config, limits, session)
         probe = probe if ranks.size == 1 else AgreedProbe(probe, ranks)
 
@@ -188,6 +191,8 @@ def tune_batch_size(
     device: torch.device | str | None = None,
     goal: str = "memory",
     seq_lens: Sequence[int] | None = None,
+    evaluate: Callable[[], object] | None = None,
+    epoch_samples: int | None = None,
     target_batch_size: int | None = None,
     num_devices: int | None = None,
     exact: bool = False,
@@ -225,6 +230,10 @@ def tune_batch_size(
         goal: `memory` for the largest size that fits, or `throughput` for the smallest of those up to it that trains at
             full speed, within 3 % of the best samples per second. `make_batch` and communication are not timed.
         seq_lens: lengths to find sizes for, the longest first; None for data of one fixed shape.
+        evaluate: takes a few batches of the loop's evaluation, where it has one: it leaves the allocator's cache in
+            other pieces, so that each try has it after the first steps, and a step after it. The cache is emptied
+            before and after, as the loop should do (`torch.cuda.empty_cache()`).
+        epoch_samples: samples of an epoch on this device, where its last batch is a smaller one: each try has that too.
         target_batch_size: samples per optimizer step, on all devices together, made up of micro-batches that fit; None
             for no target.
         num_devices: devices that train on samples of their own, and make up the target together; None for the world
@@ -271,6 +280,11 @@ def tune_batch_size(
     named = tuple(state) if isinstance(state, list | tuple) else (state,)
     check_arguments("train_step", train_step, "the batch")
     check_arguments("make_batch", make_batch, "batch_size", "seq_len")
-    config = LoopConfig(train_step, make_batch, named, device_of(device, named))
+    if evaluate is not None:
+        check_arguments("evaluate", evaluate)
+    if epoch_samples is not None:
+        epoch_samples = parse_count(epoch_samples, "epoch_samples")
+    phases = Phases(evaluate=evaluate, samples=epoch_samples)
+    config = LoopConfig(train_step, make_batch, named, device_of(device, named), phases=phases)
     lengths = sorted(set(seq_lens), reverse=True) if seq_lens else [None]
     return tune_loop(config, limits, options.budget_bytes, lengths, options.store, on_trial)

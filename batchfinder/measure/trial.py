@@ -33,6 +33,10 @@ _MOST_TIMED, _TIMED_SECONDS = 20, 0.05
 """Steps are timed up to this number while they take less than so much in all: the clock and what a process does
 besides count for more in a short step."""
 
+MOST_SETTLING_STEPS = 10
+"""How many steps a phase of a training takes at most until the allocator reserves no more: each may leave its cache in
+other pieces."""
+
 _EMPTY_SHARE = 0.01
 """Share of a step below which no micro-batch ran between two batches: they were made one after another."""
 
@@ -68,6 +72,7 @@ class TrialSteps:
         # cuDNN tries all algorithms for a shape, catches that some have no memory, and keeps to the best it could run.
         self._tries_algorithms = device is not None and device.type == "cuda" and torch.backends.cudnn.benchmark
         self._loaded = 0
+        self._peaks_before: list[tuple[int | None, int | None]] = []
         self.peaked_later = False
         self._timed_steps = timed_steps
         self._device = device
@@ -98,6 +103,19 @@ class TrialSteps:
         mode does not count.
         """
         return 0 if self._settled and self._retries() == self._retries_last else self._retries() - self._retries_before
+
+    @contextmanager
+    def apart(self, memory: Memory) -> Iterator[None]:
+        """A context around what is tried with the steps, and whose peak says nothing of them, as an evaluation's."""
+        self._peaks_before.append(memory.peaks())
+        yield
+        memory.reset_peak()
+
+    def peaks(self, memory: Memory) -> tuple[int | None, int | None]:
+        """The most bytes allocated and reserved, but for what was `apart`; None for what is not measured."""
+        both = zip(*self._peaks_before, memory.peaks(), strict=True)
+        allocated, reserved = (max((one for one in each if one is not None), default=None) for each in both)
+        return allocated, reserved
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -273,6 +291,7 @@ def run_trial(
     stepping: SteppingCheck | None = None,
     timed_steps: int = 0,
     settling_steps: int | None = None,
+    spare_bytes: int = 0,
 ) -> Measurement:
     """Take steps from a clean slate, put everything back, and say what they took.
 
@@ -285,6 +304,7 @@ def run_trial(
         stepping: of these trials, where a user's own steps might catch an out-of-memory error.
         timed_steps: how many steps to time at least, after the others; see `TrialSteps`.
         settling_steps: in how many more the allocator may come to keep its cache; see there.
+        spare_bytes: of the device, held by a tensor meanwhile: a limit would refuse what only extends a segment.
 
     Raises:
         Exception: whatever the steps raised that is not about the size, unchanged, after `restore`.
@@ -296,15 +316,25 @@ def run_trial(
 
     def limited() -> None:
         with memory.limited(reserve_bytes, held_bytes), nullcontext() if stepping is None else stepping.watched():
-            steps(taken)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # here, where what a kernel failed with is still this trial's failure
+            spare: list[torch.Tensor] = []
+            if spare_bytes:
+                spare.append(torch.empty(spare_bytes, dtype=torch.uint8, device=device))
+                stages(0, "batch", 0)  # what is held before the first batch
+            try:
+                steps(taken)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(
+                        device
+                    )  # here, where what a kernel failed with is still this trial's failure
+            finally:
+                spare.clear()
 
     try:
-        with read_stages(memory) if readings is None else nullcontext(readings) as readings:
+        with read_stages(memory) if readings is None else nullcontext(readings) as stages:
             failure = attempt(limited, device.type)
         seconds = time.perf_counter() - started
-        allocated, reserved = (None if peak is None else peak - held_bytes for peak in memory.peaks())
+        held_bytes += spare_bytes
+        allocated, reserved = (None if peak is None else peak - held_bytes for peak in taken.peaks(memory))
         retries, ooms = taken.times_cache_given_back(), _ooms(device) - ooms_before
     finally:
         restore()
@@ -320,7 +350,7 @@ def run_trial(
         return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
     if stepping is not None and stepping.stopped:
         return Measurement(Verdict.OUT_OF_MEMORY, allocated, reserved, seconds, _NOT_STEPPED)
-    resting, forward = readings.resting_bytes, readings.forward_bytes
+    resting, forward = stages.resting_bytes, stages.forward_bytes
     resting = None if resting is None or taken.peaked_later else resting - held_bytes
     step, micro_batch = taken.seconds()
     seen = Measurement(Verdict.FITS, allocated, reserved, seconds, resting_bytes=resting, forward_bytes=forward)
@@ -340,7 +370,7 @@ class TrialSession(AbstractContextManager["TrialSession"]):
     """A copy of the training state, made when something is tried for the first time, and let go of at the end.
 
     `held_bytes` are what the copy takes on the device, which training will not have; 0 before. `stepping` is for its
-    trials, each of which times `timed_steps` at least.
+    trials, each of which times `timed_steps` at least, and leaves `spare_bytes` of the device free.
     """
 
     def __init__(
@@ -349,6 +379,7 @@ class TrialSession(AbstractContextManager["TrialSession"]):
         self.memory = memory
         self.device = device
         self.reserve_bytes = reserve_bytes
+        self.spare_bytes = 0
         self.held_bytes = 0
         self.stepping = SteppingCheck()
         self.timed_steps = 0
@@ -389,7 +420,7 @@ class TrialSession(AbstractContextManager["TrialSession"]):
         self.open()
         left_bytes = max(0, self.memory.held_bytes() - self._start_bytes)
         max_peak_bytes = self.memory.max_peak_bytes(self.held_bytes - left_bytes)
-        return max(1, max_peak_bytes - self.held_bytes - self.reserve_bytes)
+        return max(1, max_peak_bytes - self.held_bytes - self.reserve_bytes - self.spare_bytes)
 
 
 _unseen_widths = itertools.count(5)

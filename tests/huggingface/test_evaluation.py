@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DefaultDataCollator, Trainer
+from transformers import (
+    DefaultDataCollator,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
 
 from batchfinder import tune_trainer
-from batchfinder.huggingface.step import EvaluationOutputs
+from batchfinder.huggingface.evaluation import TrainerEvaluation
 from tests.huggingface.trainers import language_model, make_trainer
 
 WORDS, LENGTH = 1000, 32
@@ -40,9 +47,9 @@ def evaluating(folder: Path, samples: int = 400, **options: Any) -> Any:
 
 def said(trainer: Any, free_bytes: int) -> str:
     """What is said of the outputs of an evaluation where so many bytes are free."""
-    outputs = EvaluationOutputs()
-    outputs.measure(trainer)
-    return outputs.warning(trainer, free_bytes)
+    evaluation = TrainerEvaluation(trainer)
+    evaluation()
+    return evaluation.warning(free_bytes)
 
 
 def test_outputs_that_do_not_fit_are_named_with_what_to_do(tmp_path: Path) -> None:
@@ -65,7 +72,6 @@ def test_outputs_that_do_not_fit_are_named_with_what_to_do(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {"eval_strategy": "no"},
         {"compute_metrics": None},
         {"prediction_loss_only": True},
         {"eval_accumulation_steps": 8},
@@ -79,8 +85,71 @@ def test_where_next_to_nothing_is_kept_nothing_is_said(tmp_path: Path, options: 
 
 
 def test_an_evaluation_that_raises_is_the_trainers_to_raise(tmp_path: Path) -> None:
-    """It is not measured."""
-    assert said(evaluating(tmp_path, preprocess_logits_for_metrics=lambda logits, labels: 1 / 0), 1) == ""
+    """It is not measured, and what it raised is told; an error about memory goes on to the try."""
+    evaluation = TrainerEvaluation(evaluating(tmp_path, preprocess_logits_for_metrics=lambda logits, labels: 1 / 0))
+    evaluation()
+    assert evaluation.warning(1) == ""
+    assert evaluation.raised == "ZeroDivisionError: division by zero"
+
+    def out_of_memory(logits: Any, labels: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    evaluation = TrainerEvaluation(evaluating(tmp_path, preprocess_logits_for_metrics=out_of_memory))
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluation()
+
+
+def test_two_batches_of_each_evaluation_are_predicted(tmp_path: Path) -> None:
+    """Of the evaluation's own size, or what there is; metrics are left as they are, and not computed."""
+    data = {"few": [TEXT] * 10, "many": [TEXT] * 600}
+    trainer = evaluating(tmp_path, eval_dataset=data, compute_metrics=lambda outputs: 1 / 0, prediction_loss_only=True)
+    sizes: list[int] = []
+
+    def predict(model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        sizes.append(len(inputs["input_ids"]))
+        return Trainer.prediction_step(trainer, model, inputs, *rest, **options)
+
+    trainer.prediction_step, computes = predict, trainer.compute_metrics
+    trainer.args.prediction_loss_only = False
+    TrainerEvaluation(trainer)()
+    assert sizes == [1, 10, 10, 16, 16]
+    assert trainer.compute_metrics is computes
+
+
+def test_an_evaluation_that_generates_does_so_as_the_trainers_own(tmp_path: Path) -> None:
+    """With the length and the beams of its arguments, which `evaluate` of a Seq2SeqTrainer would set."""
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        predict_with_generate=True,
+        generation_max_length=7,
+        generation_num_beams=3,
+        per_device_eval_batch_size=4,
+    )
+    data: Any = [{"input_ids": [3] * 5, "labels": [4] * 5}] * 9
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=arguments,
+        eval_dataset=data,
+        data_collator=DefaultDataCollator(),
+        compute_metrics=lambda outputs: {},
+    )
+    seen: list[Any] = []
+    generate = model.generate
+
+    def noted(*inputs: Any, **options: Any) -> Any:
+        seen.append([options.get("max_length"), options.get("num_beams")])
+        return generate(*inputs, **options)
+
+    model.generate = noted  # type: ignore[method-assign]
+    evaluation = TrainerEvaluation(trainer)
+    evaluation()
+    assert evaluation.raised == ""
+    assert seen[-2:] == [[7, 3], [7, 3]]
 
 
 @pytest.mark.gpu

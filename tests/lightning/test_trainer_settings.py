@@ -11,6 +11,7 @@ import torch
 from pytorch_lightning import callbacks
 from torch.utils.data import DataLoader
 
+from batchfinder import BatchFinder
 from tests.lightning import nets
 from tests.lightning.identical_runs import assert_identical, same, two_runs
 
@@ -249,3 +250,12 @@ def test_nothing_of_the_search_is_kept() -> None:
     assert vars(found.module).keys() == vars(direct.module).keys()
     assert found.trainer.accumulate_grad_batches == 1
     assert same(found.module, direct.module)
+
+
+def test_a_scheduler_that_is_made_for_few_steps_is_not_stepped_by_tries() -> None:
+    """OneCycleLR raises after its last step, of which a try takes more."""
+    module = nets.ConvNet(2, rows=24, scheduled=True)
+    trainer = nets.trainer(callbacks=[BatchFinder(max_batch_size=8)], max_steps=1)
+    trainer.fit(module)
+    (config,) = trainer.lr_scheduler_configs
+    assert (config.scheduler.last_epoch, config.interval) == (1, "step")

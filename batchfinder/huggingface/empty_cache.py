@@ -1,0 +1,30 @@
+"""The callback that has a Trainer train as sizes were tried: phases begin with an empty allocator's cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class EmptyCacheCallback(TrainerCallback):
+    """Empties the allocator's cache as epochs begin, and before and after each evaluation.
+
+    An evaluation, or an epoch's smaller last batch, leaves the cache in pieces in which a full batch finds no room.
+    """
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """The last batch of the epoch before may have been smaller."""
+        torch.cuda.empty_cache()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """An evaluation may come next: the callbacks that ask for it come before the others."""
+        if control.should_evaluate:
+            torch.cuda.empty_cache()
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """The next step follows."""
+        torch.cuda.empty_cache()
