@@ -124,6 +124,7 @@ class LoopProbe:
     def __init__(self, config: LoopConfig, limits: SearchLimits, session: TrialSession) -> None:
         self._config = config
         self._target = limits.target_batch_size
+        self._each = -(-(limits.target_batch_size or 1) // limits.num_devices)  # of an optimizer step, on this device
         self._smallest = limits.bounds.after(1)  # one sample may raise where two run
         self._session = session
         self._counter = StepCounter(session, config)
@@ -169,7 +170,8 @@ class LoopProbe:
 
             def end_of_epoch(samples: int) -> None:
                 """The last step of an epoch that is no whole number of steps, and the first steps of the next."""
-                left = samples % ((target or batch_size) if most > 1 else batch_size)
+                accumulated = -(-self._each // batch_size) if most > 1 else 1
+                left = samples % (accumulated * batch_size)
                 if left == 0:
                     return
                 count = min(most, -(-left // batch_size))
@@ -181,8 +183,7 @@ class LoopProbe:
                 go_on()
 
             def go_on() -> None:
-                """Steps from an empty cache, with the optimizer's state, until two reserve no more; two micro-batches
-                at least."""
+                """Steps from an empty cache until two reserve no more; two micro-batches at least."""
                 quiet = 0
                 for number in range(MOST_SETTLING_STEPS):
                     before = self._reserved_bytes()

@@ -95,6 +95,20 @@ def test_an_epochs_last_step_accumulates_what_is_left(epoch_samples: int, taken:
     assert loop.of(6) == taken
 
 
+def test_devices_share_a_step() -> None:
+    """Each takes its part of the target: 24 samples of 48, in an epoch that has 124 on each device."""
+    loop = Loop()
+    assert loop.tune(target_batch_size=48, num_devices=2, epoch_samples=124) == 6
+    assert loop.of(6) == "66|66|4|66|"
+
+
+def test_a_size_that_makes_up_no_whole_target_accumulates_past_it() -> None:
+    """Steps of 25 samples in micro-batches of 6 have five: 9 samples are left of 129, a full one and one of 3."""
+    loop = Loop()
+    loop.tune(target_batch_size=25, epoch_samples=129)
+    assert loop.of(6) == "66|66|63|66|"
+
+
 def test_a_size_beside_which_an_evaluation_does_not_fit_is_too_large() -> None:
     """Where the smallest size leaves room for it."""
     loop = Loop()
