@@ -115,6 +115,7 @@ def test_public_names_are_all_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_module_first() -> None:
     """Each module can be the first of the package that is imported: no two import each other."""
     names = [name for name in modules(("",)) if "__main__" not in name]
