@@ -45,7 +45,7 @@ class TrainerEvaluation:
         from transformers import Seq2SeqTrainingArguments
 
         try:
-            self.measure()
+            self._measure()
             if computes is not None:
                 trainer.compute_metrics = lambda *_, **__: {}
             if isinstance(args, Seq2SeqTrainingArguments):  # as the trainer's `evaluate` does
@@ -68,7 +68,7 @@ class TrainerEvaluation:
             self._batches[name] = TrainerBatches(self._trainer.get_eval_dataloader(name), None)
         return self._batches[name]
 
-    def measure(self) -> None:
+    def _measure(self) -> None:
         """Predict one sample, where outputs are kept and that was not done yet."""
         trainer, args = self._trainer, self._trainer.args
         if self.sample_bytes is not None:

@@ -242,7 +242,7 @@ def _checkpoint_of(trainer: Trainer, resume_from_checkpoint: str | os.PathLike[s
     """The folder of the checkpoint that training goes on from; None where it starts anew.
 
     Raises:
-        InvalidValue: there is none.
+        InvalidValue: the folder does not exist, or `output_dir` has no checkpoint.
     """
     if not resume_from_checkpoint:
         return None

@@ -129,7 +129,8 @@ class LoopProbe:
         self._session = session
         self._counter = StepCounter(session, config)
         self._warned = False
-        self._evaluates: bool | None = None  # whether the evaluation runs beside the smallest size; None before that
+        self._evaluates = True  # unless the evaluation does not fit beside the smallest size
+        self._evaluated_beside_smallest = False
         self._evaluating = False  # whether the last trial's evaluation did not fit
 
     def __call__(self, batch_size: int, shape: Shape) -> Measurement:
@@ -140,7 +141,7 @@ class LoopProbe:
             Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
         """
         session, config, target = self._session, self._config, self._target
-        phases = config.phases if self._evaluates is not False else replace(config.phases, evaluate=None)
+        phases = config.phases if self._evaluates else replace(config.phases, evaluate=None)
         # In segments of a fixed size what lies in pieces stays so, and a later step may run out of memory.
         settles = phases.others is not None and AllocatorSettings.from_environment().expandable_segments
         self._evaluating = False
@@ -266,16 +267,17 @@ class LoopProbe:
     def _evaluation_runs(self, batch_size: int, shape: Shape) -> bool:
         """Whether the evaluation, which did not fit, does where training takes the least; else it is left out."""
         if batch_size > self._smallest:
-            if self._evaluates is None and self(self._smallest, shape).fits and self._evaluates is None:
-                self._evaluates = True
-        elif self._evaluates is None:
+            if not self._evaluated_beside_smallest:
+                self._evaluated_beside_smallest = True
+                self(self._smallest, shape)
+        else:
             self._evaluates = False
             warnings.warn(
                 "An evaluation does not fit with its own batches, whatever the size to train with, so sizes are tried "
                 f"without it. {self._config.caller} does not change the evaluation: give it smaller batches.",
                 stacklevel=2,
             )
-        return self._evaluates is not False
+        return self._evaluates
 
     def _reserved_bytes(self) -> int:
         """By the allocator of a GPU; 0 without one."""

@@ -220,5 +220,4 @@ def test_a_search_that_fails_leaves_nothing(stage: str, fails: str) -> None:
     module.cpu()
     del finder, before
     gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == 0 or torch.cuda.memory_allocated() == 0
+    assert torch.cuda.memory_allocated() == 0

@@ -15,23 +15,23 @@ from batchfinder import tune_batch_size
 from batchfinder.errors import InvalidValue
 
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB."
+MOST = 6  # samples that fit
 TAKEN: list[list[Any]] = []  # by each try; nothing that is put back reaches it
 
 
 class Loop:
     """A loop on ones that writes down what it takes: sizes of batches, and "e" for an evaluation; "|" between steps."""
 
-    def __init__(self, most: int = 6) -> None:
+    def __init__(self) -> None:
         self.model = torch.nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.most = most
         TAKEN[:] = [[]]
         self.evaluations_fit_below = 100
 
     def step(self, micro_batches: Iterable[torch.Tensor]) -> None:
         for batch in [micro_batches] if isinstance(micro_batches, torch.Tensor) else micro_batches:
             TAKEN[-1].append(len(batch))
-            if len(batch) > self.most:
+            if len(batch) > MOST:
                 raise torch.OutOfMemoryError(MESSAGE)
             self.model(batch).sum().backward()
         TAKEN[-1].append("|")
@@ -61,18 +61,18 @@ class Loop:
 
 
 @pytest.mark.parametrize(
-    ("epoch_samples", "most", "evaluates", "taken"),
+    ("epoch_samples", "evaluates", "taken"),
     [
-        (None, 6, False, "6|6|"),
-        (None, 6, True, "6|6|e6|6|"),
-        (60, 6, True, "6|6|e6|6|"),
-        (63, 6, False, "6|6|3|6|6|"),
-        (63, 6, True, "6|6|e6|6|3|6|6|"),
+        (None, False, "6|6|"),
+        (None, True, "6|6|e6|6|"),
+        (60, True, "6|6|e6|6|"),
+        (63, False, "6|6|3|6|6|"),
+        (63, True, "6|6|e6|6|3|6|6|"),
     ],
 )
-def test_each_try_has_them(epoch_samples: int | None, most: int, evaluates: bool, taken: str) -> None:
+def test_each_try_has_them(epoch_samples: int | None, evaluates: bool, taken: str) -> None:
     """After the first steps; and two full steps after each, which find the cache in other pieces."""
-    loop = Loop(most)
+    loop = Loop()
     assert loop.tune(evaluate=loop.evaluate if evaluates else None, epoch_samples=epoch_samples) == 6
     assert loop.of(6) == taken
 
