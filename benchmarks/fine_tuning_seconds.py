@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the 
 from batchfinder.devices import host_name
 from batchfinder.versions import installed
 
+os.environ.setdefault("BATCHFINDER_RECORDER", "fake-device")  # as where no CUDA build is installed
+
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (2048, 4096, 8192)
 TECHNIQUES = {

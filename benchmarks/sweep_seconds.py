@@ -1,6 +1,7 @@
 """The default sweep with an empty cache against `from transformers import BertForSequenceClassification`.
 
-Both are whole processes, imports included, and take turns. Run: `python benchmarks/sweep_seconds.py [--rounds 5]`.
+Once by the fake device's recordings, and where PyTorch's CUDA build is installed, once by sizes tried on it. All are
+whole processes, imports included, and take turns. Run: `python benchmarks/sweep_seconds.py [--rounds 5]`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the repository
 
+from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import host_name
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE
 from batchfinder.versions import installed
 
 SWEEP = ("-m", "batchfinder", "sweep", "--json")
@@ -41,14 +46,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="processes of each (default: 5)")
     rounds = parser.parse_args().rounds
-    imports, sweeps, cells = [], [], 0
+    imports: list[float] = []
+    sweeps: dict[str, list[float]] = {FAKE_DEVICE: []}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    with suppress(StubUnavailable):
+        find_build()
+        sweeps[CUDA_BUILD] = []
     for _ in range(rounds):
         imports.append(seconds(IMPORT, dict(os.environ))[0])
-        with tempfile.TemporaryDirectory() as cache:
-            taken, output = seconds(SWEEP, {**os.environ, "BATCHFINDER_CACHE": cache})
-        sweeps.append(taken)
-        cells = len(json.loads(output)["rows"])
-    ratio = statistics.median(sweeps) / statistics.median(imports)
+        for recorder, of_it in sweeps.items():
+            with tempfile.TemporaryDirectory() as cache:
+                taken, output = seconds((*SWEEP, "--recorder", recorder), {**os.environ, "BATCHFINDER_CACHE": cache})
+            of_it.append(taken)
+            rows[recorder] = json.loads(output)["rows"]
+    imported = statistics.median(imports)
+    medians = {recorder: statistics.median(of_it) for recorder, of_it in sweeps.items()}
     result = {
         "benchmark": "sweep_seconds",
         "command": "python benchmarks/sweep_seconds.py",
@@ -56,16 +68,17 @@ def main() -> None:
         "hardware": {"cpu": host_name(), "cores": os.cpu_count(), "gpu": None},
         "versions": installed("torch", "transformers"),
         "python": platform.python_version(),
-        "cells": cells,
+        "cells": len(rows[FAKE_DEVICE]),
+        "sizes": {recorder: [row["max_batch_size"] for row in of_it] for recorder, of_it in rows.items()},
         "import_seconds": [round(value, 2) for value in imports],
-        "sweep_seconds": [round(value, 2) for value in sweeps],
-        "median_ratio": round(ratio, 2),
+        "sweep_seconds": {recorder: [round(value, 2) for value in of_it] for recorder, of_it in sweeps.items()},
+        "median_ratio": {recorder: round(median / imported, 2) for recorder, median in medians.items()},
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"sweep_seconds-{os.cpu_count()}-cores.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    sweep, imported = statistics.median(sweeps), statistics.median(imports)
-    print(f"{cells} cells: sweep {sweep:.1f} s, import {imported:.1f} s, {ratio:.2f}x")
+    for recorder, median in medians.items():
+        print(f"{recorder}: sweep {median:.1f} s, import {imported:.1f} s, {median / imported:.2f}x")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ from batchfinder.training.spec import StepConfig, WorkloadSpec
 from batchfinder.units import GIB
 from batchfinder.versions import installed
 
+os.environ.setdefault("BATCHFINDER_RECORDER", "fake-device")  # as where no CUDA build is installed
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 500}
 LENGTHS = (64, 128, 256, 320, 384, 512)

@@ -63,11 +63,12 @@ $ batchfinder sweep --model timm/convnext_base --gpu t4 --gpu l4 --precision 16-
 Largest training batch, simulated
 16-mixed, adamw, gradient checkpointing
 usable: 14.44 GiB of T4, 21.78 GiB of L4
+recorder: fake device, PyTorch 2.13.0+cpu
 
 model               GPU  seq len  max batch  peak reserved  source
 ─────────────────────────────────────────────────────────────────────
-timm/convnext_base  T4       224        506      14.36 GiB  simulated
-timm/convnext_base  L4       224        784      21.74 GiB  simulated
+timm/convnext_base  T4       224        502      14.44 GiB  simulated
+timm/convnext_base  L4       224        785      21.76 GiB  simulated
 
 3 assumptions; --explain lists them
 ```
@@ -88,10 +89,11 @@ $ batchfinder sweep --model sd-1.5 --model sdxl --gpu rtx-4090 --lora 16 --preci
 Largest training batch on RTX 4090, simulated
 bf16-true, adamw, LoRA of rank 16, gradient checkpointing
 23.08 GiB usable
+recorder: fake device, PyTorch 2.13.0+cpu
 
 model   seq len  max batch  peak reserved  source
 ────────────────────────────────────────────────────
-sd-1.5      512         81      22.96 GiB  simulated
+sd-1.5      512         82      23.01 GiB  simulated
 sdxl       1024         29      22.64 GiB  simulated
 
 3 assumptions; --explain lists them

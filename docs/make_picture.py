@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+os.environ.setdefault("BATCHFINDER_RECORDER", "fake-device")  # as where no CUDA build is installed
+
 PICTURE = Path(__file__).with_name("sweep.svg")
 COMMAND = (
     "batchfinder sweep qwen2.5-0.5b --gpu t4,rtx-4090,h100 --seq-len 1024,4096 --precision fp16 "

@@ -62,7 +62,8 @@ def read_request(arguments: argparse.Namespace) -> EstimateRequest:
     chosen, note = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     options = step_options(arguments)
     size, seq_len = arguments.batch_size, arguments.seq_len
-    request = check_request(arguments.model, size, seq_len, chosen, options, arguments.accumulation)
+    accumulation, recorder = arguments.accumulation, arguments.recorder
+    request = check_request(arguments.model, size, seq_len, chosen, options, accumulation, recorder)
     if note:
         tell(f"batchfinder: {note}")
     return request

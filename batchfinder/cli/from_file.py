@@ -125,8 +125,6 @@ def check_write(arguments: argparse.Namespace, cells: int = 1) -> None:
     Raises:
         InvalidValue: there is no file, no place in it, more than one answer, or it cannot be written.
     """
-    if not arguments.write:
-        return
     if arguments.from_file is None:
         raise InvalidValue("--write", True, "--from FILE with it: the file that the sizes are written into")
     config: TrainingConfig = arguments.config

@@ -9,14 +9,13 @@ import select
 import stat
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from batchfinder.devices import Card, Price, find_instance, known_prices, parse_prices, present_gpus
 from batchfinder.devices.cards import card, card_here, instance_card
 from batchfinder.errors import InvalidValue
-from batchfinder.training.spec import FAKE_DEVICE, RECORDERS, StepOptions
-from batchfinder.training.synonyms import one_of
+from batchfinder.training.spec import StepOptions
 from batchfinder.units import format_bytes, parse_count
 
 MAX_READ_BYTES = 64 << 20
@@ -104,8 +103,7 @@ def step_options(arguments: argparse.Namespace) -> StepOptions:
     if given["gpus"] is None and arguments.strategy is not None:
         instance = only_one("--instance", arguments.instance)
         given["gpus"] = None if instance is None else find_instance(instance).num_gpus
-    recorder = one_of("--recorder", getattr(arguments, "recorder", FAKE_DEVICE), RECORDERS)
-    return replace(StepOptions.checked(**given), recorder=recorder)
+    return StepOptions.checked(**given)
 
 
 def asked_card(arguments: argparse.Namespace, count: int | None = None) -> tuple[Card, str]:

@@ -196,9 +196,10 @@ _WRITE: Options = {
 _RECORDER: Options = {
     "--recorder": {
         "metavar": "NAME",
-        "default": FAKE_DEVICE,
-        "help": f"what records the step: {FAKE_DEVICE} (default), or {CUDA_BUILD}, PyTorch's own CUDA code without a "
-        "GPU (`batchfinder stub install` brings it; eager steps on one GPU)",
+        "default": "auto",
+        "help": f"what takes the step: {FAKE_DEVICE}, or {CUDA_BUILD}, PyTorch's own CUDA code without a GPU "
+        "(`batchfinder stub install` brings it; eager steps on one GPU); by default that where it is here, for up to "
+        "four GPUs, or what BATCHFINDER_RECORDER names",
     }
 }
 SWEEP = Command(

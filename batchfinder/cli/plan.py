@@ -48,7 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
     if asked.optimizer_in_backward:
         expected = "a plan without it: no gradients are left for another micro-batch to add to"
         raise InvalidValue("--optimizer-in-backward", True, expected)
-    check_write(arguments)
+    if arguments.write:
+        check_write(arguments)
     one, note = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     least = whole_number("--min-micro-batch", arguments.min_micro_batch)
     check_micro_batch("--min-micro-batch", least, target, one.count)

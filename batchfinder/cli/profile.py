@@ -9,6 +9,7 @@ from typing import Any
 
 from batchfinder.cli.options import asked_card, check_file, step_options, whole_number, write_file
 from batchfinder.devices import without_bf16
+from batchfinder.errors import BatchFinderError
 from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
@@ -22,7 +23,9 @@ from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
-from batchfinder.training.spec import seq_lens_of
+from batchfinder.simulator.steady_state import SimulatedProbe, SteadyState
+from batchfinder.sizing.recorder import choose_recorder, instead_of_cuda_build
+from batchfinder.training.spec import AUTO, FAKE_DEVICE, named_recorder, recorder_in_words, seq_lens_of
 from batchfinder.units import format_bytes
 
 # Moving the model and the batch is not shown.
@@ -53,13 +56,28 @@ def main(arguments: argparse.Namespace) -> int:
         tell(f"batchfinder: {note}")
     if len(asked) > 1:
         step = replace(step, lengths=asked, steps=len(asked))
-    with StatusLine() as line, Simulation(spec, step, options.recorder) as simulation:
-        line.update(f"building {model}")
-        seq_len = seq_lens_of(model, asked, simulation.facts())[-1]
-        line.update(f"recording {model}")
-        probe = simulation.probe(device, [seq_len], settings)
-        later = probe.steady_state(batch_size, Shape(seq_len), exact=True)
-    timeline = later.timeline
+    recorder, instead = named_recorder(arguments.recorder), list[str]()
+    chosen = choose_recorder(options, [model], [card]) if recorder == AUTO else recorder
+    with StatusLine() as line:
+
+        def record(by: str) -> tuple[int | None, SimulatedProbe, SteadyState, str]:
+            with Simulation(spec, step, by) as simulation:
+                line.update(f"building {model}")
+                facts = simulation.facts()
+                seq_len = seq_lens_of(model, asked, facts)[-1]
+                line.update(f"recording {model}")
+                probe = simulation.probe(device, [seq_len], settings)
+                steady = probe.steady_state(batch_size, Shape(seq_len), exact=True)
+                return seq_len, probe, steady, recorder_in_words(by, facts.versions["torch"])
+
+        try:
+            seq_len, probe, later, recorded = record(chosen)
+        except BatchFinderError as error:
+            if recorder != AUTO or chosen == FAKE_DEVICE:
+                raise
+            seq_len, probe, later, recorded = record(FAKE_DEVICE)
+            instead = [instead_of_cuda_build(error)]
+    timeline, unmodelled = later.timeline, (*probe.unmodelled, *instead)
     lengths = ", then ".join(map(str, step.lengths or (seq_len,)))
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {lengths}")
     title = f"{model} at {size} on {device.name}, simulated"
@@ -69,6 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         facts = [("peak reserved", format_bytes(timeline.max_reserved_bytes))]
         facts += [("usable", format_bytes(device.usable_bytes)), ("steady state", "yes" if later.settled else "no")]
+        facts.append(("recorder", recorded))
         facts += [] if timeline.oom is None else [("out of memory", " ".join(timeline.oom.message.split()))]
         words = ", ".join(options.words())
         cell = PageCell(
@@ -81,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
             facts=facts,
             over_time=memory,
             usable_bytes=device.usable_bytes,
-            unmodelled=probe.unmodelled,
+            unmodelled=unmodelled,
         )
         write_file("--html", arguments.html, page_of(title, words, [cell]))
     if arguments.snapshot is not None:
@@ -107,7 +126,8 @@ def main(arguments: argparse.Namespace) -> int:
             "stages": stages,
             "oom": died,
             "settled": later.settled,
-            "unmodelled": list(probe.unmodelled),
+            "recorder": recorded,
+            "unmodelled": list(unmodelled),
         }
         print(json.dumps(found, indent=1))
         return 0
@@ -126,7 +146,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not later.settled:
         notes.append("does not fit: every further step would have to release the allocator's cache (thrashing)")
     notes += without_bf16(options.precision, [device])
-    notes += assumptions(probe.unmodelled, arguments.explain)
-    details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable")
+    notes += assumptions(unmodelled, arguments.explain)
+    details = (", ".join(options.words()), f"{format_bytes(device.usable_bytes)} usable", f"recorder: {recorded}")
     Table(title, details, columns, tuple(notes)).show()
     return 0

@@ -47,7 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
     with StatusLine() as line:
         line.update("looking for GPUs", terminal_only=True)
         request = read_request(arguments)
-    check_write(arguments, len(request.models) * len(request.place.cards) * max(1, len(request.seq_lens)))
+    if arguments.write:
+        check_write(arguments, len(request.models) * len(request.place.cards) * max(1, len(request.seq_lens)))
     for note in request.place.notes:
         tell(f"batchfinder: {note}")
     progress = SweepProgress(request.conditions)

@@ -29,6 +29,7 @@ from batchfinder.measure.host_limits import available_bytes
 from batchfinder.models.catalog import check_model_name
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.sizing.sweep_request import CPU, SIMULATED, Place, SweepRequest, check_request
+from batchfinder.training.spec import AUTO, FAKE_DEVICE
 from batchfinder.units import GIB, MIB, format_bytes, parse_budget, parse_headroom, parse_share, parse_utilisation
 
 DEFAULT_MODELS = ("bert-base", "bert-large")
@@ -212,7 +213,9 @@ def read_request(arguments: argparse.Namespace) -> SweepRequest:
         raise InvalidValue("--throughput", True, expected)
     if request.throughput and request.options.mode != "train":
         raise InvalidValue("--throughput", True, f"--mode train with it, not {request.options.mode}")
-    request = check_request(request, options, arguments.gpus is not None)
+    # A cluster's workers may be without the CUDA build that is here.
+    recorder = FAKE_DEVICE if arguments.recorder == AUTO and arguments.engine == "ray" else arguments.recorder
+    request = check_request(request, options, arguments.gpus is not None, recorder)
     if arguments.engine == "here" or request.place.device == SIMULATED:
         for one in request.place.cards:
             request.reserve_bytes(one)

@@ -28,7 +28,9 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.report.progress import SweepProgress
 from batchfinder.report.sweep import SweepRow
 from batchfinder.report.terminal import tell, words_of
-from batchfinder.sizing.sweep_cells import ModelCells, measure_cells, simulate_cells
+from batchfinder.sizing.cells import ModelCells
+from batchfinder.sizing.measured_cells import measure_cells
+from batchfinder.sizing.simulated_cells import simulate_cells
 from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, SweepRequest
 from batchfinder.training.spec import seq_lens_of
 from batchfinder.versions import installed

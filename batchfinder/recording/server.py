@@ -5,7 +5,7 @@ workload. Requests and answers are JSON lines (`training.child_process`); what t
 
     {"open": {...WorkloadSpec}}       -> {"facts": {...WorkloadFacts}} or {"error": ...}
     {"record": {...RecordingJob}, "id": 7}
-                                      -> {"id": 7, "exit": 0}; the trace lies in 7.json beside the log
+                                      -> {"id": 7, "exit": 0}; the trace, or what a try measured, lies in 7.json
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,6 +164,8 @@ class RecordingServer:
             on_fake_device = self.recorder == FAKE_DEVICE
             if on_fake_device:
                 skip_triton_launches()
+            else:
+                import_module("batchfinder.recording.cuda_build.record_step")  # here once, and not in every fork
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
             if not on_fake_device and arguments.get("lora"):
                 self.built_in_forks = {"builder": builder, "arguments": arguments}
@@ -188,6 +190,8 @@ class RecordingServer:
 
     def _facts(self, workload: Any, builder: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """The fields of `WorkloadFacts`."""
+        import torch
+
         from batchfinder.models.build import longest_stack
         from batchfinder.models.fingerprint import fingerprint_workload
 
@@ -197,7 +201,8 @@ class RecordingServer:
             "max_seq_len": workload.max_seq_len,
             "seq_len_unit": "none" if self._has_one_shape(workload, arguments) else workload.seq_len_unit,
             "brings_optimizer": workload.optimizer is not None,
-            "versions": installed("torch", "transformers", "pytorch-lightning"),
+            # The metadata of PyTorch's wheels are without what it is built for.
+            "versions": {**installed("torch", "transformers", "pytorch-lightning"), "torch": str(torch.__version__)},
             "warnings": self.warnings,
             "parallelizes": workload.parallelize is not None,
             "recorder": self.recorder,
@@ -290,7 +295,7 @@ class RecordingServer:
         return replace(workload, assumptions=(*workload.assumptions, said))
 
     def _record(self, job: dict[str, Any], number: int) -> None:
-        """In the fork: record, leave the trace or the error in a file, and end. Prints have a log of their own."""
+        """In the fork: record or try, leave what came of it in a file, and end. Prints have a log of their own."""
         process = os.getpid()
         gc.freeze()  # what was imported is not looked through again
         log = os.open(self.folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
@@ -329,13 +334,20 @@ class RecordingServer:
                     memory[:] = name.encode()[:_OPERATOR_BYTES].ljust(_OPERATOR_BYTES)
 
             config, sizes = StepConfig(**job["config"]), (job["batch_size"], job["seq_len"])
-            if job["card"]:
+            result: dict[str, Any]
+            if job["tried"]:
+                measurement, unmodelled = cuda_build.try_step(workload, config, *sizes, self.mode)
+                seen = {**asdict(measurement), "verdict": measurement.verdict.name}
+                result = {"measurement": seen, "unmodelled": unmodelled}
+            elif job["card"]:
                 trace = cuda_build.record_step(workload, config, *sizes, self.mode, on_operator)
+                result = {"trace": trace.to_json()}
             else:
                 from batchfinder.recording.record_step import record_step
 
                 trace = record_step(workload, config, tuple(job["capability"]), *sizes, self.mode, on_operator)
-            result = {"trace": trace.to_json(), "warnings": self.warnings}
+                result = {"trace": trace.to_json()}
+            result["warnings"] = self.warnings
         except BaseException as error:
             result = {"error": describe(error)}
         if os.getpid() != process:  # the user's code has forked and lets both sides go on

@@ -11,22 +11,20 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from batchfinder.cuda_stub import StubCard
 from batchfinder.devices import Device, Multiprocessors
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.find import find_max_batch_size
-from batchfinder.results import Measurement, SearchResult, Shape
+from batchfinder.results import Measurement, SearchResult, Shape, Verdict
 from batchfinder.search import (
     DEFAULT_MAX_BATCH_SIZE,
     Bisection,
-    Capped,
-    Floored,
-    Multiples,
     Prediction,
     Search,
     Secant,
+    within_limits,
 )
 from batchfinder.search.secant import FIRST_TRY_SHARE_OF_PREDICTION
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -80,7 +78,7 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self.recorder = recorder
         self._stub = open_session([StubCard()]) if recorder == CUDA_BUILD else None  # each recording has its own card
         self._lock = threading.Lock()
-        self._futures: dict[int, tuple[RecordingJob, Future[Trace]]] = {}
+        self._futures: dict[int, tuple[RecordingJob, Future[Any]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
         self._died: RecordingDied | None = None
         self._told: set[str] = set()
@@ -125,13 +123,14 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
                 self._told.add(text)
                 warnings.warn(text, stacklevel=3)
 
-    def submit(self, job: RecordingJob) -> Future[Trace]:
-        """Ask for a recording. Several may run at once.
+    def submit(self, job: RecordingJob) -> Future[Any]:
+        """Ask for a recording, or a try. Several may run at once.
 
         Returns:
-            The trace to come. Its `result()` raises `UserCodeFailed`, `RecordingFailed` or `RecordingDied`.
+            The `Trace` to come, or of a job that is tried the `TriedSize`. Its `result()` raises `UserCodeFailed`,
+            `RecordingFailed` or `RecordingDied`.
         """
-        future: Future[Trace] = Future()
+        future: Future[Any] = Future()
         with self._lock:
             if self._died is not None:
                 future.set_exception(self._died)
@@ -171,9 +170,15 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
                     if path.exists():
                         result = json.loads(path.read_text())
                         path.unlink()
-                        failed = "error" in result
                         self._warn(result.get("warnings", ()))
-                        _resolve(future, _revive(result["error"], what) if failed else Trace.from_json(result["trace"]))
+                        if "error" in result:
+                            _resolve(future, _revive(result["error"], what))
+                        elif "trace" in result:
+                            _resolve(future, Trace.from_json(result["trace"]))
+                        else:
+                            seen = result["measurement"]
+                            measurement = Measurement(**{**seen, "verdict": Verdict[seen["verdict"]]})
+                            _resolve(future, TriedSize(measurement, tuple(result["unmodelled"])))
                     else:
                         operator_file = path.with_suffix(".operator")
                         operator = operator_file.read_text().strip() if operator_file.exists() else ""
@@ -361,6 +366,56 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         source = self.source(device.compute_capability, seq_lens, device.reduces_on, card)
         return SimulatedProbe(source, memory, allocator, unmodelled)
 
+    def tried_sizes(self, device: Device, allocator: AllocatorSettings) -> TriedSizes:
+        """A probe that takes the step itself on a GPU, by PyTorch's CUDA build on the stub.
+
+        Args:
+            allocator: the settings of this process's environment, which the CUDA build reads itself.
+        """
+        card = replace(card_of_device(device), name="").setting
+        workload = None if self.spec == self._recorder.spec else self.spec
+
+        def submit(batch_size: int, seq_len: int | None) -> Future[TriedSize]:
+            job = RecordingJob(self.how, device.compute_capability, batch_size, seq_len, workload, card, tried=True)
+            return self._recorder.submit(job)
+
+        return TriedSizes(submit, [f"the allocator's setting {setting}" for setting in allocator.unmodelled])
+
+
+class TriedSize(NamedTuple):
+    """What came of a size that was tried, and in words what that leaves out."""
+
+    measurement: Measurement
+    unmodelled: tuple[str, ...]
+
+
+class TriedSizes:
+    """Says whether a size runs on a card, by PyTorch's own word: a process on the CUDA stub takes the steps."""
+
+    source = "simulated"
+
+    def __init__(self, submit: Callable[[int, int | None], Future[TriedSize]], unmodelled: Iterable[str] = ()) -> None:
+        self._submit = submit
+        self._asked: dict[tuple[int, int | None], Future[TriedSize]] = {}
+        self._unmodelled = dict.fromkeys(unmodelled)
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """What the answers so far leave out, in words."""
+        return tuple(self._unmodelled)
+
+    def ask(self, batch_size: int, shape: Shape) -> None:
+        """Have a size tried, without waiting for it."""
+        key = batch_size, shape.seq_len
+        if key not in self._asked:
+            self._asked[key] = self._submit(*key)
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        self.ask(batch_size, shape)
+        measurement, unmodelled = self._asked[batch_size, shape.seq_len].result()
+        self._unmodelled |= dict.fromkeys(unmodelled)
+        return measurement
+
 
 def search_simulated(
     probe: SimulatedProbe,
@@ -369,7 +424,6 @@ def search_simulated(
     min_batch_size: int = 1,
     multiple_of: int = 1,
     confirm: bool = True,
-    predicted: int | None = None,
 ) -> SearchResult:
     """Find the largest batch size that fits, with tolerance 0.
 
@@ -378,16 +432,10 @@ def search_simulated(
         min_batch_size: the smallest of interest.
         multiple_of: only multiples of it are of interest.
         confirm: whether the sizes that decide it are recorded themselves, where they were scaled.
-        predicted: where each size is recorded itself, about what the answer will be; None for a line through two.
 
     Raises:
         InvalidValue: there is no such size.
     """
-
-    def limited(search: Search[Any]) -> Search[Any]:
-        search = Floored(Multiples(search, multiple_of), min_batch_size)
-        return search if max_batch_size is None else Capped(search, max_batch_size)
-
     for _ in range(_CONFIRMATIONS):
         search: Search[Any]
         if probe.traces.is_scaled(shape.seq_len):
@@ -397,18 +445,45 @@ def search_simulated(
                 search = Bisection(full + 1, max(full + 1, filled) + 1)
         else:
             # A line tends to be a little too high: it does not know what the allocator cannot use.
-            neighbour = -1 if predicted is None else 1
-            start = predict_max_batch_size(probe, shape) if predicted is None else max(1, predicted)
+            start = predict_max_batch_size(probe, shape)
             if multiple_of == 1:
-                start = _recorded_prediction(probe, shape, min(start, max_batch_size or start), neighbour)
+                start = _recorded_prediction(probe, shape, min(start, max_batch_size or start))
             search = Secant(tolerance=0.0, predicted=start, margin=0.0)
-        result = find_max_batch_size(probe, shape, search=limited(search))
+        search = within_limits(search, max_batch_size, min_batch_size, multiple_of)
+        result = find_max_batch_size(probe, shape, search=search)
         # That it fits, and that the next size does not.
         decisive = {max(result.max_batch_size, min_batch_size), result.max_batch_size + multiple_of}
         decisive = {size for size in decisive if max_batch_size is None or size <= max_batch_size}
         if not confirm or not probe.traces.confirm(sorted(decisive), shape.seq_len):
             break
     return result
+
+
+def search_tried(
+    sizes: TriedSizes,
+    shape: Shape,
+    max_batch_size: int | None = None,
+    min_batch_size: int = 1,
+    multiple_of: int = 1,
+    predicted: int | None = None,
+) -> SearchResult:
+    """Find the largest batch size that runs on a card of the CUDA stub, where the next one does not, by trying them.
+
+    Args:
+        max_batch_size: and the next two: as for `search_simulated`.
+        predicted: what the answer is likely to be; None where nothing is known.
+
+    Raises:
+        InvalidValue: there is no such size.
+        BatchFinderError: the step could not be taken there.
+    """
+    smallest, step = -(-min_batch_size // multiple_of) * multiple_of, multiple_of
+    # A prediction that is too large is so by little: it is not halved.
+    while predicted is not None and predicted > smallest and not sizes(predicted, shape).fits:
+        predicted, step = max(smallest, predicted - step), 2 * step
+    search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
+    search = within_limits(search, max_batch_size, min_batch_size, multiple_of)
+    return find_max_batch_size(sizes, shape, search=search)
 
 
 def predict_full_card(
@@ -478,13 +553,9 @@ def search_cards(
     return found
 
 
-def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int, neighbour: int) -> int:
-    """The prediction, or a size not far below it that runs, where each size is recorded itself.
-
-    Args:
-        neighbour: how far from it the size is that is likely to be asked for next, and is recorded beside it.
-    """
-    for size in (predicted, max(1, predicted + neighbour)):
+def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int) -> int:
+    """The prediction, or a size not far below it that runs, where each size is recorded itself."""
+    for size in (predicted, max(1, predicted - 1)):
         probe.traces.ask(size, shape.seq_len)
     step = 1
     while predicted > 1 and not probe.steady_state(predicted, shape).fits:
@@ -525,7 +596,7 @@ def search_seq_len(probe: SimulatedProbe, batch_size: int, step: int, longest: i
     predicted: int | None = None
     while True:
         search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
-        search = Capped(Floored(Multiples(search, step), step), longest)
+        search = within_limits(search, longest, step, step)
         result = find_max_batch_size(lengths, Shape(), search=search)
         answer = result.max_batch_size
         if traces.exact:

@@ -13,7 +13,7 @@ from batchfinder.report.made_by import made_by
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.what_fits import what_fits_table
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.training.spec import StepOptions
+from batchfinder.training.spec import StepOptions, recorder_in_words
 from batchfinder.units import format_bytes
 
 SCHEMA = 1
@@ -29,6 +29,7 @@ class EstimateRequest:
         card: what is simulated, and how many of it.
         options: of the step; in findings, the optimizer is `OWN_OPTIMIZER` where the workload brings one.
         accumulation: micro-batches per optimizer step.
+        chooses_recorder: whether the fake device takes over where the recorder of the options cannot take the step.
     """
 
     model: str
@@ -38,6 +39,7 @@ class EstimateRequest:
     options: StepOptions
     accumulation: int
     allocator: AllocatorSettings
+    chooses_recorder: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class EstimateFindings:
         alternatives: what other options would change; None where none were tried.
         unmodelled: what the figures leave out.
         what_fits: options under which the same trains; None where it fits, or nothing trains.
+        recorder_version: of the PyTorch that recorded it.
     """
 
     request: EstimateRequest
@@ -83,6 +86,7 @@ class EstimateFindings:
     alternatives: tuple[Alternative, ...] | None = None
     unmodelled: tuple[str, ...] = ()
     what_fits: WhatFits | None = None
+    recorder_version: str = ""
 
     @property
     def model(self) -> str:
@@ -148,6 +152,8 @@ class EstimateFindings:
             "gpu": asked.card.name,
             "num_gpus": asked.card.count,
             **asked.options.to_json(),
+            "recorder": asked.options.recorder,
+            "recorder_version": self.recorder_version,
             "accumulation": asked.accumulation,
             **found.to_json(),
             "peak": None if found.peak is None else found.peak.to_json(),
@@ -277,7 +283,8 @@ def _by_kind(found: EstimateFindings, explain: bool) -> Table:
     context = () if one.kinds.context else ("the CUDA context, as no GPU was named",)
     notes += assumptions((*context, *found.unmodelled), explain)
     title = f"{asked.model} at {at} on {asked.card.name}, simulated"
-    return Table(title, (", ".join(step), verdict), columns, tuple(notes))
+    recorder = recorder_in_words(asked.options.recorder, found.recorder_version)
+    return Table(title, (", ".join(step), verdict, f"recorder: {recorder}"), columns, tuple(notes))
 
 
 def _stage(peak: Peak) -> str:

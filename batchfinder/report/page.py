@@ -22,6 +22,7 @@ from batchfinder.report.made_by import made_by_words
 from batchfinder.report.plots import COLOUR_OF
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Throughput
+from batchfinder.training.spec import recorder_in_words
 from batchfinder.units import format_bytes
 
 _POINTS, _ALL_POINTS, _LEAST_POINTS = 300, 40_000, 30
@@ -193,6 +194,8 @@ def cell_of_row(row: SweepRow) -> PageCell:
         facts.append(("micro-batch x accumulation", str(plan)))
     technique = ", ".join(cell.options.words())
     facts += [("found by", "cache, " + result.source if row.cached else result.source), ("step", technique)]
+    if row.recorder_version:
+        facts.append(("recorder", row.recorder_in_words))
     return PageCell(
         model=cell.model,
         gpu=cell.card.name,
@@ -225,6 +228,7 @@ def cell_of_estimate(found: EstimateFindings, over_time: OverTime) -> PageCell:
         ("the smallest GPU that runs it has", format_bytes(one.required_bytes)),
     ]
     facts += [(f"peak with {name}", format_bytes(each.peak_bytes)) for name, each in found.strategies.items()]
+    facts.append(("recorder", recorder_in_words(asked.options.recorder, found.recorder_version)))
     return PageCell(
         model=asked.model,
         gpu=asked.card.name,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
-from batchfinder.devices import Card, Price, without_bf16
+from batchfinder.devices import Card, Device, Price, without_bf16
 from batchfinder.devices.training_cost import TrainingCost
 from batchfinder.errors import InvalidValue
 from batchfinder.memory_use.breakdown import OverTime
@@ -20,7 +20,7 @@ from batchfinder.report.made_by import made_by_words
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.what_fits import what_fits_lines
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
-from batchfinder.training.spec import StepOptions
+from batchfinder.training.spec import CUDA_BUILD, StepOptions, recorder_in_words
 from batchfinder.units import format_bytes, format_dollars
 
 SCHEMA = 1
@@ -47,6 +47,11 @@ class Cell:
     min_batch_size: int = 1
     multiple_of: int = 1
     exact: bool = False
+
+    @property
+    def device(self) -> Device:
+        """The card's, with the headroom taken from what is usable."""
+        return self.card.device.with_headroom(self.headroom_bytes)
 
     @property
     def smallest(self) -> int:
@@ -98,6 +103,7 @@ class SweepRow:
         need_source: how `needed_bytes` was found, where that is not how the row was.
         cost: what training costs at a stated share of the peak FLOP/s, where one was stated and the row has a price.
         not_cached: why it, or one before it, could not be cached; empty where all could. Not part of the JSON.
+        recorder_version: of the PyTorch that recorded the steps of a simulated row, or took them.
     """
 
     cell: Cell
@@ -115,6 +121,7 @@ class SweepRow:
     not_cached: str = ""
     need_source: str = ""
     cost: TrainingCost | None = None
+    recorder_version: str = ""
 
     def __repr__(self) -> str:
         return f"<{self.cell}: {self.batch_size}>"
@@ -208,6 +215,12 @@ class SweepRow:
         return None if self.plan is None else self.plan.exactly(self.cell.smallest, self.cell.multiple_of)
 
     @property
+    def recorder_in_words(self) -> str:
+        """What recorded its steps; or took them, as the CUDA build does with each size that is tried."""
+        words = recorder_in_words(self.cell.options.recorder, self.recorder_version)
+        return f"{words}, on which each size is tried" if self.cell.options.recorder == CUDA_BUILD else words
+
+    @property
     def stopped_by(self) -> Verdict | None:
         """How the smallest size above the largest batch failed; None where none was tried."""
         result = self.result
@@ -251,6 +264,8 @@ class SweepRow:
             "message": seen.message if seen and not result.max_batch_size else "",
             "published": cell.published,
         }
+        if self.recorder_version:
+            row |= {"recorder": cell.options.recorder, "recorder_version": self.recorder_version}
         sizes = {"min_batch_size": cell.min_batch_size, "multiple_of": cell.multiple_of}
         row |= {name: size for name, size in sizes.items() if size > 1}
         if self.what_fits is not None:
@@ -303,6 +318,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     else:
         title += f", {source}"
         each = f"usable: {', '.join(f'{size} of {gpu}' for gpu, size in usable.items())}"
+    recorders = dict.fromkeys(f"recorder: {row.recorder_in_words}" for row in rows if row.recorder_version)
     optimizers = " or ".join(dict.fromkeys(row.cell.options.optimizer for row in rows))
     step = ", ".join([*replace(first.options, optimizer=optimizers).words(), *conditions])
     counts = list(dict.fromkeys(str(row.cell.options.gpus) for row in rows))
@@ -395,7 +411,7 @@ def sweep_table(rows: Sequence[SweepRow], conditions: Iterable[str] = (), explai
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)
     if explain and (unscaled := sum(row.unscaled for row in rows)):
         notes.append(f"recorded at the size itself rather than scaled: {unscaled} of the sizes tried")
-    return Table(title, (step, each), columns, tuple(notes))
+    return Table(title, (step, each, *recorders), columns, tuple(notes))
 
 
 def _cheapest(rows: Iterable[SweepRow]) -> list[str]:

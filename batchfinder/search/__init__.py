@@ -18,6 +18,7 @@ from batchfinder.search.base import (
     Multiples,
     Search,
     Wrapper,
+    within_limits,
 )
 from batchfinder.search.secant import Prediction, Secant
 
@@ -35,4 +36,5 @@ __all__ = [
     "Search",
     "Secant",
     "Wrapper",
+    "within_limits",
 ]

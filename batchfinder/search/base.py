@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from batchfinder.errors import InvalidValue
 from batchfinder.results import Shape, StopReason, Trial, Verdict
@@ -375,3 +375,11 @@ class Headroom(Wrapper[S]):
             f"of {format_bytes(self.limit_bytes)} free; the headroom is {format_bytes(self.headroom_bytes)}"
         )
         return replace(trial, measurement=replace(seen, verdict=Verdict.HEADROOM, message=message))
+
+
+def within_limits(
+    search: Search[Any], max_batch_size: int | None, min_batch_size: int = 1, multiple_of: int = 1
+) -> Search[Any]:
+    """The same among sizes that are multiples of a number, none smaller and none larger than asked for."""
+    search = Floored(Multiples(search, multiple_of), min_batch_size)
+    return search if max_batch_size is None else Capped(search, max_batch_size)

@@ -8,7 +8,7 @@ from typing import Unpack
 
 from batchfinder.devices import Card, Device, find_gpu
 from batchfinder.devices.cards import USUAL_GPU, card, instance_card
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.memory_use import breakdown
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
@@ -19,16 +19,17 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.trace import Trace
 from batchfinder.sizing.alternatives import suggest
+from batchfinder.sizing.recorder import choose_recorder, instead_of_cuda_build
 from batchfinder.training.spec import (
+    AUTO,
     CUDA_BUILD,
     FAKE_DEVICE,
     OWN_OPTIMIZER,
-    RECORDERS,
     StepOptions,
     StepWords,
+    named_recorder,
     seq_lens_of,
 )
-from batchfinder.training.synonyms import one_of
 from batchfinder.units import parse_count
 
 _STRATEGIES = {"DDP": "ddp", "ZeRO-1": "zero1", "ZeRO-2": "zero2", "ZeRO-3, FSDP": "fsdp2"}
@@ -45,7 +46,7 @@ def estimate(
     gpus: int | None = None,
     accumulation: int = 1,
     advice: bool = False,
-    recorder: str = FAKE_DEVICE,
+    recorder: str = AUTO,
     status: Callable[[str], object] | None = None,
     **options: Unpack[StepWords],
 ) -> EstimateFindings:
@@ -64,7 +65,7 @@ def estimate(
         accumulation: micro-batches per optimizer step.
         advice: whether to say what other options would change, also where it fits.
         recorder: what records the step: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
-            (`batchfinder stub install` brings it; eager steps on one GPU).
+            (`batchfinder stub install` brings it; eager steps on one GPU); by default that where it is here.
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,
             `gradient_checkpointing`, `compile`, `loss`, `packed`, `optimizer_in_backward`, `lora`, `lora_targets`,
@@ -89,8 +90,8 @@ def estimate(
     else:
         chosen = card(find_gpu(gpu or USUAL_GPU).name, count=count or 1)
     together = chosen.count if instance is not None and options.get("strategy") is not None else count
-    step = replace(StepOptions.checked(gpus=together, **options), recorder=one_of("recorder", recorder, RECORDERS))
-    request = check_request(model, batch_size, seq_len, chosen, step, accumulation)
+    step = StepOptions.checked(gpus=together, **options)
+    request = check_request(model, batch_size, seq_len, chosen, step, accumulation, recorder)
     return run_estimate(request, advice, status or (lambda doing: None))
 
 
@@ -101,6 +102,7 @@ def check_request(
     chosen: Card,
     options: StepOptions,
     accumulation: int | str,
+    recorder: str = AUTO,
 ) -> EstimateRequest:
     """What is to be estimated, on a card that has what its GPUs need to talk to each other; numbers may be as typed.
 
@@ -111,14 +113,17 @@ def check_request(
     check_model_name(model)
     if options.strategy is None:  # several are tried
         options = replace(options, gpus=1)
+    named = named_recorder(recorder)
+    taken = choose_recorder(options, [model], [chosen]) if named == AUTO else named
     return EstimateRequest(
         model=model,
         batch_size=parse_count(batch_size, "batch_size"),
         seq_len=None if seq_len is None else parse_count(seq_len, "seq_len"),
         card=replace(chosen, device=chosen.device.among_others(options.communicators)),
-        options=options,
+        options=replace(options, recorder=taken),
         accumulation=parse_count(accumulation, "accumulation"),
         allocator=AllocatorSettings.from_environment(),
+        chooses_recorder=named == AUTO,
     )
 
 
@@ -132,6 +137,16 @@ def run_estimate(request: EstimateRequest, advice: bool, status: Callable[[str],
     Raises:
         BatchFinderError: the model could not be built or recorded.
     """
+    try:
+        return _estimate(request, advice, status)
+    except BatchFinderError as error:
+        if not request.chooses_recorder or request.options.recorder != CUDA_BUILD:
+            raise
+        found = _estimate(replace(request, options=replace(request.options, recorder=FAKE_DEVICE)), advice, status)
+        return replace(found, unmodelled=(*found.unmodelled, instead_of_cuda_build(error)))
+
+
+def _estimate(request: EstimateRequest, advice: bool, status: Callable[[str], object]) -> EstimateFindings:
     card, step = request.card, request.options.step(request.accumulation)
     spec = request.options.workload(request.model)
     with Simulation(spec, step, request.options.recorder) as opened:
@@ -180,4 +195,6 @@ def run_estimate(request: EstimateRequest, advice: bool, status: Callable[[str],
             strategies = {name: estimated(source.recorded(size, seq_len), among) for name, source in asked_of.items()}
     if facts.brings_optimizer:
         request = replace(request, options=replace(request.options, optimizer=OWN_OPTIMIZER))
-    return EstimateFindings(request, alone, strategies, alternatives, unmodelled, changes)
+    return EstimateFindings(
+        request, alone, strategies, alternatives, unmodelled, changes, recorder_version=facts.versions["torch"]
+    )

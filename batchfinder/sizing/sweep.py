@@ -17,10 +17,11 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.report.made_by import made_by
 from batchfinder.report.sweep import SCHEMA, SweepRow, sweep_table
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.sizing.sweep_cells import CARDS_OF_A_POOL, ModelCells, measure_cells, search_pool, simulate_cells
+from batchfinder.sizing.cells import ModelCells
+from batchfinder.sizing.measured_cells import measure_cells
+from batchfinder.sizing.simulated_cells import CARDS_OF_A_POOL, search_pool, simulate_cells
 from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SIMULATED, Place, SweepRequest, check_request
-from batchfinder.training.spec import FAKE_DEVICE, RECORDERS, StepOptions, StepWords, seq_lens_of
-from batchfinder.training.synonyms import one_of
+from batchfinder.training.spec import AUTO, StepOptions, StepWords, seq_lens_of
 from batchfinder.units import parse_count, parse_headroom, parse_utilisation
 
 _ARGUMENTS = {"gpu": "gpus", "gpus": "num_gpus", "seq_len": "seq_lens"}
@@ -83,7 +84,7 @@ def sweep(
     headroom: float | str = 0,
     mfu: float | str | None = None,
     cache: str | bool = True,
-    recorder: str = FAKE_DEVICE,
+    recorder: str = AUTO,
     status: Callable[[str], object] | None = None,
     **options: Unpack[StepWords],
 ) -> SweepResult:
@@ -111,8 +112,9 @@ def sweep(
             instance with a price then has a `cost`.
         cache: where results are kept and looked up: a folder or an fsspec URL; True for where the command line keeps
             them, False for nowhere.
-        recorder: what records the steps: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
-            (`batchfinder stub install` brings it; eager steps on one GPU).
+        recorder: what takes the steps: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
+            (`batchfinder stub install` brings it; eager steps on one GPU), on which each size reported is tried, and
+            the next one; by default that where it is here, for up to four GPUs.
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,
             `gradient_checkpointing`, `compile`, `loss`, `packed`, `optimizer_in_backward`, `lora`, `lora_targets`,
@@ -151,8 +153,7 @@ def sweep(
             price = known_prices().get(find_instance(name).name)
             cards.append(replace(instance_card(name, count=side_by_side), price=price))
         spread = counts or ([one.count for one in cards] if wanted and sharded else [1])
-        by = one_of("recorder", recorder, RECORDERS)
-        steps = [replace(StepOptions.checked(gpus=count, **options), recorder=by) for count in dict.fromkeys(spread)]
+        steps = [StepOptions.checked(gpus=count, **options) for count in dict.fromkeys(spread)]
         target, most = target_batch_size, max_batch_size
         request = SweepRequest(
             models=names,
@@ -170,7 +171,7 @@ def sweep(
             exact=exact,
             mfu=None if mfu is None else parse_utilisation(mfu, "mfu"),
         )
-        request = check_request(request, steps, bool(counts))
+        request = check_request(request, steps, bool(counts), recorder)
         for one in request.place.cards:
             request.reserve_bytes(one)
         if request.cache is not None:

@@ -10,7 +10,8 @@ from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, STRATEGIES, StepConfig, StepOptions
+from batchfinder.sizing.recorder import choose_recorder
+from batchfinder.training.spec import AUTO, CUDA_BUILD, FAKE_DEVICE, STRATEGIES, StepConfig, StepOptions, named_recorder
 from batchfinder.units import format_bytes
 
 _SHARED_SAMPLES = ("tp", "fsdp2-tp", "fsdp2-cp")
@@ -67,6 +68,7 @@ class SweepRequest:
         exact: whether plans meet the target, however small their micro-batches.
         mfu: the share of the peak FLOP/s that the training reaches, as the user states it, by which rows with a price
             say what training costs; None for rows that do not.
+        chooses_recorder: whether the fake device takes over where the recorder of the options cannot take a step.
     """
 
     models: tuple[str, ...]
@@ -87,6 +89,7 @@ class SweepRequest:
     throughput: bool = False
     exact: bool = False
     mfu: float | None = None
+    chooses_recorder: bool = False
 
     @property
     def step(self) -> StepConfig:
@@ -137,11 +140,14 @@ class SweepRequest:
         return tuple(words)
 
 
-def check_request(request: SweepRequest, each: Sequence[StepOptions], counts_asked: bool) -> SweepRequest:
-    """Check what is asked for together, and have cards of each number of GPUs.
+def check_request(
+    request: SweepRequest, each: Sequence[StepOptions], counts_asked: bool, recorder: str = AUTO
+) -> SweepRequest:
+    """Check what is asked for together, have cards of each number of GPUs, and choose a recorder where that is asked.
 
     Args:
         each: the step's options, once for each number of GPUs; the first are the request's.
+        recorder: one of `RECORDERS`, or `auto`.
         counts_asked: whether these numbers hold for every card; else they are those that the cards come in.
 
     Raises:
@@ -151,8 +157,14 @@ def check_request(request: SweepRequest, each: Sequence[StepOptions], counts_ask
         raise InvalidValue("exact", True, "a --target-batch-size with it, which is then met")
     if request.mfu is not None:
         check_mfu(request)
-    if request.options.recorder == CUDA_BUILD:
-        if request.place.device != SIMULATED:
+    simulated = request.place.device == SIMULATED
+    recorder = named_recorder(recorder) if simulated or recorder != AUTO else FAKE_DEVICE
+    request = replace(request, chooses_recorder=recorder == AUTO)
+    if request.chooses_recorder:
+        recorder = choose_recorder(request.options, request.models, request.place.cards)
+    request = replace(request, options=replace(request.options, recorder=recorder))
+    if recorder == CUDA_BUILD:
+        if not simulated:
             expected = f"{FAKE_DEVICE} where sizes are tried: a recording is for GPUs that are simulated"
             raise InvalidValue("recorder", CUDA_BUILD, expected)
         for one in request.place.cards:

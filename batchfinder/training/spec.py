@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -85,6 +86,33 @@ COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
 
 FAKE_DEVICE, CUDA_BUILD = RECORDERS = ("fake-device", "cuda-build")
 """What records a step: the fake device, with any PyTorch; or PyTorch's CUDA build on the stub."""
+AUTO = "auto"
+"""What chooses between them."""
+_RECORDER_VARIABLE = "BATCHFINDER_RECORDER"
+
+
+def named_recorder(asked: str) -> str:
+    """The recorder that is asked for, or where that is `auto` the one that `BATCHFINDER_RECORDER` names; or `auto`.
+
+    Raises:
+        InvalidValue: there is no such recorder.
+    """
+    named = one_of("recorder", asked, (AUTO, *RECORDERS))
+    return (
+        named
+        if named != AUTO
+        else one_of(_RECORDER_VARIABLE, os.environ.get(_RECORDER_VARIABLE) or AUTO, (AUTO, *RECORDERS))
+    )
+
+
+def recorder_in_words(recorder: str, version: str) -> str:
+    """Such as `CUDA build 2.13.0+cu130`.
+
+    Args:
+        version: of the PyTorch that runs there.
+    """
+    return f"CUDA build {version}" if recorder == CUDA_BUILD else f"fake device, PyTorch {version}"
+
 
 _FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version
 _OF_THE_MODEL = ("compile", "loss", "packed", "lora", "lora_targets", "quantization")  # newer, and part of the model
@@ -132,7 +160,7 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class RecordingJob:
-    """One recording.
+    """One recording, or one try.
 
     A workload of its own is built in place of the one that the process was opened with; what that one imported need not
     be imported again.
@@ -144,6 +172,7 @@ class RecordingJob:
     seq_len: int | None  # tokens per sample; None for data of one fixed shape
     workload: WorkloadSpec | None = None
     card: str = ""  # what the CUDA stub is told of the GPU, where PyTorch's CUDA build records
+    tried: bool = False  # whether the step is not recorded but tried, on a card that has the GPU's memory
 
     def __str__(self) -> str:
         size = f"batch size {self.batch_size}"
@@ -455,5 +484,4 @@ class StepOptions:
                 split = self.tensor_parallel if self.strategy == "fsdp2-tp" else self.context_parallel
                 how += f" of {split or GPUS_PER_NODE}"
             words.append(f"{how} on {self.gpus} GPUs")
-        words += ["recorded on PyTorch's CUDA build"] if self.recorder == CUDA_BUILD else []
         return words if self.compile is None else [*words, COMPILED_WORDS[self.compile]]

@@ -7,6 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 from torch.cuda import _memory_viz as viz
 
 from batchfinder.units import KIB
@@ -28,7 +29,7 @@ def test_the_largest_batch(run: Run, swept: Done) -> None:
     """A profile of the size a sweep answers with has every stage of both steps, and ends at the sweep's own peak."""
     row = swept.row
     profile = run("profile", *CELL, "--batch-size", str(row["max_batch_size"]), "--json").json
-    assert profile.keys() == {"made_by", "stages", "oom", "settled", "unmodelled"}
+    assert profile.keys() == {"made_by", "recorder", "stages", "oom", "settled", "unmodelled"}
     assert (profile["oom"], profile["settled"]) == (None, True)
     assert [(stage["step"], stage["stage"]) for stage in profile["stages"]] == [
         (step, stage) for step in (0, 1) for stage in STAGES
@@ -62,20 +63,21 @@ def test_table(run: Run) -> None:
     done = run(*command)
     explained = [f"left out or assumed: {text}" for text in run(*command, "--json").json["unmodelled"]]
     explained.append("docs/glossary.md explains the words")
-    lacking, *others = run(*command, "--explain").out.splitlines()[23:]
+    lacking, *others = run(*command, "--explain").out.splitlines()[24:]
     assert lacking.startswith("no bf16 units and no fused attention in bf16: T4; --precision 16-mixed")
     assert others == explained
     assert (done.code, done.err) == (0, "building mine:tiny\nrecording mine:tiny\n")
     lines = done.out.splitlines()
-    assert lines[:4] == [
+    assert lines[:5] == [
         "mine:tiny at batch size 2, sequence length 16 on T4, 64.00 MiB budget, simulated",
         "bf16-mixed, adamw",
         "64.00 MiB usable",
+        f"recorder: fake device, PyTorch {torch.__version__}",
         "",
     ]
-    assert lines[4].split("  ")[:3] == ["step", "micro-batch", "stage"]
-    assert lines[4].endswith("  max reserved")
-    assert [line.split()[:-8] for line in lines[6:22]] == [
+    assert lines[5].split("  ")[:3] == ["step", "micro-batch", "stage"]
+    assert lines[5].endswith("  max reserved")
+    assert [line.split()[:-8] for line in lines[7:23]] == [
         words
         for step in "01"
         for words in (
@@ -84,9 +86,9 @@ def test_table(run: Run) -> None:
             [step, "optimizer"],
         )
     ]
-    assert lines[22] == ""
+    assert lines[23] == ""
     assert len(explained) == 2
-    assert lines[23:] == [lacking, "1 assumption; --explain says which"]
+    assert lines[24:] == [lacking, "1 assumption; --explain says which"]
     assert [line for line in lines if line != line.rstrip()] == []
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batchfinder.cli import sweep
 from batchfinder.cli.main import main
@@ -54,6 +55,8 @@ MORE = {
     "stopped_by": str,
     "found_by": str,
     "message": str,
+    "recorder": str,
+    "recorder_version": str,
 }
 PLAN = {
     "target_batch_size": int,
@@ -151,6 +154,7 @@ def test_table(small_json: Done, small_table: Done) -> None:
         "Largest training batch, simulated",
         "fp32, adamw, headroom 10%, for an effective batch of 100000, gradients kept between micro-batches",
         f"usable: 1.00 GiB of {T4}, 1.00 GiB of {INSTANCE}",
+        f"recorder: fake device, PyTorch {torch.__version__}",
         "",
         f"model      {'GPU':<43}  seq len  max batch  peak reserved  {'micro-batch x accumulation':>{wide}}    $/h  "
         "source",
@@ -189,7 +193,7 @@ def test_files(small_json: Done, small_table: Done, small_folder: Path) -> None:
     ]
     markdown = (small_folder / "sweep.md").read_text()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines() if line[:1] == "|"]
-    printed = [line.split("  ") for line in small_table.out.splitlines()[6:10]]
+    printed = [line.split("  ") for line in small_table.out.splitlines()[7:11]]
     assert table[2:] == [[cell.strip() for cell in line if cell.strip()] for line in printed]
 
 
@@ -224,7 +228,7 @@ def test_nothing_fits_as_a_table(run: Run) -> None:
         "fp32, the module's optimizer",
         "2.00 MiB usable",
     ]
-    assert " 0  1 needs " in lines[6]
+    assert " 0  1 needs " in lines[7]
     assert "recorded at the size itself rather than scaled: 1 of the sizes tried" in lines
 
 
@@ -261,11 +265,11 @@ def test_published(run: Run) -> None:
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0] == "Largest training batch on Titan X Pascal, simulated"
-    assert lines[4] == "model      seq len  max batch  published  peak reserved  source"
-    model, seq_len, answer, published, *_, source = lines[6].split()
+    assert lines[5] == "model      seq len  max batch  published  peak reserved  source"
+    model, seq_len, answer, published, *_, source = lines[7].split()
     assert (model, seq_len, published, source) == ("bert-base", "512", "6", "simulated")
     assert int(answer) >= 6
-    assert lines[8].startswith("published: by google-research/bert ")
+    assert lines[9].startswith("published: by google-research/bert ")
 
 
 def test_batch_sizes_for_samplers(run: Run, tmp_path: Path) -> None:

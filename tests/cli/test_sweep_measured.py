@@ -26,7 +26,8 @@ from batchfinder.measure.child_probe import CpuProbe, GpuFacts
 from batchfinder.recording.simulation import Simulation, predict_full_card
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Shape, StopReason
-from batchfinder.sizing.sweep_cells import MeasuredCells, ModelCells, measure_cells
+from batchfinder.sizing.cells import ModelCells
+from batchfinder.sizing.measured_cells import MeasuredCells, measure_cells
 from tests.cli.command import COMMAND, HERE, Done, Run, environment, records_too_large
 
 pytestmark = [

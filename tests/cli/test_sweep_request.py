@@ -12,10 +12,10 @@ from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import all_gpus
 from batchfinder.errors import InvalidValue
 from batchfinder.report.terminal import words_of
-from batchfinder.sizing.sweep_cells import ModelCells, cache_key
+from batchfinder.sizing.cells import ModelCells, cache_key
 from batchfinder.sizing.sweep_request import DEFAULT_SEQ_LENS, SweepRequest
 from batchfinder.training.spec import WorkloadFacts, seq_lens_of
-from tests.sizing.test_sweep_cells import Built
+from tests.sizing.test_simulated_cells import Built
 
 FACTS = WorkloadFacts("f" * 64, 512, "tokens", False, {"torch": "2.13.0"})
 VARIANTS = (

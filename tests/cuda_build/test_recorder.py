@@ -6,20 +6,36 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from batchfinder import estimate, sweep
+from batchfinder.cli.parser import build_parser
+from batchfinder.cli.sweep_request import read_request
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import device_for, find_gpu
+from batchfinder.devices.cards import card
 from batchfinder.errors import RecordingFailed
 from batchfinder.recording.simulation import RecordingClient, Simulation
+from batchfinder.report.estimate import EstimateRequest
+from batchfinder.report.sweep import SweepRow, sweep_table
 from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.trace import Trace
+from batchfinder.sizing.estimate import run_estimate
+from batchfinder.sizing.recorder import choose_recorder
+from batchfinder.sizing.sweep import find_rows
 from batchfinder.stub_cards import card_of_device
 from batchfinder.testing import CudaStub
 from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RecordingJob, StepConfig, StepOptions, WorkloadSpec
+from batchfinder.training.step import Workload
+from batchfinder.units import MIB
+from tests.builders.small import Mlp, mlp, vectors
 
 pytestmark = pytest.mark.cuda_build
 # As wide as real ones: the values of smaller tensors would be computed.
@@ -111,8 +127,8 @@ def test_what_it_does_not_record_is_said() -> None:
     """Several GPUs; and the card decides: a recording for another has other kernels."""
     spec = WorkloadSpec("tests.builders.small:mlp")
     with RecordingClient(spec, recorder=CUDA_BUILD) as recorder:
-        card = card_of_device(device_for(find_gpu("T4"))).setting
-        jobs = [RecordingJob(StepConfig(gpus=gpus), (7, 5), 4, None, card=card) for gpus in (1, 2)]
+        setting = card_of_device(device_for(find_gpu("T4"))).setting
+        jobs = [RecordingJob(StepConfig(gpus=gpus), (7, 5), 4, None, card=setting) for gpus in (1, 2)]
         alone, several = map(recorder.submit, jobs)
         assert alone.result().structure.order
         with pytest.raises(RecordingFailed, match="2 GPUs: PyTorch's CUDA build does not record that yet"):
@@ -139,8 +155,111 @@ def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     (row,) = json.loads(done.stdout)["rows"]
     assert row["recorder"] == "cuda-build"
-    spec, found, card = StepOptions().workload(str(path)), row["max_batch_size"], CudaStub(gpu="T4", memory="1GiB")
-    assert [card.run(runs, spec, StepConfig(), size, 128).result for size in (found, found + 1)] == [True, False]
+    spec, found, one = StepOptions().workload(str(path)), row["max_batch_size"], CudaStub(gpu="T4", memory="1GiB")
+    assert [one.run(runs, spec, StepConfig(), size, 128).result for size in (found, found + 1)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "gpus", "expected"),
+    [
+        (["bert-base", "config.json"], {}, ["T4", "H100"], CUDA_BUILD),
+        (["bert-base"], {"lora": 8, "precision": "bf16-mixed"}, ["T4"], CUDA_BUILD),
+        (["mine:factory"], {}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"compile": "model"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"lora": 8, "quantization": "nf4"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"optimizer": "adamw-offload"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"gpus": 2, "strategy": "ddp"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {}, ["MI300X"], FAKE_DEVICE),
+        (["bert-base"], {}, ["T4", "V100", "A100", "H100", "L4"], FAKE_DEVICE),
+    ],
+)
+def test_it_is_chosen_for_what_it_takes(
+    models: list[str], options: dict[str, Any], gpus: list[str], expected: str
+) -> None:
+    """Eager steps of named models on one GPU of NVIDIA's, and few cards."""
+    assert choose_recorder(StepOptions.checked(**options), models, list(map(card, gpus))) == expected
+
+
+def test_it_is_what_a_sweep_and_an_estimate_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is here and nobody names another; the table and each JSON say which, and its version."""
+    monkeypatch.delenv("BATCHFINDER_RECORDER")
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(BERT))
+    version = find_build().version
+    rows = sweep("config.json", gpus=["T4", "V100 16GB"], seq_lens=[32, 64], cache=False)
+    for row in rows:
+        said = row.to_json()
+        assert (said["recorder"], said["recorder_version"]) == (CUDA_BUILD, version)
+        assert [trial.batch_size for trial in row.trials if not trial.fits][-1] == row.batch_size + 1
+        assert row.batch_size in [trial.batch_size for trial in row.trials if trial.fits]
+    assert f"recorder: CUDA build {version}, on which each size is tried" in str(rows)
+    found = estimate("config.json", 8, gpu="T4", seq_len=64)
+    assert (found.request.options.recorder, found.recorder_version) == (CUDA_BUILD, version)
+    assert f"recorder: CUDA build {version}" in str(found)
+
+
+def test_what_is_tried_is_what_is_replayed(tmp_path: Path) -> None:
+    """From the memory that a step reserves on a large card down, where the allocator gives its cache back, and on."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    options, shape = StepOptions(precision="16-mixed"), Shape(64)
+    t4 = device_for(find_gpu("T4"))
+    with Simulation(options.workload(str(path)), options.step(2), CUDA_BUILD) as simulation:
+        needed = simulation.probe(t4, [64]).needed_bytes(8, shape)
+        cards = [replace(t4, usable_bytes=needed - less * 2 * MIB) for less in range(24)]
+        tried = [simulation.tried_sizes(card, AllocatorSettings()) for card in cards]
+        for sizes in tried:  # at once, each with a card of its own
+            sizes.ask(8, shape)
+        seen = [sizes(8, shape) for sizes in tried]
+        replayed = [simulation.probe(card, [64])(8, shape) for card in cards]
+    assert [each.verdict for each in seen] == [each.verdict for each in replayed]
+    peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in (seen[0], replayed[0])]
+    assert peaks[0] == peaks[1]
+    assert len({each.verdict for each in seen}) == 2
+
+
+def swallowing() -> Workload:
+    """A step that goes on without its batch where there is no memory for it."""
+    model = Mlp()
+
+    def loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
+        with torch.no_grad(), suppress(torch.OutOfMemoryError):
+            torch.cat([out] * 64)
+        return out.mean()
+
+    return Workload(model, vectors, loss)
+
+
+def summing_in_place() -> Workload:
+    """One that is as on a CPU, which the CUDA build cannot take."""
+    return replace(mlp(), sums_in_place=True)
+
+
+def test_a_step_that_swallows_the_error_does_not_fit() -> None:
+    """The allocator's own count of such errors decides."""
+    (row,) = sweep(f"{__name__}:swallowing", gpus="T4", seq_lens=(), cache=False, recorder=CUDA_BUILD)
+    messages = {trial.batch_size: trial.measurement.message for trial in row.trials}
+    assert messages[row.batch_size + 1] == "the step caught an error for want of memory"
+    assert row.peak_reserved_bytes is not None
+    assert 0.9 * row.usable_bytes < row.peak_reserved_bytes < row.usable_bytes
+
+
+def test_where_it_was_only_chosen_the_fake_device_takes_over() -> None:
+    """A step that it turns out not to take is recorded all the same, and the row says so; where it was asked for, not."""
+    model, said = f"{__name__}:summing_in_place", "PyTorch's CUDA build did not take the step, and the fake device did"
+    asked = read_request(
+        build_parser().parse_args(["sweep", "--model", model, "--gpu", "T4", "--recorder", "cuda-build", "--no-cache"])
+    )
+    rows = list(find_rows(replace(asked, chooses_recorder=True), lambda doing, brief: None))
+    assert [row.cell.options.recorder for row in rows if isinstance(row, SweepRow)] == [FAKE_DEVICE]
+    assert said in str(sweep_table([row for row in rows if isinstance(row, SweepRow)], explain=True))
+    (error,) = find_rows(asked, lambda doing, brief: None)
+    assert isinstance(error, RecordingFailed)
+    options = StepOptions(recorder=CUDA_BUILD)
+    request = EstimateRequest(model, 4, None, card("T4"), options, 1, AllocatorSettings(), chooses_recorder=True)
+    found = run_estimate(request, False, lambda doing: None)
+    assert found.request.options.recorder == FAKE_DEVICE
+    assert any(said in each for each in found.unmodelled)
 
 
 def test_the_command(tmp_path: Path) -> None:

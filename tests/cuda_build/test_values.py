@@ -117,8 +117,20 @@ def test_an_index_out_of_range_kills_the_context(cuda_stub: CudaStubFixture) -> 
             return str(error)
         return "nothing"
 
-    for width in (8, 4096):
-        assert "device-side assert triggered" in cuda_stub().run(look_up, width).result
+    def gather(width: int) -> str:
+        import torch
+
+        rows = torch.tensor([[1], [100]], device="cuda").expand(2, width)  # one number for each row, in no more memory
+        torch.gather(torch.empty(100, width, device="cuda"), 0, rows)
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+    for width in (8, 1 << 20):
+        assert "device-side assert triggered" in cuda_stub().run(look_up, min(width, 4096)).result
+        assert "device-side assert triggered" in cuda_stub().run(gather, width).result
 
 
 def test_random_numbers_follow_the_cards_generator(cuda_stub: CudaStubFixture) -> None:

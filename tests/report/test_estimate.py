@@ -58,7 +58,8 @@ def findings(found: Estimate) -> EstimateFindings:
     device = Device("A100", 64 * GIB, found.capacity_bytes - CONTEXT, (8, 0), context_bytes=CONTEXT)
     options = StepOptions(precision="bf16-mixed")
     request = EstimateRequest("mine:net", 4, 128, Card(device, "A100 40GB"), options, 1, AllocatorSettings())
-    return EstimateFindings(request, found, unmodelled=("kernels' small scratch tensors",))
+    left_out = ("kernels' small scratch tensors",)
+    return EstimateFindings(request, found, unmodelled=left_out, recorder_version="2.13.0")
 
 
 def printed(found: EstimateFindings, capsys: pytest.CaptureFixture[str], number: int, by_module: bool = False) -> str:
@@ -75,6 +76,7 @@ def test_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
 mine:net at batch size 4, sequence length 128 on A100 40GB, simulated
 bf16-mixed, adamw
 fits: takes 2.40 GiB of 20.29 GiB with the CUDA context, 17.89 GiB free
+recorder: fake device, PyTorch 2.13.0
 
 kind                     bytes   share
 ──────────────────────────────────────
@@ -164,7 +166,7 @@ def test_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(found, capsys, 0).splitlines()
     assert lines[1] == "bf16-mixed, forward, eager attention, gradient checkpointing, 2 micro-batches"
     assert lines[2] == "does not fit: 638.00 MiB short; it would take 2.40 GiB of 1.29 GiB with the CUDA context"
-    assert lines[17] == "it does not fit, so all figures are for a GPU with unlimited memory"
+    assert lines[18] == "it does not fit, so all figures are for a GPU with unlimited memory"
 
 
 def test_the_smallest_card_itself() -> None:

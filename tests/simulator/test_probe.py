@@ -11,8 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.recording.simulation import predict_full_card, search_simulated
-from batchfinder.results import Shape, Verdict
+from batchfinder.recording.simulation import (
+    TriedSize,
+    TriedSizes,
+    predict_full_card,
+    search_simulated,
+    search_tried,
+)
+from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.search.secant import FIRST_TRY_SHARE_OF_PREDICTION
 from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
@@ -198,17 +204,23 @@ def test_the_prediction_of_an_unscaled_step_takes_no_recording() -> None:
     assert sorted(recordings.asked) == [7, 13]
 
 
-@pytest.mark.parametrize(
-    ("predicted", "recorded"), [(42, {42, 43}), (40, {40, 41, 42, 43}), (44, {41, 42, 43, 44, 45})]
-)
-def test_another_recorders_answer_is_where_a_search_begins(predicted: int, recorded: set[int]) -> None:
-    """Where it is right, that size and the next one are recorded and no other; else its neighbours are as well."""
-    recordings = Unscaled()
-    traces = TraceSource(recordings, [128], scales=False)
-    asked = SimulatedProbe(traces, DeviceMemory(3 * GIB, 2 * GIB))
-    assert not traces.is_scaled(128)
-    assert search_simulated(asked, SHAPE, predicted=predicted).max_batch_size == 42
-    assert set(recordings.asked) == recorded
+@pytest.mark.parametrize(("predicted", "tried"), [(42, {42, 43}), (40, {40, 41, 42, 43}), (44, {41, 42, 43, 44})])
+def test_a_prediction_is_where_tries_begin(predicted: int, tried: set[int]) -> None:
+    """Where it is right, that size and the next one are tried and no other; else its neighbours are as well."""
+    asked: list[int] = []
+
+    def attempt(batch_size: int, seq_len: int | None) -> Future[TriedSize]:
+        asked.append(batch_size)
+        fits, peak = batch_size <= 42, GIB + 24 * MIB * batch_size
+        future: Future[TriedSize] = Future()
+        future.set_result(TriedSize(Measurement(Verdict.FITS if fits else Verdict.OUT_OF_MEMORY, peak, peak), ("it",)))
+        return future
+
+    sizes = TriedSizes(attempt)
+    result = search_tried(sizes, SHAPE, predicted=predicted)
+    assert (result.max_batch_size, result.unmodelled) == (42, ("it",))
+    assert sorted(asked) == sorted(set(asked))
+    assert set(asked) == tried
 
 
 @pytest.mark.parametrize("usable", [GIB + 10 * MIB, 2 * GIB, 5 * GIB])

@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_recorded_raises() -> None:
 
 def test_public_names_are_functions_whatever_is_imported_first() -> None:
     """No module of the package takes the place of `estimate`, `sweep` or `simulate`."""
-    first = ("memory_use.breakdown", "sizing.estimate", "sizing.sweep", "sizing.sweep_cells", "recording.simulate")
+    first = ("memory_use.breakdown", "sizing.estimate", "sizing.sweep", "sizing.simulated_cells", "recording.simulate")
     imports = "; ".join(f"import batchfinder.{name}" for name in first)
     functions = "[type(each).__name__ for each in (batchfinder.estimate, batchfinder.sweep, batchfinder.simulate)]"
     done = subprocess.run([sys.executable, "-c", f"{imports}; print({functions})"], capture_output=True, text=True)

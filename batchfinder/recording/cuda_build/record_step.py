@@ -1,4 +1,4 @@
-"""Records one training step of a workload on PyTorch's CUDA build, as a trace of the allocator's own events."""
+"""A training step on PyTorch's CUDA build: recorded as a trace of the allocator's own events, or tried."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ from batchfinder.recording.cuda_build.allocations import AllocationHistory
 from batchfinder.recording.fake_device import move_module
 from batchfinder.recording.labels import StepLabels
 from batchfinder.recording.modules import ModuleTracker, compiled_modules
+from batchfinder.results import Measurement, Verdict
+from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.optimizers import OPTIMIZERS
 from batchfinder.training.spec import OFFLOADED_OPTIMIZER, StepConfig
 from batchfinder.training.step import Step, Workload
 
+_CARD = torch.device("cuda", 0)
+
 
 def use_card(card: str) -> None:
     """Say what the stub's card is, as `StubCard.setting` has it, before CUDA is initialized, which reads it.
 
-    Building a model may do that already, as bitsandbytes does when peft imports it.
+    Building a model may do that already, as bitsandbytes does when peft imports it. No other process shares the card's
+    memory, as those do that share a folder.
     """
     stub, _, _ = os.environ[VARIABLE].partition("|")
-    os.environ[VARIABLE] = f"{stub}|{card}"
+    alone = ";".join(each for each in stub.split(";") if not each.startswith("folder="))
+    os.environ[VARIABLE] = f"{alone}|{card}"
 
 
 def record_step(
@@ -58,37 +64,89 @@ def record_step(
     Raises:
         RecordingFailed: the step is one that only the fake device records.
     """
+    _check(workload, config)
+    tracker = ModuleTracker(workload.model)
+    history = AllocationHistory(tracker.current, on_operator)
+    step = Step(workload, config, _CARD, _move)
+    labels = StepLabels(step, history)
+    with history.watching(), tracker.tracking():
+        history.mark(-1, "model")
+        move_module(workload.model, _move, step.weights_dtype, _on_moved)
+        step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
+        labels.end()
+        structure, sizes, shapes = history.collect()
+    flops = history.flops // (config.steps * config.micro_batches)
+    return Trace(batch_size, seq_len, structure, sizes, _unmodelled(workload, config), shapes, flops=flops)
+
+
+def try_step(
+    workload: Workload, config: StepConfig, batch_size: int, seq_len: int | None, mode: FakeTensorMode
+) -> tuple[Measurement, tuple[str, ...]]:
+    """Take the steps, and one more, on the stub's card, whose memory is that of the GPU in question.
+
+    Where the allocator releases its cache on the way, further steps follow until it does not: `MORE_STEPS` at most.
+
+    Args:
+        workload: and the others: as for `record_step`, and so is what the process must be.
+
+    Returns:
+        What the allocator says of the size, and in words what that leaves out.
+
+    Raises:
+        RecordingFailed: the step is one that only the fake device records.
+    """
+    _check(workload, config)
+    step = Step(workload, config, _CARD, _move)
+    retries, further, settled = 0, 0, True
+
+    def goes_on() -> bool:
+        nonlocal retries, further, settled
+        before, retries = retries, _count("num_alloc_retries")
+        settled, further = retries == before, further + 1
+        return further == 1 or not (settled or further > MORE_STEPS)
+
+    message = ""
+    try:
+        move_module(workload.model, _move, step.weights_dtype, _on_moved)
+        step.run(batch_size, seq_len, more=goes_on, loading=lambda: mode)
+    except torch.OutOfMemoryError as error:
+        message = str(error)
+    verdict = Verdict.FITS
+    if message or _count("num_ooms"):
+        verdict, message = Verdict.OUT_OF_MEMORY, message or "the step caught an error for want of memory"
+    elif not settled:
+        verdict, message = Verdict.THRASHING, Verdict.THRASHING.value
+    peaks = torch.cuda.max_memory_allocated(_CARD), torch.cuda.max_memory_reserved(_CARD)
+    return Measurement(verdict, *peaks, message=message), _unmodelled(workload, config)
+
+
+def _count(what: str) -> int:
+    return int(torch.cuda.memory_stats(_CARD)[what])
+
+
+def _move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_CARD)
+    return tensor.detach().to(_CARD, dtype)
+
+
+def _on_moved(module: nn.Module) -> None:
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
+def _unmodelled(workload: Workload, config: StepConfig) -> tuple[str, ...]:
+    named = config.mode == "train" and workload.optimizer is None
+    assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
+    return (*workload.assumptions, *assumed, *values.reads.words())
+
+
+def _check(workload: Workload, config: StepConfig) -> None:
     if what := _not_recorded(workload, config):
         raise RecordingFailed(
             f"{what}: PyTorch's CUDA build does not record that yet, it takes eager steps on one GPU. "
             "Ask for --recorder fake-device."
         )
-    device = torch.device("cuda", 0)
-    tracker = ModuleTracker(workload.model)
-    history = AllocationHistory(tracker.current, on_operator)
-
-    def move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=device)
-        return tensor.detach().to(device, dtype)
-
-    def on_moved(module: nn.Module) -> None:
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()
-
-    step = Step(workload, config, device, move)
-    labels = StepLabels(step, history)
-    with history.watching(), tracker.tracking():
-        history.mark(-1, "model")
-        move_module(workload.model, move, step.weights_dtype, on_moved)
-        step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
-        labels.end()
-        structure, sizes, shapes = history.collect()
-    named = config.mode == "train" and workload.optimizer is None
-    assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
-    unmodelled = (*workload.assumptions, *assumed, *values.reads.words())
-    flops = history.flops // (config.steps * config.micro_batches)
-    return Trace(batch_size, seq_len, structure, sizes, unmodelled, shapes, flops=flops)
 
 
 def _not_recorded(workload: Workload, config: StepConfig) -> str:

@@ -19,8 +19,9 @@ from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra, Rec
 from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.sweep import Cell
 from batchfinder.simulator.scaling import TraceSource
-from batchfinder.sizing import sweep_cells
-from batchfinder.sizing.sweep_cells import ModelCells, cache_key, simulate_cells
+from batchfinder.sizing import simulated_cells
+from batchfinder.sizing.cells import ModelCells, cache_key
+from batchfinder.sizing.simulated_cells import simulate_cells
 from batchfinder.training.spec import RecordingJob, WorkloadFacts
 from tests.cli.command import Run
 
@@ -117,7 +118,7 @@ def test_many_cards_are_searched_on_all_cores(run: Run, monkeypatch: pytest.Monk
         patch.setattr(os, "cpu_count", lambda: 1)
         alone = rows()
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.delattr(sweep_cells, "search_simulated")
+    monkeypatch.delattr(simulated_cells, "search_simulated")
     assert rows() == alone
 
 

@@ -1,0 +1,42 @@
+"""What takes a simulated step where no recorder is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from batchfinder.cuda_stub import StubUnavailable, find_build
+from batchfinder.cuda_stub.compile import compiled_stub
+from batchfinder.devices import Card
+from batchfinder.errors import BatchFinderError
+from batchfinder.report.terminal import words_of
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OFFLOADED_OPTIMIZER, StepOptions
+
+_MOST_CARDS = 4
+"""For more, whose sizes would each be tried, the recordings of the fake device are several times faster."""
+
+
+def choose_recorder(options: StepOptions, models: Iterable[str], cards: Sequence[Card]) -> str:
+    """PyTorch's CUDA build where it is here, and takes the step; else the fake device.
+
+    It takes an eager step of a named model on one GPU of NVIDIA's, and is chosen for up to four cards.
+    """
+    on_one_gpu = options.gpus == 1 and options.strategy is None and all(card.count == 1 for card in cards)
+    eager = options.compile is None and options.quantization is None and options.optimizer != OFFLOADED_OPTIMIZER
+    named = all(":" not in model for model in models)
+    of_nvidia = not any(card.device.assumed_capability for card in cards)
+    if on_one_gpu and eager and named and of_nvidia and len(cards) <= _MOST_CARDS:
+        with suppress(StubUnavailable):
+            compiled_stub(find_build())
+            return CUDA_BUILD
+    return FAKE_DEVICE
+
+
+def instead_of_cuda_build(error: BatchFinderError) -> str:
+    """Why the fake device took a step for which the CUDA build was chosen, in words."""
+    return f"PyTorch's CUDA build did not take the step, and the fake device did: {last_line_of(error)}"
+
+
+def last_line_of(error: BatchFinderError) -> str:
+    """What an error says at its end: of a traceback, the exception."""
+    return words_of(error).strip().splitlines()[-1]

@@ -1,0 +1,30 @@
+"""What takes a simulated step where no recorder is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from batchfinder.devices.cards import card
+from batchfinder.errors import InvalidValue
+from batchfinder.sizing.recorder import choose_recorder
+from batchfinder.training.spec import StepOptions, named_recorder
+
+
+def test_what_is_typed_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that before `auto`; a name that there is not is refused, wherever it stands."""
+    monkeypatch.setenv("BATCHFINDER_RECORDER", "cuda_build")
+    assert [named_recorder(each) for each in ("fake-device", "auto")] == ["fake-device", "cuda-build"]
+    monkeypatch.setenv("BATCHFINDER_RECORDER", "cuda")
+    with pytest.raises(InvalidValue, match="BATCHFINDER_RECORDER: invalid value 'cuda'"):
+        named_recorder("auto")
+    monkeypatch.delenv("BATCHFINDER_RECORDER")
+    assert named_recorder("auto") == "auto"
+
+
+def test_without_a_cuda_build_the_fake_device_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is downloaded for it."""
+    monkeypatch.setenv("BATCHFINDER_STUB_DIR", str(tmp_path))
+    assert choose_recorder(StepOptions(), ["bert-base"], [card("T4")]) == "fake-device"
+    assert not list(tmp_path.iterdir())
