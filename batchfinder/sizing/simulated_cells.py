@@ -11,7 +11,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -176,10 +176,10 @@ class SimulatedCells:
             recorder_version=self._facts.versions["torch"],
         )
 
-    def _not_cached(self) -> Iterator[tuple[Cell, SimulatedProbe]]:
+    def _not_cached(self, cards: Iterable[Card]) -> Iterator[tuple[Cell, SimulatedProbe]]:
         """The cells whose answers are still to be found, card after card, and what predicts them."""
         request, cells = self._request, self._cells
-        for card, seq_len in itertools.product(request.place.cards, cells.seq_lens):
+        for card, seq_len in itertools.product(cards, cells.seq_lens):
             cell = cells.cell(seq_len, card)
             entry = (
                 None
@@ -190,9 +190,10 @@ class SimulatedCells:
                 yield cell, self._simulations[card.count].probe(cell.device, cells.seq_lens, request.allocator)
 
     def _try(self, cell: Cell, probe: SimulatedProbe) -> SearchResult:
-        """Find the largest that runs by trying it, and the next; what is predicted is begun for all cells at once."""
-        if not self._tried:
-            self._tried = {other: self._begin_tries(other, predicting) for other, predicting in self._not_cached()}
+        """Find the largest that runs by trying it, and the next; what is predicted is begun for all lengths at once."""
+        if cell not in self._tried:
+            of_the_card = self._not_cached([cell.card])
+            self._tried |= {other: self._begin_tries(other, predicting) for other, predicting in of_the_card}
         sizes, predicted = self._tried.get(cell) or self._begin_tries(cell, probe)
         return search_tried(sizes, Shape(cell.seq_len), *self._limits, predicted=predicted)
 
@@ -226,7 +227,7 @@ class SimulatedCells:
         found: dict[Cell, tuple[Future[list[SearchResult | None]], int]] = {}
         shares = -(-2 * (os.cpu_count() or 1) // len(self._cells.seq_lens))
         by_length: dict[int | None, dict[Cell, SimulatedProbe]] = {}
-        for cell, probe in self._not_cached():
+        for cell, probe in self._not_cached(self._request.place.cards):
             with suppress(BatchFinderError):  # raised again where it is needed
                 if probe.traces.is_scaled(cell.seq_len):
                     by_length.setdefault(cell.seq_len, {})[cell] = probe
