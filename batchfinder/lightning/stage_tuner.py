@@ -38,7 +38,7 @@ from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
-from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner, TuningResult
+from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult, spare_bytes
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import SearchResult, Shape, Trial
@@ -161,8 +161,7 @@ class StageTuner:
         self._varies = any(all_vary)
         if self._varies and expand_segments(self._device):
             rank_zero_info(f"BatchFinder: {SEGMENTS_EXPAND}")
-        spares = spares and (self._varies or AllocatorSettings.from_environment().expandable_segments)
-        self._session.spare_bytes = int(SPARE * self._memory.free_bytes()) if spares else 0
+        self._session.spare_bytes = spare_bytes(self._memory.free_bytes(), self._varies) if spares else 0
         self._probe: Probe | None = None
         self._dry_run: DryRun | None = None
         self._predicted: Prediction | None = None

@@ -32,7 +32,7 @@ from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_se
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.options import SearchOptions
 from batchfinder.measure.trial import TrialSession
-from batchfinder.measure.tuner import SPARE, SearchLimits, Tuner
+from batchfinder.measure.tuner import SearchLimits, Tuner, spare_bytes
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
 from batchfinder.results import Shape, Trial
@@ -125,13 +125,12 @@ def tune_loop(
         def free_bytes() -> int:
             return ranks.all_reduce_min(memory.free_bytes())[0]
 
-        limits, spare_bytes = limits.with_memory(free_bytes()), 0
-        if any(ranks.all_gather(config.phases.others is not None)):
-            if expand_segments(config.device):
-                _log.info(SEGMENTS_EXPAND)
-            spare_bytes = int(SPARE * free_bytes())
+        limits = limits.with_memory(free_bytes())
+        varies = any(ranks.all_gather(config.phases.others is not None))
+        if varies and expand_segments(config.device):
+            _log.info(SEGMENTS_EXPAND)
         session = opened.enter_context(TrialSession(memory, config.device, limits.reserve_bytes, config.capture))
-        session.spare_bytes = spare_bytes
+        session.spare_bytes = spare_bytes(free_bytes(), varies) if config.device.type == "cuda" else 0
         probe: Probe = LoopProbe(config, limits, session)
         probe = probe if ranks.size == 1 else AgreedProbe(probe, ranks)
 

@@ -30,6 +30,7 @@ from batchfinder.results import SearchResult, Shape, Throughput, Trial
 from batchfinder.search import Bounds, Capped, Floored, Multiples, Prediction, Search, Secant
 from batchfinder.search.base import check_tolerance
 from batchfinder.search.throughput import find_full_speed, sizes_to_time
+from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.units import format_bytes
 
 _BELOW_A_FAILURE = 0.95
@@ -49,12 +50,27 @@ _TIMED_STEPS = 3
 """Steps that are timed at least each time that a size is."""
 
 
-SPARE = 0.03
-"""Share of the memory that tries leave free where batches differ in length or segments are expandable.
+_SPARE = 0.03
+"""Share of the memory that tries leave free where batches differ in length.
 
 How far the cache falls to pieces depends on the order of the lengths, of which a try has some and an epoch has others.
-By how much: `benchmarks/random_fits.py --reserved`. In expandable segments it differs from epoch to epoch, too.
+By how much: `benchmarks/random_fits.py --reserved`.
 """
+_EXPANDABLE_SPARE = 0.02
+"""Where batches are of one length, and segments expandable: what these take differs a little from epoch to epoch."""
+
+
+def spare_bytes(usable_bytes: int, varies: bool) -> int:
+    """What tries on a GPU leave free of what may be used of it.
+
+    Args:
+        varies: whether batches differ in length.
+    """
+    if varies:
+        return int(_SPARE * usable_bytes)
+    if AllocatorSettings.from_environment().expandable_segments:
+        return int(_EXPANDABLE_SPARE * usable_bytes)
+    return 0
 
 
 @dataclass(frozen=True)
