@@ -9,7 +9,7 @@ from typing import Any
 
 from batchfinder.cli.options import asked_card, check_file, step_options, whole_number, write_file
 from batchfinder.devices import without_bf16
-from batchfinder.errors import BatchFinderError
+from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             seq_len, probe, later, recorded = record(chosen)
         except BatchFinderError as error:
-            if recorder != AUTO or chosen == FAKE_DEVICE:
+            if recorder != AUTO or chosen == FAKE_DEVICE or isinstance(error, InvalidValue):
                 raise
             seq_len, probe, later, recorded = record(FAKE_DEVICE)
             instead = [instead_of_cuda_build(error)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchfinder.cli.options import check_file, whole_number, write_file
@@ -18,7 +18,7 @@ from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.terminal import tell
 from batchfinder.results import SearchResult
 from batchfinder.sizing.sweep_request import SIMULATED, SweepRequest
-from batchfinder.training.spec import StepOptions
+from batchfinder.training.spec import FAKE_DEVICE, StepOptions
 from batchfinder.units import format_bytes
 
 SCHEMA = 1
@@ -79,6 +79,8 @@ def find_lengths(arguments: argparse.Namespace) -> int:
     step = whole_number("--multiple-of", arguments.multiple_of) or USUAL_STEP
     sizes = [whole_number("--batch-size", size) for size in dict.fromkeys(arguments.batch_size or ["1"])]
     request = read_request(arguments)
+    if request.chooses_recorder:  # of many lengths few need a recording of their own there
+        request = replace(request, options=replace(request.options, recorder=FAKE_DEVICE))
     if request.place.device != SIMULATED:
         raise InvalidValue("--find", "seq-len", "a GPU to simulate with it: --gpu or --device simulated")
     rows: list[LengthRow] = []

@@ -140,7 +140,8 @@ def run_estimate(request: EstimateRequest, advice: bool, status: Callable[[str],
     try:
         return _estimate(request, advice, status)
     except BatchFinderError as error:
-        if not request.chooses_recorder or request.options.recorder != CUDA_BUILD:
+        chosen = request.chooses_recorder and request.options.recorder == CUDA_BUILD
+        if not chosen or isinstance(error, InvalidValue):
             raise
         found = _estimate(replace(request, options=replace(request.options, recorder=FAKE_DEVICE)), advice, status)
         return replace(found, unmodelled=(*found.unmodelled, instead_of_cuda_build(error)))

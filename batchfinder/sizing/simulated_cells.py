@@ -73,7 +73,8 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
                 try:
                     row = found.row(seq_len, card)
                 except BatchFinderError as error:
-                    if not (cells.request.chooses_recorder and cells.simulation.recorder == CUDA_BUILD):
+                    chosen = cells.request.chooses_recorder and cells.simulation.recorder == CUDA_BUILD
+                    if not chosen or isinstance(error, InvalidValue):
                         raise
                     cells = cells.on_fake_device(instead_of_cuda_build(error))
                     found = SimulatedCells(cells, status)

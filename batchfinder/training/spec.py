@@ -97,12 +97,9 @@ def named_recorder(asked: str) -> str:
     Raises:
         InvalidValue: there is no such recorder.
     """
-    named = one_of("recorder", asked, (AUTO, *RECORDERS))
-    return (
-        named
-        if named != AUTO
-        else one_of(_RECORDER_VARIABLE, os.environ.get(_RECORDER_VARIABLE) or AUTO, (AUTO, *RECORDERS))
-    )
+    allowed = (AUTO, *RECORDERS)
+    named, here = one_of("recorder", asked, allowed), os.environ.get(_RECORDER_VARIABLE)
+    return one_of(_RECORDER_VARIABLE, here, allowed) if named == AUTO and here else named
 
 
 def recorder_in_words(recorder: str, version: str) -> str:

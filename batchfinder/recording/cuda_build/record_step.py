@@ -84,6 +84,7 @@ def try_step(
 ) -> tuple[Measurement, tuple[str, ...]]:
     """Take the steps, and one more, on the stub's card, whose memory is that of the GPU in question.
 
+    An error that was caught counts as well, also cuDNN's for want of a workspace, which then does with a smaller one.
     Where the allocator releases its cache on the way, further steps follow until it does not: `MORE_STEPS` at most.
 
     Args:
@@ -113,7 +114,7 @@ def try_step(
         message = str(error)
     verdict = Verdict.FITS
     if message or _count("num_ooms"):
-        verdict, message = Verdict.OUT_OF_MEMORY, message or "the step caught an error for want of memory"
+        verdict, message = Verdict.OUT_OF_MEMORY, message or "it ran out of memory (num_ooms), and the step went on"
     elif not settled:
         verdict, message = Verdict.THRASHING, Verdict.THRASHING.value
     peaks = torch.cuda.max_memory_allocated(_CARD), torch.cuda.max_memory_reserved(_CARD)
