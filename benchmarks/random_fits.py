@@ -78,7 +78,7 @@ def reserved_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run the seeds on all cores and print a line for each, and the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:300", help="first:end")
+    parser.add_argument("--seeds", default="0:300", help="first:end; several of them by commas")
     parser.add_argument("--dry-run", action="store_true", help="one seed, without larger sizes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: the cores)")
     parser.add_argument("--again", action="store_true", help="take seeds again that the result file has")
@@ -88,8 +88,8 @@ def main() -> None:
     options = parser.parse_args()
     name = "random_fits_reserved" if options.reserved else "random_fits"
     output = Path(options.here or ROOT / f"benchmarks/results/{name}-{os.cpu_count()}-cores.json")
-    first, end = map(int, options.seeds.split(":"))
-    seeds = list(range(first, first + 1 if options.dry_run else end))
+    ranges = [tuple(map(int, each.split(":"))) for each in options.seeds.split(",")]
+    seeds = [seed for first, end in ranges for seed in range(first, end)][: 1 if options.dry_run else None]
     rows: list[dict[str, Any]] = []
     if output.exists() and not options.dry_run:
         kept = json.loads(output.read_text())["fits"]

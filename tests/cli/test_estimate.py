@@ -119,11 +119,12 @@ def test_tables(row: dict[str, Any], beyond: Done) -> None:
     assert lines[1] == "fp32, adamw"
     assert lines[2].startswith("does not fit: ")
     assert " short; it would take " in lines[2]
-    assert [line.rsplit("  ", 2)[0].split("  ")[0] for line in lines[6:16]] == [
+    assert [line.rsplit("  ", 2)[0].split("  ")[0] for line in lines[7:17]] == [
         *("parameters", "gradients", "optimizer state", "activations", "temporary buffers", "inputs"),
         *("cuBLAS workspaces", "fragmentation", "CUDA context", "all"),
     ]
-    assert lines[17] == "it does not fit, so all figures are for a GPU with unlimited memory"
+    assert lines[3].startswith("recorder: fake device, PyTorch ")
+    assert lines[18] == "it does not fit, so all figures are for a GPU with unlimited memory"
     titles = [line for line, before in zip(lines[1:], lines, strict=False) if before == "" and line[:1].isupper()]
     assert titles == [
         "The 10 largest tensors at the peak",
