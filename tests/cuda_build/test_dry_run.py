@@ -63,6 +63,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_what_it_takes_that_does_not_fit(tmp_path: Path) -> None:
     """As much as on a card that has the room, with the GPUs that do and what would make it less."""
     script = f"{TRAIN}\nopen('written', 'a').write('once\\n')"

@@ -94,6 +94,7 @@ def test_a_command_that_asks_gets_no_answer(tmp_path: Path) -> None:
     assert "--jobs" in done.err
 
 
+@pytest.mark.exhaustive
 def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
     """A size is run again where the script, a file that it read or a module beside the folder has changed."""
     folder = tmp_path / "project"

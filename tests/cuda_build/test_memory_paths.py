@@ -115,6 +115,7 @@ def gpt2_bytes(compiled: bool) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.exhaustive
 @with_cudnn
 @pytest.mark.timeout(600)
 def test_a_language_model_eager_and_compiled(cuda_stub: CudaStubFixture) -> None:

@@ -340,6 +340,7 @@ def sweep(*arguments: str, **more: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_by_real_tries(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
     """Sizes that run and sizes that do not, on a card that is named: PyTorch's own word; and the next start asks the cache."""
     options = ("sweep", "--device", "cuda", "--gpu", "t4", "--model", "bert-base", "--seq-len", "512")

@@ -74,7 +74,7 @@ def peaks(spec: WorkloadSpec, config: StepConfig, batch_size: int, seq_len: int)
     ("model", "gpu", "options", "micro_batches", "batch_size"),
     [
         (BERT, "H100", StepOptions(precision="16-mixed"), 1, 8),
-        (GPT2, "T4", StepOptions(optimizer="adafactor"), 2, 5),
+        pytest.param(GPT2, "T4", StepOptions(optimizer="adafactor"), 2, 5, marks=pytest.mark.exhaustive),
         (GPT2, "T4", StepOptions(lora=8, precision="16-mixed"), 1, 5),  # built on the card, whose attention is its own
     ],
 )
