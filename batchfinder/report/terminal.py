@@ -51,6 +51,11 @@ def words_of(error: BaseException) -> str:
     return f"{words}\n{limit}" if (limit := limit_met(words)) else words
 
 
+def last_line_of(error: BaseException) -> str:
+    """The last line of what an error says: of a traceback, the exception."""
+    return words_of(error).strip().splitlines()[-1]
+
+
 def limit_met(words: str) -> str:
     """What to do where a limit on this process explains an error; empty where none does.
 

@@ -10,7 +10,7 @@ from batchfinder.errors import BatchFinderError
 from batchfinder.memory_use.breakdown import Estimate
 from batchfinder.recording.simulation import Simulation, search_simulated
 from batchfinder.report.estimate import Alternative, EstimateRequest
-from batchfinder.report.terminal import words_of
+from batchfinder.report.terminal import last_line_of
 from batchfinder.results import Shape
 from batchfinder.simulator.steady_state import SimulatedProbe
 
@@ -161,7 +161,7 @@ def _alternative(changes: Changes, request: EstimateRequest, probe: SimulatedPro
             peak, fits = _peak(request, probe, batch_size, shape)
     except BatchFinderError as error:
         # Some models refuse an option, or fail with it.
-        return Alternative(as_typed(changes), batch_size, error=words_of(error).strip().splitlines()[-1])
+        return Alternative(as_typed(changes), batch_size, error=last_line_of(error))
     return Alternative(as_typed(changes), batch_size, peak, fits, most)
 
 

@@ -9,7 +9,7 @@ from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.cuda_stub.compile import compiled_stub
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError
-from batchfinder.report.terminal import words_of
+from batchfinder.report.terminal import last_line_of
 from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OFFLOADED_OPTIMIZER, StepOptions
 
 _MOST_CARDS = 4
@@ -35,8 +35,3 @@ def choose_recorder(options: StepOptions, models: Iterable[str], cards: Sequence
 def instead_of_cuda_build(error: BatchFinderError) -> str:
     """Why the fake device took a step for which the CUDA build was chosen, in words."""
     return f"PyTorch's CUDA build did not take the step, and the fake device did: {last_line_of(error)}"
-
-
-def last_line_of(error: BatchFinderError) -> str:
-    """What an error says at its end: of a traceback, the exception."""
-    return words_of(error).strip().splitlines()[-1]

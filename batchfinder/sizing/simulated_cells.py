@@ -31,11 +31,12 @@ from batchfinder.recording.simulation import (
 from batchfinder.recording.what_fits import FitSearch, WhatFits
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow
+from batchfinder.report.terminal import last_line_of
 from batchfinder.results import SearchResult, Shape
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.sizing.alternatives import as_typed, single_changes
 from batchfinder.sizing.cells import ModelCells, cache_key
-from batchfinder.sizing.recorder import instead_of_cuda_build, last_line_of
+from batchfinder.sizing.recorder import instead_of_cuda_build
 from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, StepOptions
 
 _CARDS_WITH_CHANGES = 4
@@ -122,9 +123,8 @@ class SimulatedCells:
         start = time.perf_counter()
         # A probe of its own for each cell: it collects what this cell's result leaves out.
         probe = self._simulations[card.count].probe(cell.device, cells.seq_lens, request.allocator)
-        entry = (
-            None if request.cache is None else request.cache.entry(cache_key(cell, self._facts, request), cell.model)
-        )
+        store = request.cache
+        entry = None if store is None else store.entry(cache_key(cell, self._facts, request), cell.model)
         known = entry.get() if entry is not None else None
         result = known
         if result is None and self._tries:
@@ -179,19 +179,15 @@ class SimulatedCells:
 
     def _not_cached(self, cards: Iterable[Card]) -> Iterator[tuple[Cell, SimulatedProbe]]:
         """The cells whose answers are still to be found, card after card, and what predicts them."""
-        request, cells = self._request, self._cells
+        request, cells, store = self._request, self._cells, self._request.cache
         for card, seq_len in itertools.product(cards, cells.seq_lens):
             cell = cells.cell(seq_len, card)
-            entry = (
-                None
-                if request.cache is None
-                else request.cache.entry(cache_key(cell, self._facts, request), cell.model)
-            )
+            entry = None if store is None else store.entry(cache_key(cell, self._facts, request), cell.model)
             if entry is None or entry.get() is None:
                 yield cell, self._simulations[card.count].probe(cell.device, cells.seq_lens, request.allocator)
 
     def _try(self, cell: Cell, probe: SimulatedProbe) -> SearchResult:
-        """Find the largest that runs by trying it, and the next; what is predicted is begun for all lengths at once."""
+        """Find the largest size that runs by trying it and the next; the tries of all lengths start at once."""
         if cell not in self._tried:
             of_the_card = self._not_cached([cell.card])
             self._tried |= {other: self._begin_tries(other, predicting) for other, predicting in of_the_card}
@@ -199,7 +195,11 @@ class SimulatedCells:
         return search_tried(sizes, Shape(cell.seq_len), *self._limits, predicted=predicted)
 
     def _begin_tries(self, cell: Cell, probe: SimulatedProbe) -> tuple[TriedSizes, int | None]:
-        """A cell's sizes, of which two are being tried, and the prediction; None where there is none."""
+        """Predict a cell's largest size, and start trying that size and the next.
+
+        Returns:
+            The probe that tries sizes, and the predicted size; None where none could be predicted.
+        """
         sizes, predicted = self._cells.simulation.tried_sizes(cell.device, self._request.allocator), None
         shape, (most, _, step) = Shape(cell.seq_len), self._limits
         with suppress(BatchFinderError):  # the sizes can be tried without it

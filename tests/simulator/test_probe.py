@@ -204,6 +204,12 @@ def test_the_prediction_of_an_unscaled_step_takes_no_recording() -> None:
     assert sorted(recordings.asked) == [7, 13]
 
 
+def test_a_recorder_that_does_not_scale_records_each_size() -> None:
+    """As the CUDA build: no size is answered by the recordings of two others, though they scale."""
+    scales, does_not = (TraceSource(submit, [128], scales=scales) for scales in (True, False))
+    assert (scales.is_scaled(128), does_not.is_scaled(128)) == (True, False)
+
+
 @pytest.mark.parametrize(("predicted", "tried"), [(42, {42, 43}), (40, {40, 41, 42, 43}), (44, {41, 42, 43, 44})])
 def test_a_prediction_is_where_tries_begin(predicted: int, tried: set[int]) -> None:
     """Where it is right, that size and the next one are tried and no other; else its neighbours are as well."""
