@@ -5,10 +5,16 @@ recorded (`recording.distributed`). Each GPU holds what one GPU would, and a cop
 `gradient_as_bucket_view` does not have it the other way
 (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/distributed.py, its own documentation). In the first
 step the buckets are one, as the order in which gradients become ready is not known yet (`_ddp_init_helper`); before the
-second step's forward that is released and others are made in that order (`_rebuild_buckets`), each of which is full
-once it holds 1 MiB (the first one) or 25 MiB (`dist._DEFAULT_FIRST_BUCKET_BYTES`, `_DEFAULT_BUCKET_CAP_MB`;
-`compute_bucket_assignment_by_size`, `initialize_buckets` of torch/csrc/distributed/c10d/reducer.cpp). A static graph
-(`static_graph=True`) has the same buckets.
+second step's forward others are made in that order (`_rebuild_buckets`), each of which is full once it holds 1 MiB (the
+first one) or 25 MiB (`dist._DEFAULT_FIRST_BUCKET_BYTES`, `_DEFAULT_BUCKET_CAP_MB`; `compute_bucket_assignment_by_size`,
+`initialize_buckets` of torch/csrc/distributed/c10d/reducer.cpp). A static graph (`static_graph=True`) has the same
+buckets.
+
+The reducer lets go of the first step's bucket then, but NCCL holds what it sends until its watchdog, which looks every
+100 ms, has seen the GPU be done with it, and another collective begins (`workMetaList_`, `shelvesToUnstash_` of
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). Two processes on the
+CUDA stub, whose GPU is done at once, had it in the second forward in most runs, and in one of ten through the backward.
+It is taken to be there until the second backward sends its first bucket.
 """
 
 from __future__ import annotations
@@ -39,10 +45,24 @@ def buckets_of(trace: Trace, rebuilds: bool = True, bucket_bytes: int | None = N
     what = "the reducer's bucket"
     before = []
     if rebuilds and second and gradients:
-        before = [AddedBlock(sum(gradients), start, second[0], "communication", f"{what} of the first step")]
+        sent = _first_sent(trace, first + 1)
+        before = [AddedBlock(sum(gradients), start, sent, "communication", f"{what} of the first step")]
         start = second[0]
     sizes = bucket_sizes(gradients, bucket_bytes)
     return [*before, *(AddedBlock(size, start, None, "communication", what) for size in sizes)]
+
+
+def _first_sent(trace: Trace, step: int) -> int:
+    """Where the last backward of a step has made the gradients of its first bucket, or is over."""
+    marks, order = trace.structure.marks, trace.structure.order
+    number = max(number for number, mark in enumerate(marks) if (mark.step, mark.stage) == (step, "backward"))
+    end = marks[number + 1].position if number + 1 < len(marks) else len(order)
+    made, position = 0, marks[number].position
+    while position < end and made < FIRST_BUCKET_BYTES:
+        block = order[position]
+        made += trace.sizes[block] if block >= 0 and trace.structure.kinds[block] == "gradient" else 0
+        position += 1
+    return position
 
 
 def bucket_sizes(gradients: list[int], bucket_bytes: int | None = None) -> list[int]:

@@ -19,9 +19,9 @@ from batchfinder.errors import InvalidValue
 from batchfinder.memory_use.sharding import bucket_sizes
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
-from batchfinder.training.spec import FSDP1_STRATEGIES, STRATEGIES, StepConfig
+from batchfinder.training.spec import FSDP1_STRATEGIES, FSDP2_STRATEGIES, STRATEGIES, StepConfig
 from batchfinder.training.step import Workload
-from batchfinder.training.strategies import mesh_shape, shard
+from batchfinder.training.strategies import fullest_rank, fullest_shard, mesh_shape, shard
 
 
 def prepare() -> None:
@@ -42,7 +42,7 @@ def make_group(config: StepConfig, rank: int = 0) -> None:
         dist.init_process_group("fake", store=FakeStore(), world_size=config.gpus, rank=rank)
 
 
-def make_mesh(config: StepConfig, rank: int = 0) -> Any:
+def make_mesh(config: StepConfig, rank: int = 0, device_type: str = DEVICE_TYPE) -> Any:
     """A mesh of as many GPUs as the step is taken on, of a process group of which this process is one rank.
 
     It is made outside of any fake mode: its table of ranks has to be a real tensor.
@@ -55,7 +55,7 @@ def make_mesh(config: StepConfig, rank: int = 0) -> Any:
         config.gpus,
         config.context_parallel if config.strategy == "fsdp2-cp" else config.tensor_parallel,
     )
-    return init_device_mesh(DEVICE_TYPE, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def shards(workload: Workload, config: StepConfig) -> bool:
@@ -85,9 +85,7 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
     left_out = ["NCCL's own memory is what one communicator was measured to take, and is taken off what is usable"]
     if config.strategy is not None:
         left_out.append("gradients are not clipped")
-    if config.strategy in ("ddp", "ddp-bucket-view", "zero1"):
-        left_out.append("DDP's broadcast of the weights as it is set up, in pieces of 250 MiB")
-    elif config.strategy in ("tp", "fsdp2-tp"):
+    if config.strategy in ("tp", "fsdp2-tp"):
         left_out.append("sums over the GPUs are in place; norms and residuals are whole on each GPU")
     elif config.strategy == "fsdp2-cp":
         left_out.append(
@@ -105,9 +103,13 @@ def assumptions(config: StepConfig) -> tuple[str, ...]:
             "what another stream has used (record_stream) can be used again when the host has waited for later work; "
             "it is taken to be ahead of the GPU"
         )
-    elif config.strategy is not None:
+    elif config.strategy in FSDP2_STRATEGIES:
         left_out.append("embeddings and head are of the root's unit; accelerate 1.15 gives them units of their own")
     return tuple(left_out)
+
+
+NOT_BROADCAST = "DDP's broadcast of the weights as it is set up, in pieces of 250 MiB"
+"""What the fake device leaves out, where PyTorch's own DDP does not run."""
 
 
 class BucketViews:
@@ -124,6 +126,7 @@ class BucketViews:
     def __init__(self, model: nn.Module) -> None:
         self.sums = True
         self._ready: dict[nn.Parameter, None] = {}
+        self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._views: dict[torch.Tensor, torch.Tensor] = {}
         trained = [each for each in model.parameters() if each.requires_grad]
         self._make([trained])
@@ -140,6 +143,7 @@ class BucketViews:
 
     def rebuild(self) -> None:
         """Make the buckets in the order in which gradients were ready (`_rebuild_buckets`, at the second forward)."""
+        self._before = dict(self._views)  # see `memory_use.sharding`
         self._views.clear()
         ready, filled = iter(self._ready), bucket_sizes([each.numel() * each.element_size() for each in self._ready])
         for size in filled:
@@ -152,6 +156,8 @@ class BucketViews:
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         self._ready[parameter] = None
+        if self.sums:
+            self._before.clear()
         if self.sums and parameter.grad is not None and parameter.grad is not self._views[parameter]:
             self._views[parameter].copy_(parameter.grad)
             parameter.grad = self._views[parameter]
@@ -192,6 +198,41 @@ def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: Al
         model = shard(model, config.strategy, mesh, config.precision)
     recording.note([*model.parameters(), *model.buffers()], "module.to")
     return model
+
+
+def spread(model: nn.Module, config: StepConfig) -> nn.Module:
+    """Put a model of real CPU tensors on a card as one of several GPUs has it, by PyTorch's own DDP or sharding.
+
+    Returns:
+        What is trained: the model, or what it is wrapped in.
+    """
+    strategy = config.strategy
+    assert strategy is not None
+    if STRATEGIES[strategy].shards:
+        mesh = make_mesh(config, fullest_shard(model, config.gpus) if strategy in FSDP1_STRATEGIES else 0, "cuda")
+        return shard(model, strategy, mesh, config.precision, lambda module: module.to("cuda"))
+    model.to("cuda")
+    make_group(config, fullest_rank(model, config.gpus) if strategy == "zero1" else 0)
+    by_views = strategy == "ddp-bucket-view"
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=by_views)
+    # What the group above answers has no tensor. How long NCCL holds a backward's buckets: `memory_use.sharding`.
+    sent: list[torch.Tensor] = []
+
+    def summed(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            sent.clear()
+        sent.append(bucket.buffer())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, lambda _, bucket: summed(bucket))
+    return model
+
+
+def without_ddp(model: nn.Module) -> nn.Module:
+    """The model that DDP is around, if it is."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _give_addresses() -> None:

@@ -45,9 +45,23 @@ class StepLabels:
         self._recorder = recorder
         self.first = 0
 
+    def put_on_card(self) -> None:
+        """The model is on the card. What else is there is what sums gradients, and so is what DDP makes later."""
+        model, recorder = self._step.workload.model, self._recorder
+        if self._step.config.gpus == 1:
+            return
+        recorder.label_alive(0, "communication")
+
+        def rebuilt(*_: object) -> None:
+            recorder.label_alive(self.first, "communication")
+            self.first = recorder.blocks
+
+        if (inner := distributed.without_ddp(model)) is not model:
+            inner.register_forward_pre_hook(rebuilt)
+
     def begin(self, number: int, stage: str, micro_batch: int) -> None:
         """A stage begins: what the one before has left is what the stage is known for."""
-        recorder, model = self._recorder, self._step.workload.model
+        recorder, model = self._recorder, distributed.without_ddp(self._step.workload.model)
         if stage == "forward":
             recorder.label_alive(self.first, "input")
         elif stage == "backward" or (stage == "end" and self._step.config.mode != "train"):
@@ -64,7 +78,8 @@ class StepLabels:
 
     def end(self) -> None:
         """The step has been taken: weights, buffers and the optimizer's state."""
-        recorder, model, optimizer = self._recorder, self._step.workload.model, self._step.optimizer
+        recorder, optimizer = self._recorder, self._step.optimizer
+        model = distributed.without_ddp(self._step.workload.model)
         for name, buffer in model.named_buffers():
             recorder.label([buffer], "buffer", distributed.name_in_model(name).rpartition(".")[0])
         holders: dict[torch.Tensor, str] = {}

@@ -176,6 +176,7 @@ def record_step(
         *assumed,
         *quantization.assumptions(workload.model),
         *distributed.assumptions(config),
+        *([distributed.NOT_BROADCAST] if config.strategy in ("ddp", "ddp-bucket-view", "zero1") else []),
         "kernels' small scratch tensors",
         *assumptions,
         *recording.values.assumed,

@@ -129,7 +129,8 @@ class RecordingServer:
                         waiting.append(request)
             while waiting and len(running) < self.workers:
                 request = waiting.pop(0)
-                if self.workload is not None and request["record"]["config"]["gpus"] > 1:
+                is_built = self.workload is not None or self.built_in_forks is not None
+                if is_built and request["record"]["config"]["gpus"] > 1:
                     from batchfinder.recording import distributed
 
                     distributed.prepare()  # here once, and not in every fork

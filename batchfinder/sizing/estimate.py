@@ -65,7 +65,7 @@ def estimate(
         accumulation: micro-batches per optimizer step.
         advice: whether to say what other options would change, also where it fits.
         recorder: what records the step: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
-            (`batchfinder stub install` brings it; eager steps on one GPU); by default that where it is here.
+            (`batchfinder stub install` brings it; eager steps); by default that where it is here.
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,
             `gradient_checkpointing`, `compile`, `loss`, `packed`, `optimizer_in_backward`, `lora`, `lora_targets`,
@@ -169,7 +169,7 @@ def _estimate(request: EstimateRequest, advice: bool, status: Callable[[str], ob
 
         alone = estimated(trace, card.device)
         alternatives, unmodelled = None, probe.unmodelled
-        if request.options.recorder == CUDA_BUILD and (advice or not alone.fits or card.count > 1):
+        if request.options.recorder == CUDA_BUILD and (advice or not alone.fits or card.count > request.options.gpus):
             simulation = opened.on_fake_device()
             probe = simulation.probe(card.device, [seq_len], request.allocator)
             unmodelled = (*unmodelled, "what other options would change is recorded on the fake device")

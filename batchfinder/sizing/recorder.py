@@ -10,7 +10,7 @@ from batchfinder.cuda_stub.compile import compiled_stub
 from batchfinder.devices import Card
 from batchfinder.errors import BatchFinderError
 from batchfinder.report.terminal import last_line_of
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OFFLOADED_OPTIMIZER, StepOptions
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OFFLOADED_OPTIMIZER, STRATEGIES, StepOptions
 
 _MOST_CARDS = 4
 """For more, whose sizes would each be tried, the recordings of the fake device are several times faster."""
@@ -19,13 +19,16 @@ _MOST_CARDS = 4
 def choose_recorder(options: StepOptions, models: Iterable[str], cards: Sequence[Card]) -> str:
     """PyTorch's CUDA build where it is here, and takes the step; else the fake device.
 
-    It takes an eager step of a named model on one GPU of NVIDIA's, and is chosen for up to four cards.
+    It takes an eager step of a named model on NVIDIA's GPUs, of several by name, and is chosen for up to four cards.
     """
-    on_one_gpu = options.gpus == 1 and options.strategy is None and all(card.count == 1 for card in cards)
+    if options.strategy is None:
+        spreads = options.gpus == 1 and all(card.count == 1 for card in cards)
+    else:
+        spreads = not STRATEGIES[options.strategy].not_on_cuda_build
     eager = options.compile is None and options.quantization is None and options.optimizer != OFFLOADED_OPTIMIZER
     named = all(":" not in model for model in models)
     of_nvidia = not any(card.device.assumed_capability for card in cards)
-    if on_one_gpu and eager and named and of_nvidia and len(cards) <= _MOST_CARDS:
+    if spreads and eager and named and of_nvidia and len(cards) <= _MOST_CARDS:
         with suppress(StubUnavailable):
             compiled_stub(find_build())
             return CUDA_BUILD

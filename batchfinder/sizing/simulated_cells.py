@@ -103,8 +103,13 @@ class SimulatedCells:
         # What is tried is predicted by the recordings of the fake device, which are scaled.
         self._scaled = cells.simulation.on_fake_device() if self._tries else cells.simulation
         counts = {card.count for card in request.place.cards}
-        several = cells.simulation.on_several(counts) if request.options.gpus > 1 else {}
+        several = self._scaled.on_several(counts) if request.options.gpus > 1 else {}
         self._simulations = {count: several.get(count, self._scaled) for count in counts}
+        self._exact = self._simulations
+        if self._tries:
+            spec, how = cells.simulation.spec, cells.simulation.how
+            gpus = {count: count if request.options.gpus > 1 else 1 for count in counts}
+            self._exact = {count: cells.simulation.with_spec(spec, replace(how, gpus=gpus[count])) for count in counts}
         self._changed: dict[StepOptions, Simulation] = {}
         self._recorded: set[int] = set()
         self._looked_at: list[Cell] = []
@@ -140,7 +145,9 @@ class SimulatedCells:
         if result is None:
             result = search_simulated(probe, shape, *self._limits)
         # What is not tried is recorded by the recorder that was asked for.
-        exact = cells.simulation.probe(cell.device, cells.seq_lens, request.allocator) if self._tries else probe
+        exact = probe
+        if self._tries:
+            exact = self._exact[card.count].probe(cell.device, cells.seq_lens, request.allocator)
         seen = result.measurement
         if known is None and not result.max_batch_size and seen is not None and seen.needed_bytes is None:
             needed = exact.needed_bytes(cell.smallest, shape)
@@ -200,7 +207,7 @@ class SimulatedCells:
         Returns:
             The probe that tries sizes, and the predicted size; None where none could be predicted.
         """
-        sizes, predicted = self._cells.simulation.tried_sizes(cell.device, self._request.allocator), None
+        sizes, predicted = self._exact[cell.card.count].tried_sizes(cell.device, self._request.allocator), None
         shape, (most, _, step) = Shape(cell.seq_len), self._limits
         with suppress(BatchFinderError):  # the sizes can be tried without it
             predicted = search_simulated(probe, shape, *self._limits, confirm=False).max_batch_size or cell.smallest

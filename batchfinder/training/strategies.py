@@ -88,13 +88,20 @@ def mixed_precision(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
 
-def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> nn.Module:
+def shard(
+    model: nn.Module,
+    strategy: str,
+    mesh: DeviceMesh,
+    precision: str,
+    before: Callable[[nn.Module], object] = lambda module: None,
+) -> nn.Module:
     """Shard a model over a mesh, in place.
 
     Args:
         strategy: one of `spec.STRATEGIES` that shard parameters.
         mesh: of the dimensions that `mesh_shape` says.
         precision: one of `spec.PRECISION_NAMES`.
+        before: called with each module that `tp` splits; FSDP moves a unit to the GPU itself.
 
     Returns:
         What is trained: the model, or with version 1 of FSDP the module that it is wrapped in.
@@ -104,10 +111,10 @@ def shard(model: nn.Module, strategy: str, mesh: DeviceMesh, precision: str) -> 
     if strategy in FSDP1_STRATEGIES:
         return wrap(model, mesh, precision, STRATEGIES[strategy].reshards)
     if strategy == "tp":
-        split_layers(model, mesh, "gpus")
+        split_layers(model, mesh, "gpus", before)
         return model
     if strategy == "fsdp2-tp":
-        split_layers(model, mesh["tensor"], "tensor_parallel")
+        split_layers(model, mesh["tensor"], "tensor_parallel", before)
         mesh = mesh["shard"]
     if strategy == "fsdp2-cp":
         split_attention(mesh["context"])
@@ -139,6 +146,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> n
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     half = torch.bfloat16 if precision == "bf16-mixed" else None
+    device = next(model.parameters()).device
     units = set(flat_units_of(model))
     try:
         return FullyShardedDataParallel(
@@ -148,7 +156,7 @@ def wrap(model: nn.Module, mesh: DeviceMesh, precision: str, reshard: bool) -> n
             auto_wrap_policy=CustomPolicy(lambda module: module in units),
             mixed_precision=MixedPrecision(half, half, half),
             use_orig_params=True,
-            device_id=next(model.parameters()).device,
+            device_id=torch.accelerator.current_device_index() if device.type == "cpu" else device,
         )
     except ValueError as error:
         expected = f"another for this model, which version 1 of FSDP cannot wrap: {str(error).rstrip('.')}"
@@ -188,10 +196,16 @@ def fullest_shard(model: nn.Module, gpus: int) -> int:
     return held.index(max(held))
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh, option: str) -> None:
+def split_layers(
+    model: nn.Module, mesh: DeviceMesh, option: str, before: Callable[[nn.Module], object] = lambda module: None
+) -> None:
     """Split a transformers model's layers over a mesh, in place, by the plan that it has for its own `tp_plan="auto"`.
 
-    A style that leaves a module whole is passed over. The option is what the mesh's size was asked for with.
+    A style that leaves a module whole is passed over.
+
+    Args:
+        option: what the mesh's size was asked for with.
+        before: called with each module that is split.
 
     Raises:
         InvalidValue: the model has no plan, or one with a style that is not known here; or its heads cannot be dealt
@@ -224,7 +238,18 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, option: str) -> None:
         fitting = [str(count) for count in range(2, groups + 1) if heads % count == groups % count == 0]
         expected = f"{', '.join(fitting) or 'no other'}: a number that divides the {what}"
         raise InvalidValue(option, gpus, expected)
-    parallelize_module(model, mesh, {name: made for name, style in plan.items() if (made := styles[style]) is not None})
+
+    class Split(ParallelStyle):
+        def __init__(self, style: ParallelStyle) -> None:
+            super().__init__()
+            self._style = style
+
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            before(module)
+            return parallelize_module(module, device_mesh, self._style)
+
+    split = {name: Split(made) for name, style in plan.items() if (made := styles[style]) is not None}
+    parallelize_module(model, mesh, split)  # type: ignore[arg-type]
 
 
 def split_attention(mesh: DeviceMesh) -> None:
@@ -259,11 +284,13 @@ def own_tokens(batch: Any, seq_len: int | None, parts: int) -> Any:
 
 
 def sum_gradients(model: nn.Module, now: bool) -> None:
-    """Have the next backward of a sharded model sum gradients over the GPUs and shard them, or keep them whole.
+    """Have the next backward of a model sum gradients over the GPUs, and shard those of shards, or keep them.
 
     accelerate keeps them whole until the last micro-batch of a step (`Accelerator.no_sync`); what a user's own calls
     have sharded is left as it is.
     """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = now  # as its `no_sync` does
     set_sync = getattr(model, "set_requires_gradient_sync", None)
     if callable(set_sync):
         set_sync(now)

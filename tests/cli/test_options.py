@@ -177,7 +177,7 @@ def test_a_folder_that_takes_no_files(tmp_path: Path) -> None:
 
 def test_several_gpus() -> None:
     """`--gpus`, which was `--num-gpus`; with a strategy an instance has all its GPUs take part, without one a GPU."""
-    assert parsed("--gpus", "8", "--strategy", "fsdp2").step() == StepConfig(gpus=8, strategy="fsdp2")
+    assert parsed("--gpus", "8", "--strategy", "fsdp2").step() == StepConfig(gpus=8, strategy="fsdp2", steps=3)
     assert parsed("--num-gpus", "8", "--strategy", "ddp").step() == StepConfig(gpus=8, strategy="ddp")
     assert parsed("--instance", "p4d.24xlarge", "--strategy", "fsdp2").gpus == 8
     assert parsed("--instance", "p4d.24xlarge", "--strategy", "fsdp2", "--gpus", "4").gpus == 4

@@ -124,15 +124,20 @@ def test_adapters_on_the_fake_device_leave_the_card_to_later_recordings(tmp_path
 
 
 def test_what_it_does_not_record_is_said() -> None:
-    """Several GPUs; and the card decides: a recording for another has other kernels."""
+    """DeepSpeed's ZeRO-2, and a model that brings no sharding of its own; one GPU is recorded in the same process."""
     spec = WorkloadSpec("tests.builders.small:mlp")
     with RecordingClient(spec, recorder=CUDA_BUILD) as recorder:
         setting = card_of_device(device_for(find_gpu("T4"))).setting
-        jobs = [RecordingJob(StepConfig(gpus=gpus), (7, 5), 4, None, card=setting) for gpus in (1, 2)]
-        alone, several = map(recorder.submit, jobs)
+        steps = StepConfig(), StepConfig(gpus=2, strategy="zero2"), StepConfig(gpus=2)
+        jobs = [RecordingJob(step, (7, 5), 4, None, card=setting) for step in steps]
+        alone, imitated, own = map(recorder.submit, jobs)
         assert alone.result().structure.order
-        with pytest.raises(RecordingFailed, match="2 GPUs: PyTorch's CUDA build does not record that yet"):
-            several.result()
+        with pytest.raises(
+            RecordingFailed, match=r"ZeRO-2 .*imitated.*: PyTorch's CUDA build does not record that yet"
+        ):
+            imitated.result()
+        with pytest.raises(RecordingFailed, match="own sharding: PyTorch's CUDA build does not record that yet"):
+            own.result()
 
 
 def runs(spec: WorkloadSpec, config: StepConfig, batch_size: int, seq_len: int) -> bool:
@@ -168,7 +173,10 @@ def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
         (["bert-base"], {"compile": "model"}, ["T4"], FAKE_DEVICE),
         (["bert-base"], {"lora": 8, "quantization": "nf4"}, ["T4"], FAKE_DEVICE),
         (["bert-base"], {"optimizer": "adamw-offload"}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {"gpus": 2, "strategy": "ddp"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"gpus": 2, "strategy": "ddp"}, ["T4"], CUDA_BUILD),
+        (["bert-base"], {"gpus": 8, "strategy": "fsdp2", "lora": 8}, ["T4", "A100"], CUDA_BUILD),
+        (["bert-base"], {"gpus": 2, "strategy": "tp"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"gpus": 2, "strategy": "zero2"}, ["T4"], FAKE_DEVICE),
         (["bert-base"], {}, ["MI300X"], FAKE_DEVICE),
         (["bert-base"], {}, ["T4", "V100", "A100", "H100", "L4"], FAKE_DEVICE),
     ],
@@ -176,7 +184,7 @@ def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
 def test_it_is_chosen_for_what_it_takes(
     models: list[str], options: dict[str, Any], gpus: list[str], expected: str
 ) -> None:
-    """Eager steps of named models on one GPU of NVIDIA's, and few cards."""
+    """Eager steps of named models on NVIDIA's GPUs, and few cards; of several GPUs what PyTorch spreads itself."""
     assert choose_recorder(StepOptions.checked(**options), models, list(map(card, gpus))) == expected
 
 

@@ -50,7 +50,7 @@ def make_trainer(options: dict[str, Any], use_cpu: bool) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"bf16": True},
         {"bf16": True, "label_smoothing_factor": 0.1},
         {"bf16": True, "activation_checkpointing": True},

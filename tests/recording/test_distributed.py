@@ -243,9 +243,10 @@ def test_ddp(record: Record) -> None:
     assert peaks(trace)[1, "optimizer"][1] - peaks(alone)[1, "optimizer"][1] == 4 * ALL
     assert "gradients are not clipped" in trace.unmodelled
     # With `gradient_as_bucket_view` gradients are in the buckets, also while the next step's forward runs.
+    # In the second step's those of the first are still there.
     views = record(sharded.transformer, 1, sharded.LENGTH, gpus=4, strategy="ddp-bucket-view")
     assert peaks(views)[1, "optimizer"][1] == peaks(alone)[1, "optimizer"][1]
-    assert peaks(views)[1, "forward"][1] == pytest.approx(peaks(alone)[1, "forward"][1] + 4 * ALL, rel=1e-3)
+    assert peaks(views)[1, "forward"][1] == pytest.approx(peaks(alone)[1, "forward"][1] + 2 * 4 * ALL, rel=1e-3)
     several = record(sharded.transformer, 1, sharded.LENGTH, gpus=4, strategy="ddp-bucket-view", micro_batches=2)
     assert peaks(several)[0, "backward"][0] > peaks(views)[0, "backward"][0] + 3 * ALL
 

@@ -21,11 +21,14 @@ from torch._subclasses.fake_tensor import get_plain_tensors  # torch 2.13
 from batchfinder.recording.cuda_build import values
 from batchfinder.recording.fake_device import parts_of
 from batchfinder.recording.kernel_memory import product_flops
+from batchfinder.recording.recorder import local_part
 from batchfinder.simulator.trace import StageMark, TraceStructure, tensor_in_words
 
 _Tensor = tuple[torch.dtype, tuple[int, ...]]
 _NO_OPERATOR = "aten.empty_strided.default"
 """What makes a tensor outside of all operators that are followed: a factory, which PyTorch dispatches by itself."""
+_RESIZE = "UntypedStorage.resize_"
+"""What gives a gathered parameter of FSDP its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,16 @@ class AllocationHistory:
         torch.cuda.init()
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=sys.maxsize)
         values.around = self._around
+        resize = torch.UntypedStorage.resize_
+
+        def gather(storage: torch.UntypedStorage, size: int) -> Any:
+            return self._around(_RESIZE, resize, (storage, size), {})
+
+        torch.UntypedStorage.resize_ = gather  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
             values.around = None
 
     def _around(self, op: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,7 +138,7 @@ class AllocationHistory:
             if tensor is None or tensor.device.type != "cuda":
                 continue
             parts: list[Any] = []
-            get_plain_tensors(tensor, out=parts)
+            get_plain_tensors(local_part(tensor), out=parts)
             for part in itertools.chain.from_iterable(map(parts_of, parts)):
                 named[part.untyped_storage().data_ptr()] = part.dtype, tuple(part.shape)
         self._labels.append(_Label(self._position(), kind, named, module))
@@ -179,8 +189,10 @@ class AllocationHistory:
                 sizes.append(event["size"])
                 operators.append(call.name if call else _NO_OPERATOR)
                 modules.append(call.module if call else "")
-                kinds.append("temporary")
                 streams.append(numbers.setdefault(event["stream"], len(numbers)))
+                # On several GPUs: on its way from shards or to them.
+                gathered = streams[-1] or operators[-1] == _RESIZE
+                kinds.append("communication" if gathered else "temporary")
                 shape = call.outputs.get(address) if call else None
                 shapes.append(tensor_in_words(*shape) if shape else "")
                 within.append(call is not None and shape is None)

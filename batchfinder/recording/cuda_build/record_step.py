@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from batchfinder.cuda_stub.card import VARIABLE
 from batchfinder.errors import RecordingFailed
 from batchfinder.models.quantization import Linear4bit, Linear8bit
+from batchfinder.recording import distributed
 from batchfinder.recording.cuda_build import values
 from batchfinder.recording.cuda_build.allocations import AllocationHistory
 from batchfinder.recording.fake_device import move_module
@@ -21,7 +23,7 @@ from batchfinder.results import Measurement, Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.optimizers import OPTIMIZERS
-from batchfinder.training.spec import OFFLOADED_OPTIMIZER, StepConfig
+from batchfinder.training.spec import OFFLOADED_OPTIMIZER, STRATEGIES, StepConfig
 from batchfinder.training.step import Step, Workload
 
 _CARD = torch.device("cuda", 0)
@@ -31,11 +33,11 @@ def use_card(card: str) -> None:
     """Say what the stub's card is, as `StubCard.setting` has it, before CUDA is initialized, which reads it.
 
     Building a model may do that already, as bitsandbytes does when peft imports it. No other process shares the card's
-    memory, as those do that share a folder.
+    memory, as those do that share a folder. The host is ahead of the card's streams until it waits for them.
     """
     stub, _, _ = os.environ[VARIABLE].partition("|")
     alone = ";".join(each for each in stub.split(";") if not each.startswith("folder="))
-    os.environ[VARIABLE] = f"{alone}|{card}"
+    os.environ[VARIABLE] = f"{alone};events=late|{card}"
 
 
 def record_step(
@@ -52,7 +54,7 @@ def record_step(
 
     Args:
         workload: what is trained; its model is left on the card.
-        config: how the step is taken, on one GPU.
+        config: how the step is taken; on one of several GPUs, whose collectives bring nothing.
         batch_size: of a micro-batch, in samples.
         seq_len: tokens per sample; None for data of one fixed shape.
         mode: the fake mode that the workload's model was made in, and its batches are.
@@ -71,7 +73,8 @@ def record_step(
     labels = StepLabels(step, history)
     with history.watching(), tracker.tracking():
         history.mark(-1, "model")
-        move_module(workload.model, _move, step.weights_dtype, _on_moved)
+        _put_on_card(step)
+        labels.put_on_card()
         step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
         labels.end()
         structure, sizes, shapes = history.collect()
@@ -108,7 +111,7 @@ def try_step(
 
     message = ""
     try:
-        move_module(workload.model, _move, step.weights_dtype, _on_moved)
+        _put_on_card(step)
         step.run(batch_size, seq_len, more=goes_on, loading=lambda: mode)
     except torch.OutOfMemoryError as error:
         message = str(error)
@@ -125,6 +128,25 @@ def _count(what: str) -> int:
     return int(torch.cuda.memory_stats(_CARD)[what])
 
 
+def _put_on_card(step: Step) -> None:
+    """Put the model on the card, on one of several GPUs as that one has it."""
+    model, dtype = step.workload.model, step.weights_dtype
+    if step.config.gpus == 1:
+        move_module(model, _move, dtype, _on_moved)
+    else:
+        move_module(model, _on_host, dtype)
+        step.workload = replace(step.workload, model=distributed.spread(model, step.config))
+
+
+def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A real tensor of the CPU's. What it stands for is not known; nobody writes it, so it takes no memory there."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.detach().to(dtype)
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
+    values.set_state(made, None)
+    return made
+
+
 def _move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_CARD)
@@ -139,21 +161,23 @@ def _on_moved(module: nn.Module) -> None:
 def _unmodelled(workload: Workload, config: StepConfig) -> tuple[str, ...]:
     named = config.mode == "train" and workload.optimizer is None
     assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
-    return (*workload.assumptions, *assumed, *values.reads.words())
+    return (*workload.assumptions, *assumed, *distributed.assumptions(config), *values.reads.words())
 
 
 def _check(workload: Workload, config: StepConfig) -> None:
     if what := _not_recorded(workload, config):
         raise RecordingFailed(
-            f"{what}: PyTorch's CUDA build does not record that yet, it takes eager steps on one GPU. "
+            f"{what}: PyTorch's CUDA build does not record that yet, it takes eager steps. "
             "Ask for --recorder fake-device."
         )
 
 
 def _not_recorded(workload: Workload, config: StepConfig) -> str:
     """What of a step is not recorded here; empty where all of it is."""
-    if config.gpus > 1 or config.strategy is not None:
-        return f"{config.gpus} GPUs"
+    if config.strategy is not None and (why := STRATEGIES[config.strategy].not_on_cuda_build):
+        return f"{STRATEGIES[config.strategy].words} ({why})"
+    if config.gpus > 1 and config.strategy is None:
+        return "the workload's own sharding"
     if compiled_modules(workload.model):
         return "torch.compile"
     if config.mode == "train" and workload.optimizer is None and config.optimizer == OFFLOADED_OPTIMIZER:
