@@ -25,7 +25,7 @@ from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.models.build import allow_fake_weights
 from batchfinder.models.catalog import Label, Media, ModelRow, families
 from batchfinder.models.hub import DENOISER_CONFIGS, MAX_CONFIG_BYTES
-from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit
+from batchfinder.models.quantization import QUANTIZATIONS, Linear4bit, Linear8bit, needs_stand_ins
 from batchfinder.models.synthetic_batches import (
     ImageBatches,
     MediaBatches,
@@ -605,7 +605,7 @@ def add_lora(
         target_modules=usual if targets is None else targets if targets == ALL_LINEAR else targets.split(","),
         task_type=next((task for pattern, task in _TASKS if re.search(pattern, name)), None),
     )
-    if quantization is not None and active_fake_mode() is not None:
+    if quantization is not None and needs_stand_ins():
         # peft 0.21 calls this experimental; its own layers for quantized weights take bitsandbytes' classes only.
         config._register_custom_module(_lora_layers())
     try:
@@ -634,7 +634,7 @@ def _quantize(model: Any, name: str, compute: torch.dtype, what: str) -> None:
         kept = get_keys_to_not_convert(model)
     elif not hasattr(model, "lora_targets"):  # diffusers converts all, and timm has nothing of the kind
         raise InvalidValue("quantization", name, f"none: {what} is no model of transformers or diffusers")
-    make = kind.of_bitsandbytes if active_fake_mode() is None else kind.stand_in
+    make = kind.stand_in if needs_stand_ins() else kind.of_bitsandbytes
     for path, module in list(model.named_modules()):
         if not should_convert_module(path, kept):
             continue

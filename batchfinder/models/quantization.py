@@ -1,7 +1,7 @@
 """Frozen weights of 4 or 8 bits: linear layers that take the memory of bitsandbytes' ones, without its kernels.
 
 They make the tensors that bitsandbytes 0.50 makes on a GPU, in its order, and compute nothing: on the fake GPU there is
-nothing to compute. On a real device bitsandbytes' own layers are used.
+nothing to compute. On a real device, and on PyTorch's CUDA build, bitsandbytes' own layers are used.
 
 Sources, at https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes: autograd/_functions.py
 (`MatMul4Bit`, `MatMul8bitLt`), backends/cuda/ops.py (`_dequant_linear_fallback`, `int8_vectorwise_quant`,
@@ -10,11 +10,16 @@ Sources, at https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional
 
 from batchfinder.errors import MissingExtra
@@ -63,18 +68,25 @@ class Quantization:
             reason = "" if missing else str(error)
             raise MissingExtra("bitsandbytes", "quantization", "quantization on a real device", reason) from error
         weight: Any = linear.weight
-        # GPT-2's layers (Conv1D) hold the transposed matrix.
-        data = weight.data if weight.shape == (features[1], features[0]) else weight.data.t().contiguous()
         layers, bias = bitsandbytes.nn, linear.bias is not None
         made: Any
         if self.bits == 8:
             made = layers.Linear8bitLt(*features, bias, has_fp16_weights=False, threshold=OUTLIER_THRESHOLD)
-            made.weight = layers.Int8Params(data, requires_grad=False, has_fp16_weights=False)
         else:
             made = layers.Linear4bit(*features, bias, dtype, self.nested, "nf4")
-            made.weight = layers.Params4bit(
-                data, requires_grad=False, compress_statistics=self.nested, quant_type="nf4", module=made
-            )
+        with unset_fake_temporarily():  # fake weights could not be quantized
+            if isinstance(weight, FakeTensor):
+                data = torch.empty(features[1], features[0], dtype=weight.dtype)
+            elif weight.shape == (features[1], features[0]):
+                data = weight.data
+            else:  # GPT-2's layers (Conv1D) hold the transposed matrix
+                data = weight.data.t().contiguous()
+            if self.bits == 8:
+                made.weight = layers.Int8Params(data, requires_grad=False, has_fp16_weights=False)
+            else:
+                made.weight = layers.Params4bit(
+                    data, requires_grad=False, compress_statistics=self.nested, quant_type="nf4", module=made
+                )
         made.bias = linear.bias
         quantized: nn.Module = made.requires_grad_(False)
         return quantized
@@ -86,6 +98,24 @@ QUANTIZATIONS = {
     "int8": Quantization(8),
 }
 """By the names in `spec.QUANTIZATION_NAMES`."""
+
+
+_own_layers = ContextVar("own_layers", default=False)
+
+
+@contextmanager
+def with_bitsandbytes() -> Iterator[None]:
+    """Have models that are built in a fake mode get bitsandbytes' own layers, with real weights that nobody writes."""
+    token = _own_layers.set(True)
+    try:
+        yield
+    finally:
+        _own_layers.reset(token)
+
+
+def needs_stand_ins() -> bool:
+    """Whether a model that is built now is for the fake GPU."""
+    return active_fake_mode() is not None and not _own_layers.get()
 
 
 class Linear4bit(nn.Linear):

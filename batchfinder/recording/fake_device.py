@@ -364,17 +364,18 @@ def move_module(
 ) -> None:
     """What `module.to(device, dtype)` does, in the same order, for modules of real or fake CPU tensors.
 
-    `move_tensor` makes the copy of one on the device, `fake_copy` as a rule. A `dtype` is for floating-point tensors
-    only. Tied parameters and shared buffers stay shared. The order (children, then parameters, then buffers) is that of
-    `torch.nn.Module._apply`, https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `on_moved` is
-    called with each module whose tensors have been moved.
+    `move_tensor` makes the copy of one on the device, `fake_copy` as a rule; what it returns as it is stays. A `dtype`
+    is for floating-point tensors only. Tied parameters and shared buffers stay shared. The order (children, then
+    parameters, then buffers) is that of `torch.nn.Module._apply`,
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py. `on_moved` is called with each module
+    whose tensors have been moved.
     """
     moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in moved:
             copy = move_tensor(tensor, dtype if tensor.is_floating_point() else None)
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and copy is not tensor:
                 copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
             moved[id(tensor)] = copy
         return moved[id(tensor)]

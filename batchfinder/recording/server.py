@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -168,7 +168,7 @@ class RecordingServer:
             else:
                 import_module("batchfinder.recording.cuda_build.record_step")  # here once, and not in every fork
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
-            if not on_fake_device and arguments.get("lora"):
+            if not on_fake_device and (arguments.get("lora") or arguments.get("quantization")):
                 self.built_in_forks = {"builder": builder, "arguments": arguments}
                 found = self._in_a_fork(lambda: self._facts(self._build(builder, arguments), builder, arguments))
                 answer(self.answers, {"facts": found["result"]} if "result" in found else found)
@@ -321,7 +321,10 @@ class RecordingServer:
             workload, other = self.workload, job["workload"] or self.built_in_forks
             self.warnings.clear()
             if other is not None:
-                workload = self._build(other["builder"], other["arguments"])
+                from batchfinder.models.quantization import with_bitsandbytes
+
+                with with_bitsandbytes() if job["card"] else nullcontext():
+                    workload = self._build(other["builder"], other["arguments"])
             elif self.not_built is not None:
                 raise self.not_built
             # The operator at work, in a file's memory, where it survives this process.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.cuda_stub.compile import compiled_stub
@@ -25,7 +26,9 @@ def choose_recorder(options: StepOptions, models: Iterable[str], cards: Sequence
         spreads = options.gpus == 1 and all(card.count == 1 for card in cards)
     else:
         spreads = not STRATEGIES[options.strategy].not_on_cuda_build
-    eager = options.compile is None and options.quantization is None and options.optimizer != OFFLOADED_OPTIMIZER
+    quantized = options.quantization is not None
+    own_layers = not quantized or (options.quantization != "int8" and find_spec("bitsandbytes") is not None)
+    eager = options.compile is None and options.optimizer != OFFLOADED_OPTIMIZER and own_layers
     named = all(":" not in model for model in models)
     of_nvidia = not any(card.device.assumed_capability for card in cards)
     if spreads and eager and named and of_nvidia and len(cards) <= _MOST_CARDS:

@@ -76,6 +76,7 @@ def peaks(spec: WorkloadSpec, config: StepConfig, batch_size: int, seq_len: int)
         (BERT, "H100", StepOptions(precision="16-mixed"), 1, 8),
         pytest.param(GPT2, "T4", StepOptions(optimizer="adafactor"), 2, 5, marks=pytest.mark.exhaustive),
         (GPT2, "T4", StepOptions(lora=8, precision="16-mixed"), 1, 5),  # built on the card, whose attention is its own
+        (GPT2, "A100", StepOptions(lora=8, precision="bf16-mixed", quantization="nf4-double"), 2, 30),
     ],
 )
 def test_a_recorded_step_is_the_step(
@@ -171,7 +172,8 @@ def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
         (["bert-base"], {"lora": 8, "precision": "bf16-mixed"}, ["T4"], CUDA_BUILD),
         (["mine:factory"], {}, ["T4"], FAKE_DEVICE),
         (["bert-base"], {"compile": "model"}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {"lora": 8, "quantization": "nf4"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"lora": 8, "quantization": "nf4"}, ["T4"], CUDA_BUILD),
+        (["bert-base"], {"lora": 8, "quantization": "int8"}, ["T4"], FAKE_DEVICE),
         (["bert-base"], {"optimizer": "adamw-offload"}, ["T4"], FAKE_DEVICE),
         (["bert-base"], {"gpus": 2, "strategy": "ddp"}, ["T4"], CUDA_BUILD),
         (["bert-base"], {"gpus": 8, "strategy": "fsdp2", "lora": 8}, ["T4", "A100"], CUDA_BUILD),

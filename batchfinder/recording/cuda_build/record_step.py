@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfinder.cuda_stub.card import VARIABLE
 from batchfinder.errors import RecordingFailed
-from batchfinder.models.quantization import Linear4bit, Linear8bit
 from batchfinder.recording import distributed
 from batchfinder.recording.cuda_build import values
 from batchfinder.recording.cuda_build.allocations import AllocationHistory
@@ -27,6 +25,7 @@ from batchfinder.training.spec import OFFLOADED_OPTIMIZER, STRATEGIES, StepConfi
 from batchfinder.training.step import Step, Workload
 
 _CARD = torch.device("cuda", 0)
+_INT8 = "Linear8bit", "Linear8bitLt"
 
 
 def use_card(card: str) -> None:
@@ -130,18 +129,18 @@ def _count(what: str) -> int:
 
 def _put_on_card(step: Step) -> None:
     """Put the model on the card, on one of several GPUs as that one has it."""
-    model, dtype = step.workload.model, step.weights_dtype
+    model = step.workload.model
+    move_module(model, _on_host, step.weights_dtype)
     if step.config.gpus == 1:
-        move_module(model, _move, dtype, _on_moved)
+        model.to(_CARD)
     else:
-        move_module(model, _on_host, dtype)
         step.workload = replace(step.workload, model=distributed.spread(model, step.config))
 
 
 def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A real tensor of the CPU's. What it stands for is not known; nobody writes it, so it takes no memory there."""
     if not isinstance(tensor, FakeTensor):
-        return tensor.detach().to(dtype)
+        return tensor if dtype in (None, tensor.dtype) else tensor.detach().to(dtype)
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
     values.set_state(made, None)
     return made
@@ -151,11 +150,6 @@ def _move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     if isinstance(tensor, FakeTensor):
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device=_CARD)
     return tensor.detach().to(_CARD, dtype)
-
-
-def _on_moved(module: nn.Module) -> None:
-    if isinstance(module, nn.RNNBase):
-        module._init_flat_weights()
 
 
 def _unmodelled(workload: Workload, config: StepConfig) -> tuple[str, ...]:
@@ -182,6 +176,6 @@ def _not_recorded(workload: Workload, config: StepConfig) -> str:
         return "torch.compile"
     if config.mode == "train" and workload.optimizer is None and config.optimizer == OFFLOADED_OPTIMIZER:
         return f"the optimizer {config.optimizer}, which would compute on this machine's CPU"
-    if any(isinstance(module, (Linear4bit, Linear8bit)) for module in workload.model.modules()):
-        return "quantized weights"
+    if any(type(module).__name__ in _INT8 for module in workload.model.modules()):
+        return "weights in int8, whose products read which columns have outliers"
     return "gradients summed in place" if workload.sums_in_place else ""
