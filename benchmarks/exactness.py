@@ -236,6 +236,13 @@ def cells() -> Iterator[Cell]:
     for model in ("llama", "qwen2", "gpt2"):
         yield Cell(model, "A100 80GB", StepOptions(precision="bf16-mixed", loss="chunked"), 3, sizes[model])
         yield Cell(model, "H100", StepOptions(precision="bf16-true", packed=True), 3, sizes[model])
+    for model, (gpu, quantization) in itertools.product(
+        ("llama", "qwen2", "gpt2"), (("A100 80GB", "nf4"), ("T4", "nf4-double"))
+    ):
+        adapters = StepOptions(precision="16-mixed", lora=16, quantization=quantization)
+        yield Cell(model, gpu, adapters, 8, sizes[model])
+    for model, optimizer in itertools.product(("bert", "llama"), ("adamw-8bit", "paged-adamw-8bit", "muon")):
+        yield Cell(model, "A100 80GB", StepOptions(precision="bf16-mixed", optimizer=optimizer), 3, sizes[model])
     # Whole models at batches as they are trained.
     for model, size, length in (("gpt2", 24, 512), ("bert", 64, 512), ("llama", 8, 2048), ("vit", 128, SIDE)):
         for precision in ("fp32", "bf16-mixed"):
