@@ -93,7 +93,8 @@ minutes, for a comparison with the CUDA stub's, allocation by allocation.
 OTHERS = """\
 Their answers as published with the runs, formulas where their source says so, and
 [PyTorch's MemTracker](https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_tools/mem_tracker.py) on fake
-tensors of the CPU, of the same workloads (`python -m benchmarks.memtracker`). MemTracker counts tensors: no blocks,
+tensors of the CPU, of the same workloads (`python -m benchmarks.memtracker`). The [leaderboard](leaderboard.md) has
+them beside batchfinder on the same rows, and says how to enter another. MemTracker counts tensors: no blocks,
 workspaces or segments, and operators as the CPU has them. It cannot follow frozen parameters, so no LoRA.
 
 """

@@ -12,9 +12,9 @@ buckets.
 
 The reducer lets go of the first step's bucket then, but NCCL holds what it sends until its watchdog, which looks every
 100 ms, has seen the GPU be done with it, and another collective begins (`workMetaList_`, `shelvesToUnstash_` of
-https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). Two processes on the
-CUDA stub, whose GPU is done at once, had it in the second forward in most runs, and in one of ten through the backward.
-It is taken to be there until the second backward sends its first bucket.
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). On two processes of
+the CUDA stub, whose GPU is done at once, it went anywhere between the second forward's start and the third step. The
+host is taken to be ahead of the GPU as far as it can: the bucket is there until the second backward is done.
 """
 
 from __future__ import annotations
@@ -45,24 +45,12 @@ def buckets_of(trace: Trace, rebuilds: bool = True, bucket_bytes: int | None = N
     what = "the reducer's bucket"
     before = []
     if rebuilds and second and gradients:
-        sent = _first_sent(trace, first + 1)
-        before = [AddedBlock(sum(gradients), start, sent, "communication", f"{what} of the first step")]
+        updates = [mark.position for mark in structure.marks if mark.step > first and mark.stage == "optimizer"]
+        held = updates[0] if updates else None
+        before = [AddedBlock(sum(gradients), start, held, "communication", f"{what} of the first step")]
         start = second[0]
     sizes = bucket_sizes(gradients, bucket_bytes)
     return [*before, *(AddedBlock(size, start, None, "communication", what) for size in sizes)]
-
-
-def _first_sent(trace: Trace, step: int) -> int:
-    """Where the last backward of a step has made the gradients of its first bucket, or is over."""
-    marks, order = trace.structure.marks, trace.structure.order
-    number = max(number for number, mark in enumerate(marks) if (mark.step, mark.stage) == (step, "backward"))
-    end = marks[number + 1].position if number + 1 < len(marks) else len(order)
-    made, position = 0, marks[number].position
-    while position < end and made < FIRST_BUCKET_BYTES:
-        block = order[position]
-        made += trace.sizes[block] if block >= 0 and trace.structure.kinds[block] == "gradient" else 0
-        position += 1
-    return position
 
 
 def bucket_sizes(gradients: list[int], bucket_bytes: int | None = None) -> list[int]:

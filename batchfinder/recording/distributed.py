@@ -120,13 +120,14 @@ class BucketViews:
     In the first step there is one bucket; `memory_use.sharding` says which there are later.
 
     Attributes:
+        before: those of the first step, once the others are made: NCCL holds them a while (`memory_use.sharding`).
         sums: whether this backward's gradients are summed over the GPUs; else they stay where they are (`no_sync`).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.sums = True
         self._ready: dict[nn.Parameter, None] = {}
-        self._before: dict[torch.Tensor, torch.Tensor] = {}
+        self.before: dict[torch.Tensor, torch.Tensor] = {}
         self._views: dict[torch.Tensor, torch.Tensor] = {}
         trained = [each for each in model.parameters() if each.requires_grad]
         self._make([trained])
@@ -143,7 +144,7 @@ class BucketViews:
 
     def rebuild(self) -> None:
         """Make the buckets in the order in which gradients were ready (`_rebuild_buckets`, at the second forward)."""
-        self._before = dict(self._views)  # see `memory_use.sharding`
+        self.before = dict(self._views)
         self._views.clear()
         ready, filled = iter(self._ready), bucket_sizes([each.numel() * each.element_size() for each in self._ready])
         for size in filled:
@@ -156,8 +157,6 @@ class BucketViews:
     def _collect(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         self._ready[parameter] = None
-        if self.sums:
-            self._before.clear()
         if self.sums and parameter.grad is not None and parameter.grad is not self._views[parameter]:
             self._views[parameter].copy_(parameter.grad)
             parameter.grad = self._views[parameter]
@@ -216,10 +215,12 @@ def spread(model: nn.Module, config: StepConfig) -> nn.Module:
     by_views = strategy == "ddp-bucket-view"
     model = nn.parallel.DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=by_views)
     # What the group above answers has no tensor. How long NCCL holds a backward's buckets: `memory_use.sharding`.
+    before: list[torch.Tensor] = []
     sent: list[torch.Tensor] = []
 
     def summed(bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
+            before[:] = sent
             sent.clear()
         sent.append(bucket.buffer())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

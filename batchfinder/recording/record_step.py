@@ -105,6 +105,8 @@ def record_step(
             if (number, micro_batch) == (1, 0):
                 buckets.rebuild()
                 labels.first = recording.blocks
+        elif buckets is not None and stage == "optimizer" and number > 0:
+            buckets.before.clear()
 
     def on_moved(module: nn.Module) -> None:
         rnn.flatten_weights(module)

@@ -68,7 +68,12 @@ def other_estimators(source: str, rows: Sequence[Mapping[str, Any]]) -> dict[str
     answers = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
     published = {row["name"]: row["published_bytes"] for row in rows}
     tracked = [
-        {**answer, "published_bytes": published[name], "error": answer["predicted_bytes"] / published[name] - 1}
+        {
+            **answer,
+            "name": name,
+            "published_bytes": published[name],
+            "error": answer["predicted_bytes"] / published[name] - 1,
+        }
         for name, answer in answers.items()
         if "failed" not in answer
     ]

@@ -41,7 +41,7 @@ def test_a_rank_alone_is_a_rank_among_others(
     said, ranks = row[CUDA_BUILD], row["ranks"]
     assert row["tried"] == said[1:]
     if options.strategy == "ddp":  # the time decides when NCCL lets the first step's bucket go
-        assert said[0] in [rank[0] for rank in ranks]
+        assert min(abs(said[0] - rank[0]) for rank in ranks) < said[0] // 100
         assert 0 <= said[1] - max(rank[1] for rank in ranks) < said[0] // 5
     else:
         assert said in ranks

@@ -173,6 +173,11 @@ def test_coverage_page_is_up_to_date() -> None:
     assert (DOCS / "coverage.md").read_text(encoding="utf-8") == _script("make_coverage").page()
 
 
+def test_the_leaderboard_is_up_to_date() -> None:
+    """docs/leaderboard.md is what `python docs/make_leaderboard.py` makes of the committed predictions."""
+    assert (DOCS / "leaderboard.md").read_text(encoding="utf-8") == _script("make_leaderboard").page()
+
+
 def test_the_page_on_accuracy_is_up_to_date() -> None:
     """docs/accuracy.md is what `python docs/make_accuracy.py` makes of the committed results."""
     assert (DOCS / "accuracy.md").read_text(encoding="utf-8") == _script("make_accuracy").page()

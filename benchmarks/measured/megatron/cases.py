@@ -60,7 +60,7 @@ def others() -> dict[str, list[dict[str, Any]]]:
     https://github.com/NVIDIA/Megatron-LM/blob/00caa53af30912914981c86f39db123961678bbd/megatron/training/theoretical_memory_usage.py.
     """
     answers = []
-    for row in read_rows(Path(__file__).parent):
+    for case, row in zip(cases(), read_rows(Path(__file__).parent), strict=True):
         builder, arguments, _, length = CASES[row["case"].partition("/")[2]]
         if builder == "gpt":
             ranks = int(row["tensor_parallel"])
@@ -72,7 +72,8 @@ def others() -> dict[str, list[dict[str, Any]]]:
             activations = 1.05 * tokens * (of_channel * WIDTH + 8 + 2 * logits)
             predicted = round(parameters * of_parameter + activations)
             published = int(row["mem_max_allocated_last"])
+            error = predicted / published - 1
             answers.append(
-                {"published_bytes": published, "predicted_bytes": predicted, "error": predicted / published - 1}
+                {"name": case.name, "published_bytes": published, "predicted_bytes": predicted, "error": error}
             )
     return {"Megatron-LM's formula": answers}

@@ -164,16 +164,22 @@ def others() -> dict[str, list[dict[str, Any]]]:
     """
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in OTHERS.values()}
     answers["accelerate's formula, Adam"] = []
-    for row in read_rows(Path(__file__).parent):
+    for case, row in zip(cases(), read_rows(Path(__file__).parent), strict=True):
         published = None if row["real_oom"] == "True" else int(row["nvml_peak_bytes"])
         if published is not None and row["optimizer"] in ("Adam", "AdamW"):
             predicted = 16 * NUM_PARAMETERS[row["model"]]
-            answer = {"published_bytes": published, "predicted_bytes": predicted, "error": predicted / published - 1}
-            answers["accelerate's formula, Adam"].append(answer)
+            error = predicted / published - 1
+            answers["accelerate's formula, Adam"].append(
+                {"name": case.name, "published_bytes": published, "predicted_bytes": predicted, "error": error}
+            )
         for column, name in OTHERS.items():
             if row[f"{column}_bytes"]:
                 predicted = None if row[f"{column}_oom"] == "True" else int(row[f"{column}_bytes"])
-                answer: dict[str, Any] = {"published_bytes": published, "predicted_bytes": predicted}
+                answer: dict[str, Any] = {
+                    "name": case.name,
+                    "published_bytes": published,
+                    "predicted_bytes": predicted,
+                }
                 if published is not None and predicted is not None:
                     answer["error"] = predicted / published - 1
                 if row[f"{column}_runtime_s"]:
