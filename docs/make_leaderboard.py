@@ -25,23 +25,25 @@ An estimator is scored on the rows that it answers; beside it stand batchfinder'
 and `p90` are of the absolute relative error, `bias` is the mean error, each source weighing the same. `fits?` is how
 often it was said rightly whether the run fits its card; one that gives a number of bytes says that it does.
 
-| estimator | rows | sources | median | p90 | bias | fits? | batchfinder, same rows: median | p90 | fits? |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
+| estimator | rows | sources | median, % | p90, % | bias, % | fits? | batchfinder, same rows: median, p90, fits? |
+|---|---:|---:|---:|---:|---:|---:|---:|
 """
 
 SOURCES = """
 ## By source
 
-The median error, and of how many figures.
+The median error in percent, and of how many figures.
 
+| source | batchfinder | others |
+|---|---:|---|
 """
 
 AFTER = """
 ## Enter an estimator
 
 ```sh
-python -m benchmarks.measured.score --rows rows.csv    # the benchmark: each run, how it was trained, what it took
-python -m benchmarks.measured.score mine.csv           # your scores, by source
+python -m benchmarks.measured.score --rows rows.csv  # how each run was trained, and what it took
+python -m benchmarks.measured.score mine.csv         # your scores, by source
 ```
 
 `mine.csv` has the columns `source`, `row` and `predicted_bytes`: bytes of the row's statistic (peak allocated or
@@ -64,13 +66,13 @@ its rows are read. Its first scores stay in the pull request that adds it.
 
 
 def percent(score: Mapping[str, Any], name: str) -> str:
-    """A figure of a score; nothing where it has none."""
-    return f"{100 * score[name]:.2f} %" if name in score else ""
+    """A figure of a score, in percent; nothing where it has none."""
+    return f"{100 * score[name]:.2f}" if name in score else ""
 
 
 def verdicts(score: Mapping[str, Any]) -> str:
     """How many are right."""
-    return f"{score['verdicts']} / {score['asked']}"
+    return f"{score['verdicts']}/{score['asked']}"
 
 
 def page() -> str:
@@ -91,19 +93,21 @@ def page() -> str:
         score, answers = scores[name], entries[name]
         cells = [name, str(len(answers)), str(len(found[name]))]
         cells += [*(percent(score, each) for each in ("median", "p90", "bias")), verdicts(score)]
-        same: Mapping[str, Any] = {}
-        if name != OURS:
+        if name == OURS:
+            cells.append("")
+        else:
             same = of_all(scored({key: answer for key, answer in ours.items() if key in answers}, rows))
-        cells += [percent(same, "median"), percent(same, "p90"), verdicts(same) if same else ""]
+            cells.append(f"{percent(same, 'median')}, {percent(same, 'p90')}, {verdicts(same)}")
         text += f"| {' | '.join(cells)} |\n"
-    text += SOURCES + f"| | {' | '.join(ranked)} |\n|---|{len(ranked) * '---:|'}\n"
+    text += SOURCES
     for source in sources:
-        cells = []
-        for name in ranked:
-            score = of_rows(found[name].get(source, []))
-            cells.append(f"{percent(score, 'median')} of {score['rows']}" if score["rows"] else "")
-        if any(cells):
-            text += f"| {source} | {' | '.join(cells)} |\n"
+        of_source = {name: of_rows(found[name][source]) for name in ranked if source in found[name]}
+        cells = {
+            name: f"{percent(score, 'median')} of {score['rows']}" for name, score in of_source.items() if score["rows"]
+        }
+        others = ", ".join(f"{name} {cell}" for name, cell in cells.items() if name != OURS)
+        if cells:
+            text += f"| {source} | {cells.get(OURS, '')} | {others} |\n"
     return text + AFTER
 
 
