@@ -170,7 +170,12 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
 
     def close(self) -> None:
         """Remove the folder that the processes shared."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:  # `rmtree` takes descriptors, and there may be none left where nothing was started
+            (self.folder / "bin" / "nvidia-smi").unlink()
+            (self.folder / "bin").rmdir()
+            self.folder.rmdir()
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _joined(first: Sequence[str], rest: str | None) -> str:

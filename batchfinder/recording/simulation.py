@@ -83,26 +83,25 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._died: RecordingDied | None = None
         self._told: set[str] = set()
         self._next = 0
-        folder = child_process.temporary_folder()
-        silent = str(child_process.SILENT_SECONDS)
-        if self._stub is None:
-            compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder))
-            environment = {**_ONE_THREAD, **_NO_CARDS, "TORCHINDUCTOR_CACHE_DIR": compiled}
-        else:
-            environment = {**_ONE_THREAD, **self._stub.variables()}
-        self._child = Child(
-            "batchfinder.recording.server",
-            (str(folder), str(workers or os.cpu_count() or 1), silent, recorder),
-            environment,
-            folder,
-        )
-        self._child.send({"open": asdict(spec)})
-        self._reader = threading.Thread(target=self._read_answers, daemon=True)
-        try:
+        with contextlib.ExitStack() as failed:  # there may be no more descriptors, processes, threads or memory
+            if self._stub is not None:
+                failed.callback(self._stub.close)
+            environment = {**_ONE_THREAD, **(_NO_CARDS if self._stub is None else self._stub.variables())}
+            folder = child_process.temporary_folder()
+            silent = str(child_process.SILENT_SECONDS)
+            if self._stub is None:
+                environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            self._child = Child(
+                "batchfinder.recording.server",
+                (str(folder), str(workers or os.cpu_count() or 1), silent, recorder),
+                environment,
+                folder,
+            )
+            failed.callback(self._child.close)
+            self._child.send({"open": asdict(spec)})
+            self._reader = threading.Thread(target=self._read_answers, daemon=True)
             self._reader.start()
-        except RuntimeError:  # there may be no more threads, or no memory for one's stack
-            self._child.close()
-            raise
+            failed.pop_all()
 
     def __exit__(self, *_: object) -> None:
         self.close()

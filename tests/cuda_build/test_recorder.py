@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,7 @@ from batchfinder.cli.sweep_request import read_request
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.devices.cards import card
-from batchfinder.errors import RecordingFailed
+from batchfinder.errors import CudaStubUnavailable, RecordingFailed
 from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.estimate import EstimateRequest
 from batchfinder.report.sweep import SweepRow, sweep_table
@@ -285,3 +288,25 @@ def test_the_command(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["recorder"] == "cuda-build"
     assert (found["allocated_bytes"], found["reserved_bytes"]) == tuple(real)
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a folder of its own nor one of the stub's, where a process may have no more files open."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now, failures = len(os.listdir("/dev/fd")), 0
+    for count in range(open_now - 3, open_now + 12):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+        try:
+            client = RecordingClient(WorkloadSpec("tests.builders.small:mlp"), recorder=CUDA_BUILD)
+        except CudaStubUnavailable:  # its files could not be read
+            continue
+        except OSError as error:
+            failures += error.errno == errno.EMFILE
+        else:
+            client.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert failures > 3
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/dev/fd")) == open_now
