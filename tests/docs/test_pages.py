@@ -111,6 +111,23 @@ def test_how_exact_the_recorders_are_is_what_the_benchmark_found() -> None:
         assert words in page
 
 
+def test_the_page_on_the_stub_has_the_figures_of_ranks() -> None:
+    """How many recordings of one rank have a real one's peaks, and how far off others are."""
+    result = json.loads((DOCS.parent / "benchmarks/results/exactness_ranks-2-cores.json").read_text())["summary"]
+    page = " ".join((DOCS / "cuda-stub.md").read_text().split())
+    exact, fake = result["sharded, cuda-build, allocated"], result["sharded, fake-device, reserved"]
+    assert exact == result["sharded, cuda-build, reserved"]
+    ddp = result["DDP, cuda-build, allocated"]
+    assert ddp["lowest %"] == 0
+    for words in (
+        f"{exact['equal']} of {exact['cells']}, one of the ranks has the peaks of the recording to the byte",
+        f"reserves from {-fake['lowest %']} % less to {fake['highest %']} % more",
+        f"With DDP and ZeRO-1, {ddp['cells']}, the recording allocates as much as the rank in {ddp['equal']} and up to",
+        f"up to {ddp['highest %']} % more",
+    ):
+        assert words in page
+
+
 def test_the_readme_has_the_figures_of_the_page_on_accuracy() -> None:
     """How many figures and answers from how many sources, the median and the 90th percentile, and the wrong answers."""
     page, readme = (DOCS / "accuracy.md").read_text(), " ".join(README.read_text().split())
