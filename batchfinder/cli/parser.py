@@ -198,7 +198,7 @@ _RECORDER: Options = {
         "metavar": "NAME",
         "default": "auto",
         "help": f"what takes the step: {FAKE_DEVICE}, or {CUDA_BUILD}, PyTorch's own CUDA code without a GPU "
-        "(`batchfinder stub install` brings it; eager steps); by default that where it is here, for up to four kinds "
+        "(`batchfinder stub install` brings it); by default that where it is here, for up to four kinds "
         "of GPUs, or what BATCHFINDER_RECORDER names",
     }
 }

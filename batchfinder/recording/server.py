@@ -174,10 +174,13 @@ class RecordingServer:
                 answer(self.answers, {"facts": found["result"]} if "result" in found else found)
                 return
             self.workload = self._build(builder, arguments)
-            if on_fake_device and compiled_modules(self.workload.model) and find_spec("triton") is not None:
-                from batchfinder.recording import inductor
+            if compiled_modules(self.workload.model) and find_spec("triton") is not None:
+                if on_fake_device:  # here once, and not in every fork
+                    from batchfinder.recording import inductor
 
-                inductor.prepare()  # here once, and not in every fork
+                    inductor.prepare()
+                else:
+                    import_module("torch._inductor.compile_fx")
             facts = self._facts(self.workload, builder, arguments)
         except KeyboardInterrupt:
             raise

@@ -89,8 +89,10 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
             environment = {**_ONE_THREAD, **(_NO_CARDS if self._stub is None else self._stub.variables())}
             folder = child_process.temporary_folder()
             silent = str(child_process.SILENT_SECONDS)
-            if self._stub is None:
-                environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            # On the CUDA build the first step at a size compiles, whatever other processes have compiled: that takes
+            # memory of the card.
+            own = None if self._stub is not None else os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            environment["TORCHINDUCTOR_CACHE_DIR"] = own or str(folder)
             self._child = Child(
                 "batchfinder.recording.server",
                 (str(folder), str(workers or os.cpu_count() or 1), silent, recorder),
@@ -378,7 +380,8 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
             job = RecordingJob(self.how, device.compute_capability, batch_size, seq_len, workload, card, tried=True)
             return self._recorder.submit(job)
 
-        return TriedSizes(submit, [f"the allocator's setting {setting}" for setting in allocator.unmodelled])
+        left_out = [f"the allocator's setting {setting}" for setting in allocator.unmodelled]
+        return TriedSizes(submit, left_out, twice=self.spec.arguments.get("compile") is not None)
 
 
 class TriedSize(NamedTuple):
@@ -389,12 +392,25 @@ class TriedSize(NamedTuple):
 
 
 class TriedSizes:
-    """Says whether a size runs on a card, by PyTorch's own word: a process on the CUDA stub takes the steps."""
+    """Says whether a size runs on a card, by PyTorch's own word: a process on the CUDA stub takes the steps.
+
+    Args:
+        submit: has a size tried.
+        unmodelled: what any answer leaves out, in words.
+        twice: whether the answer has to run a second time, as a compiled step does whose graphs are in Inductor's cache
+            then: what compiling took of the card is gone, and the allocator has other segments.
+    """
 
     source = "simulated"
 
-    def __init__(self, submit: Callable[[int, int | None], Future[TriedSize]], unmodelled: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        submit: Callable[[int, int | None], Future[TriedSize]],
+        unmodelled: Iterable[str] = (),
+        twice: bool = False,
+    ) -> None:
         self._submit = submit
+        self.twice = twice
         self._asked: dict[tuple[int, int | None], Future[TriedSize]] = {}
         self._unmodelled = dict.fromkeys(unmodelled)
 
@@ -414,6 +430,13 @@ class TriedSizes:
         measurement, unmodelled = self._asked[batch_size, shape.seq_len].result()
         self._unmodelled |= dict.fromkeys(unmodelled)
         return measurement
+
+    def try_again(self, batch_size: int, shape: Shape) -> Measurement:
+        """Take the steps of a size that runs once more; if it fails then, it has failed."""
+        again = self._submit(batch_size, shape.seq_len)
+        if not again.result().measurement.fits:
+            self._asked[batch_size, shape.seq_len] = again
+        return self(batch_size, shape)
 
 
 def search_simulated(
@@ -465,12 +488,14 @@ def search_tried(
     min_batch_size: int = 1,
     multiple_of: int = 1,
     predicted: int | None = None,
+    line: tuple[int, float] | None = None,
 ) -> SearchResult:
     """Find the largest batch size that runs on a card of the CUDA stub, where the next one does not, by trying them.
 
     Args:
         max_batch_size: and the next two: as for `search_simulated`.
         predicted: what the answer is likely to be; None where nothing is known.
+        line: what the card has and what a sample takes, in bytes, to search by where the prediction may be far off.
 
     Raises:
         InvalidValue: there is no such size.
@@ -478,11 +503,17 @@ def search_tried(
     """
     smallest, step = -(-min_batch_size // multiple_of) * multiple_of, multiple_of
     # A prediction that is too large is so by little: it is not halved.
-    while predicted is not None and predicted > smallest and not sizes(predicted, shape).fits:
+    while line is None and predicted is not None and predicted > smallest and not sizes(predicted, shape).fits:
         predicted, step = max(smallest, predicted - step), 2 * step
-    search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
-    search = within_limits(search, max_batch_size, min_batch_size, multiple_of)
-    return find_max_batch_size(sizes, shape, search=search)
+    limit_bytes, bytes_per_sample = line or (None, 0.0)
+    while True:
+        search: Search[Any] = Secant(limit_bytes, 0.0, predicted, bytes_per_sample, margin=0.0)
+        search = within_limits(search, max_batch_size, min_batch_size, multiple_of)
+        result = find_max_batch_size(sizes, shape, search=search)
+        size = result.max_batch_size
+        if not (sizes.twice and size) or sizes.try_again(size, shape).fits:
+            return result
+        predicted, limit_bytes = max(0, size - multiple_of), None
 
 
 def predict_full_card(

@@ -65,7 +65,7 @@ def estimate(
         accumulation: micro-batches per optimizer step.
         advice: whether to say what other options would change, also where it fits.
         recorder: what records the step: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
-            (`batchfinder stub install` brings it; eager steps); by default that where it is here.
+            (`batchfinder stub install` brings it); by default that where it is here.
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,
             `gradient_checkpointing`, `compile`, `loss`, `packed`, `optimizer_in_backward`, `lora`, `lora_targets`,

@@ -195,11 +195,26 @@ class SimulatedCells:
 
     def _try(self, cell: Cell, probe: SimulatedProbe) -> SearchResult:
         """Find the largest size that runs by trying it and the next; the tries of all lengths start at once."""
+        if self._request.options.compile is not None:
+            return self._try_compiled(cell)
         if cell not in self._tried:
             of_the_card = self._not_cached([cell.card])
             self._tried |= {other: self._begin_tries(other, predicting) for other, predicting in of_the_card}
         sizes, predicted = self._tried.get(cell) or self._begin_tries(cell, probe)
         return search_tried(sizes, Shape(cell.seq_len), *self._limits, predicted=predicted)
+
+    def _try_compiled(self, cell: Cell) -> SearchResult:
+        """The same of a compiled step. What the eager one would take is the prediction: each size compiles for long."""
+        shape, options = Shape(cell.seq_len), replace(self._request.options, gpus=cell.options.gpus)
+        eager = self._with(replace(options, recorder=FAKE_DEVICE, compile=None))
+        probe = eager.probe(cell.device, self._cells.seq_lens, self._request.allocator)
+        predicted, line = None, None
+        with suppress(BatchFinderError):  # the sizes can be tried without it
+            predicted = max(2, search_simulated(probe, shape, *self._limits, confirm=False).max_batch_size)
+            rise = probe.needed_bytes(predicted, shape) - probe.needed_bytes(predicted // 2, shape)
+            line = cell.device.usable_bytes, max(1.0, rise / (predicted - predicted // 2))
+        sizes = self._exact[cell.card.count].tried_sizes(cell.device, self._request.allocator)
+        return search_tried(sizes, shape, *self._limits, predicted=predicted, line=line)
 
     def _begin_tries(self, cell: Cell, probe: SimulatedProbe) -> tuple[TriedSizes, int | None]:
         """Predict a cell's largest size, and start trying that size and the next.

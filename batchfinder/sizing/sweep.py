@@ -113,7 +113,7 @@ def sweep(
         cache: where results are kept and looked up: a folder or an fsspec URL; True for where the command line keeps
             them, False for nowhere.
         recorder: what takes the steps: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
-            (`batchfinder stub install` brings it; eager steps), on which each size reported is tried, and the next
+            (`batchfinder stub install` brings it), on which each size reported is tried, and the next
             one; by default that where it is here, for up to four kinds of GPUs.
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,

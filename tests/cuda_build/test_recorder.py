@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,10 @@ from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.devices.cards import card
 from batchfinder.errors import CudaStubUnavailable, RecordingFailed
-from batchfinder.recording.simulation import RecordingClient, Simulation
+from batchfinder.recording.simulation import RecordingClient, Simulation, TriedSize, TriedSizes, search_tried
 from batchfinder.report.estimate import EstimateRequest
 from batchfinder.report.sweep import SweepRow, sweep_table
-from batchfinder.results import Shape
+from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.trace import Trace
 from batchfinder.sizing.estimate import run_estimate
@@ -174,7 +175,7 @@ def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
         (["bert-base", "config.json"], {}, ["T4", "H100"], CUDA_BUILD),
         (["bert-base"], {"lora": 8, "precision": "bf16-mixed"}, ["T4"], CUDA_BUILD),
         (["mine:factory"], {}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {"compile": "model"}, ["T4"], FAKE_DEVICE),
+        (["bert-base"], {"compile": "model"}, ["T4"], CUDA_BUILD),
         (["bert-base"], {"lora": 8, "quantization": "nf4"}, ["T4"], CUDA_BUILD),
         (["bert-base"], {"lora": 8, "quantization": "int8"}, ["T4"], FAKE_DEVICE),
         (["bert-base"], {"optimizer": "adamw-offload"}, ["T4"], FAKE_DEVICE),
@@ -189,7 +190,7 @@ def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
 def test_it_is_chosen_for_what_it_takes(
     models: list[str], options: dict[str, Any], gpus: list[str], expected: str
 ) -> None:
-    """Eager steps of named models on NVIDIA's GPUs, and few cards; of several GPUs what PyTorch spreads itself."""
+    """Steps of named models on NVIDIA's GPUs, and few cards; of several GPUs what PyTorch spreads itself."""
     assert choose_recorder(StepOptions.checked(**options), models, list(map(card, gpus))) == expected
 
 
@@ -310,3 +311,46 @@ def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeyp
     assert failures > 3
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/dev/fd")) == open_now
+
+
+def compiled_peaks(spec: WorkloadSpec, config: StepConfig, batch_size: int, seq_len: int, cache: str) -> list[int]:
+    """Of a step whose compiled graphs go into a folder, or come from it."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    return [*peaks(spec, config, batch_size, seq_len)]
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_step_is_the_step_compiled_and_from_the_cache(tmp_path: Path) -> None:
+    """Inductor's own, Triton's compiler included: recorded as in a first run, tried again as in a second one."""
+    pytest.importorskip("triton")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    options = StepOptions(precision="bf16-mixed", compile="model")
+    spec, config, device = options.workload(str(path)), options.step(), device_for(find_gpu("A100"))
+    stub = CudaStub(gpu="A100")
+    first, second = (stub.run(compiled_peaks, spec, config, 4, 64, str(tmp_path)).result for _ in range(2))
+    assert first != second
+    with Simulation(spec, config, CUDA_BUILD) as simulation:
+        timeline = simulation.probe(device, [64]).unlimited(4, Shape(64))
+        sizes = simulation.tried_sizes(device, AllocatorSettings())
+        assert sizes.twice
+        again = sizes(4, Shape(64))
+    assert [timeline.max_allocated_bytes, timeline.max_reserved_bytes] == first
+    assert [again.peak_allocated_bytes, again.peak_reserved_bytes] == second
+
+
+def test_a_compiled_size_has_to_run_from_the_cache_too() -> None:
+    """A size that runs as it compiles, and not again, is none: the next smaller one is."""
+    runs = {8: [True, False], 7: [True, True], 9: [False]}
+
+    def submit(batch_size: int, seq_len: int | None) -> Future[TriedSize]:
+        verdict = Verdict.FITS if runs.get(batch_size, [True, True]).pop(0) else Verdict.OUT_OF_MEMORY
+        done: Future[TriedSize] = Future()
+        done.set_result(TriedSize(Measurement(verdict, batch_size << 30, batch_size << 30), ()))
+        return done
+
+    for line in (None, (8 << 30, float(1 << 30))):
+        runs |= {8: [True, False], 7: [True, True], 9: [False]}
+        sizes = TriedSizes(submit, twice=True)
+        result = search_tried(sizes, Shape(64), max_batch_size=9, predicted=8, line=line)
+        assert result.max_batch_size == 7

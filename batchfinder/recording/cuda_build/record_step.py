@@ -16,7 +16,7 @@ from batchfinder.recording.cuda_build import values
 from batchfinder.recording.cuda_build.allocations import AllocationHistory
 from batchfinder.recording.fake_device import move_module
 from batchfinder.recording.labels import StepLabels
-from batchfinder.recording.modules import ModuleTracker, compiled_modules
+from batchfinder.recording.modules import ModuleTracker
 from batchfinder.results import Measurement, Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.simulator.trace import Trace
@@ -160,10 +160,7 @@ def _unmodelled(workload: Workload, config: StepConfig) -> tuple[str, ...]:
 
 def _check(workload: Workload, config: StepConfig) -> None:
     if what := _not_recorded(workload, config):
-        raise RecordingFailed(
-            f"{what}: PyTorch's CUDA build does not record that yet, it takes eager steps. "
-            "Ask for --recorder fake-device."
-        )
+        raise RecordingFailed(f"{what}: PyTorch's CUDA build does not record that. Ask for --recorder fake-device.")
 
 
 def _not_recorded(workload: Workload, config: StepConfig) -> str:
@@ -172,8 +169,6 @@ def _not_recorded(workload: Workload, config: StepConfig) -> str:
         return f"{STRATEGIES[config.strategy].words} ({why})"
     if config.gpus > 1 and config.strategy is None:
         return "the workload's own sharding"
-    if compiled_modules(workload.model):
-        return "torch.compile"
     if config.mode == "train" and workload.optimizer is None and config.optimizer == OFFLOADED_OPTIMIZER:
         return f"the optimizer {config.optimizer}, which would compute on this machine's CPU"
     if any(type(module).__name__ in _INT8 for module in workload.model.modules()):
