@@ -20,7 +20,9 @@ pytestmark = pytest.mark.cuda_build
     ("options", "micro_batches"),
     [
         (StepOptions(gpus=2, strategy="fsdp2", precision="bf16-mixed"), 2),
-        (StepOptions(gpus=2, strategy="fsdp", precision="bf16-mixed", lora=8), 1),
+        pytest.param(
+            StepOptions(gpus=2, strategy="fsdp", precision="bf16-mixed", lora=8), 1, marks=pytest.mark.exhaustive
+        ),
         pytest.param(StepOptions(gpus=2, strategy="fsdp", precision="bf16-mixed"), 1, marks=pytest.mark.exhaustive),
         pytest.param(StepOptions(gpus=2, strategy="ddp"), 1, marks=pytest.mark.exhaustive),
         pytest.param(

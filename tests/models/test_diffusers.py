@@ -78,6 +78,7 @@ def test_every_row_has_its_source() -> None:
         assert find_model(row.published) is row
 
 
+@pytest.mark.exhaustive
 def test_batches(ask: Ask) -> None:
     """Latents are an eighth of the image; Flux sees 2 x 2 of them as one token, with a position each."""
     sd, xl, sd3, flux = ask(
