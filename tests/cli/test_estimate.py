@@ -97,11 +97,12 @@ def test_several_gpus(found: dict[str, Any]) -> None:
     assert [one["strategy"] for one in strategies] == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3, FSDP"]
     for one in strategies:
         assert sum(one[f"{kind}_bytes"] for kind in (*KINDS, "communication")) == one["peak_bytes"]
-    assert strategies[0]["communication_bytes"] == found["parameters_bytes"]
+    # At the peak the first step's bucket is there beside those that replace it.
+    assert strategies[0]["communication_bytes"] == 2 * found["parameters_bytes"]
     assert found["optimizer_bytes"] / 4 <= strategies[1]["optimizer_bytes"] < found["optimizer_bytes"]
     assert strategies[2]["peak_bytes"] > 4 * BUCKET_ELEMENTS  # DeepSpeed's bucket is as large for a tiny model
     assert strategies[3]["parameters_bytes"] == pytest.approx(found["parameters_bytes"] / 4, abs=16)
-    assert strategies[0]["peak_bytes"] >= found["peak_bytes"] + found["parameters_bytes"]  # the buckets
+    assert strategies[0]["peak_bytes"] >= found["peak_bytes"] + 2 * found["parameters_bytes"]  # the buckets
 
 
 def test_no_advice_where_it_fits(found: dict[str, Any]) -> None:
