@@ -51,7 +51,7 @@ def make_trainer(options: dict[str, Any], use_cpu: bool) -> Any:
     "options",
     [
         pytest.param({}, marks=pytest.mark.exhaustive),
-        {"bf16": True},
+        pytest.param({"bf16": True}, marks=pytest.mark.exhaustive),
         {"bf16": True, "label_smoothing_factor": 0.1},
         {"bf16": True, "activation_checkpointing": True},
         {"gradient_accumulation_steps": 1, "optim": "adamw_torch"},

@@ -63,6 +63,7 @@ def resumed() -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_a_size_trains_on_from_a_checkpoint(cuda_stub: CudaStubFixture) -> None:
     """The restored state lies otherwise than one that a first step makes: what fits a new training runs out of memory."""
     seen = cuda_stub(memory="4GiB").run(resumed).result

@@ -93,6 +93,7 @@ def test_rungs() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a CPU's memory need Linux")
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_largest() -> None:
     """The largest batch is found within the limit, from a prediction that is off."""
     assert SURELY < largest_measured("cpu", VECTORS, StepConfig(), LIMIT, seq_len=1, predicted=1500) < SURELY_NOT
