@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks.measured.score import (
     PREDICTIONS,
     Unusable,
     benchmark,
+    main,
     our_answers,
     read_predictions,
     rivals,
@@ -80,10 +80,14 @@ def test_a_file_that_cannot_be_scored(tmp_path: Path, text: str, said: str) -> N
         read_predictions(path, ROWS)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The rows are written with all that a run is known by, and predictions made of them are scored; errors end it."""
-    command = [sys.executable, "-m", "benchmarks.measured.score"]
-    subprocess.run([*command, "--rows", str(tmp_path / "rows.csv")], check=True)
+
+    def run(*words: str | Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["score", *map(str, words)])
+        return main()
+
+    assert run("--rows", tmp_path / "rows.csv") == 0
     with (tmp_path / "rows.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(ROWS)
@@ -91,10 +95,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(json.loads(row["arguments"]) is not None and row["builder"].count(":") == 1 for row in rows)
     mine = {(row["source"], row["row"]): int(row["published_bytes"]) for row in rows if row["published_bytes"]}
     write_predictions(tmp_path / "mine.csv", mine)
-    done = subprocess.run([*command, str(tmp_path / "mine.csv")], check=True, capture_output=True, text=True)
-    assert f"mine: {len(mine)} of {len(rows)} rows" in done.stdout
-    assert "batchfinder on these" in done.stdout
+    assert run(tmp_path / "mine.csv") == 0
+    out = capsys.readouterr().out
+    assert f"mine: {len(mine)} of {len(rows)} rows" in out
+    assert "batchfinder on these" in out
     (tmp_path / "mine.csv").write_text("nothing")
-    failed = subprocess.run([*command, str(tmp_path / "mine.csv")], capture_output=True, text=True)
-    assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr.count("\n") == 1
+    assert run(tmp_path / "mine.csv") == 1
+    failed = capsys.readouterr()
+    assert (failed.out, failed.err.count("\n")) == ("", 1)

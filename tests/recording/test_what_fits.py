@@ -138,9 +138,9 @@ def test_a_deep_model_is_predicted_by_few_of_its_layers(
 @pytest.mark.parametrize(
     "options",
     [
-        StepOptions(precision="bf16-true"),
-        StepOptions(optimizer="adamw-8bit"),
-        StepOptions(optimizer="adamw-offload"),
+        pytest.param(StepOptions(precision="bf16-true"), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(StepOptions(optimizer="adamw-8bit"), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(StepOptions(optimizer="adamw-offload"), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         StepOptions(optimizer="adamw-offload", precision="bf16-true"),
     ],
 )
