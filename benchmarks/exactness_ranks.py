@@ -1,12 +1,13 @@
 """How exact a recording of one rank of several is: its peaks, beside those of real ranks that train together.
 
-A cell is a model of real width and few layers, spread over GPUs by a strategy. Its steps are taken by as many processes
-on PyTorch's CUDA build on the stub, each with a card of its own and the stub's NCCL between them, which call DDP or
-FSDP themselves; and by one process alone, tried, and recorded and replayed by the CUDA build and the fake device. Where
-an event of another stream is waited for, the host is ahead (`--events late` of `stub run`). With DDP it is not: NCCL
-would then hold each bucket until the host waits, and with it the time decides when the first step's bucket goes.
-Needs `batchfinder stub install` and peft. Run: `python benchmarks/exactness_ranks.py`; `--only WORD` takes the cells
-whose name has the word, and `--dry-run` one of them, without writing.
+A cell is a model of real width and few layers, spread over GPUs by a strategy. Its steps are taken by as many
+processes on PyTorch's CUDA build on the stub, each with a card of its own and the stub's NCCL between them, which call
+DDP or FSDP themselves (what splits layers and sequences is `training.strategies`); and by one process alone, tried,
+and recorded and replayed by the CUDA build and the fake device. Where an event of another stream is waited for, the
+host is ahead (`--events late` of `stub run`). With DDP it is not: NCCL would then hold each bucket until the host
+waits, and with it the time decides when the first step's bucket goes. Needs `batchfinder stub install` and peft. Run:
+`python benchmarks/exactness_ranks.py`; `--only WORD` takes the cells whose name has the word, and `--dry-run` one of
+them, without writing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from batchfinder.recording.simulation import Simulation  # noqa: E402
 from batchfinder.results import Shape  # noqa: E402
 from batchfinder.simulator.alloc_conf import AllocatorSettings  # noqa: E402
 from batchfinder.stub_cards import open_session, stub_card  # noqa: E402
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, StepOptions  # noqa: E402
+from batchfinder.training.spec import CUDA_BUILD, DDP_STRATEGIES, FAKE_DEVICE, StepOptions  # noqa: E402
 
 RESULT = ROOT / f"benchmarks/results/exactness_ranks-{os.cpu_count()}-cores.json"
 BATCH_SIZE, SEQ_LEN, STEPS = 4, 128, 3
@@ -92,7 +93,7 @@ def real_ranks(folder: Path, model: str, options: StepOptions, micro_batches: in
     """
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     settings = {name: value for name, value in vars(options).items() if value != getattr(StepOptions(), name)}
-    events = "early" if options.strategy in ("ddp", "ddp-bucket-view", "zero1") else "late"
+    events = "early" if options.strategy in DDP_STRATEGIES else "late"
     with open_session([stub_card("A100", 40 << 30)] * options.gpus, events=events) as session:
         path = f"{ROOT}{os.pathsep}{session.variables()['PYTHONPATH']}"
         done = subprocess.run(
@@ -128,11 +129,9 @@ def train_as_rank(settings: dict[str, Any], micro_batches: int) -> None:
     half = torch.bfloat16 if options.precision == "bf16-mixed" else None
     names = set(model._no_split_modules or ())
     layers = [each for each in model.modules() if type(each).__name__ in names]
-    if model is not (inner := getattr(model, "get_base_model", lambda: model)()):
-        names |= set(inner._no_split_modules or ())
     tied = getattr(model.config, "tie_word_embeddings", False)
     layers = [each for each in layers if not (tied and "Embeddings" in type(each).__name__)]
-    if strategy in ("ddp", "ddp-bucket-view", "zero1"):
+    if strategy in DDP_STRATEGIES:
         by_views = strategy == "ddp-bucket-view"
         spread: Any = torch.nn.parallel.DistributedDataParallel(
             model.to(card), device_ids=[rank], gradient_as_bucket_view=by_views

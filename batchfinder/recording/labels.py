@@ -45,7 +45,7 @@ class StepLabels:
         self._recorder = recorder
         self.first = 0
 
-    def put_on_card(self) -> None:
+    def placed(self) -> None:
         """The model is on the card. What else is there is what sums gradients, and so is what DDP makes later."""
         model, recorder = self._step.workload.model, self._recorder
         if self._step.config.gpus == 1:

@@ -31,7 +31,7 @@ from batchfinder.recording.modules import ModuleTracker, compiled_modules, graph
 from batchfinder.recording.recorder import AllocationRecorder
 from batchfinder.simulator.trace import Trace, add_blocks
 from batchfinder.training.optimizers import OPTIMIZERS
-from batchfinder.training.spec import FSDP1_STRATEGIES, StepConfig
+from batchfinder.training.spec import DDP_STRATEGIES, FSDP1_STRATEGIES, StepConfig
 from batchfinder.training.step import Step, Workload
 from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank, fullest_shard
 
@@ -178,7 +178,7 @@ def record_step(
         *assumed,
         *quantization.assumptions(workload.model),
         *distributed.assumptions(config),
-        *([distributed.NOT_BROADCAST] if config.strategy in ("ddp", "ddp-bucket-view", "zero1") else []),
+        *([distributed.NOT_BROADCAST] if config.strategy in DDP_STRATEGIES else []),
         "kernels' small scratch tensors",
         *assumptions,
         *recording.values.assumed,

@@ -114,7 +114,7 @@ def sweep(
             them, False for nowhere.
         recorder: what takes the steps: `fake-device`, or `cuda-build` for PyTorch's own CUDA code without a GPU
             (`batchfinder stub install` brings it), on which each size reported is tried, and the next
-            one; by default that where it is here, for up to four kinds of GPUs.
+            one; by default that where it is here, for up to four GPUs (another number of one counts as another).
         status: is called with a line on what is being done, such as `print`; None for silence.
         options: of the step, by their names in Python: `mode`, `precision`, `optimizer`, `attention`,
             `gradient_checkpointing`, `compile`, `loss`, `packed`, `optimizer_in_backward`, `lora`, `lora_targets`,

@@ -78,6 +78,9 @@ FSDP2_STRATEGIES = ("fsdp2", "fsdp2-shard-grad-op", "hsdp")
 
 _FSDP2 = (*FSDP2_STRATEGIES, "fsdp2-tp", "fsdp2-cp")
 
+DDP_STRATEGIES = ("ddp", "ddp-bucket-view", "zero1")
+"""Those that are `DistributedDataParallel`."""
+
 FSDP1_STRATEGIES = ("fsdp", "fsdp-shard-grad-op")
 """Those that are `FullyShardedDataParallel` of each block."""
 

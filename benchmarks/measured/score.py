@@ -111,13 +111,18 @@ def write_predictions(path: Path, answers: Answers) -> None:
             writer.writerow([source, row, _OUT_OF_MEMORY if predicted is None else predicted])
 
 
+def _results(source: str) -> list[dict[str, Any]]:
+    """The rows of a source's committed result; none where there is none."""
+    path = RESULTS / f"{source}.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return rows
+
+
 def our_answers() -> dict[tuple[str, str], int | None]:
     """What batchfinder's committed results say."""
     found: dict[tuple[str, str], int | None] = {}
     for source in SOURCES:
-        path = RESULTS / f"{source}.json"
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-        found |= {(source, row["name"]): row["predicted_bytes"] for row in rows if "predicted_bytes" in row}
+        found |= {(source, row["name"]): row["predicted_bytes"] for row in _results(source) if "predicted_bytes" in row}
     return found
 
 
@@ -143,9 +148,7 @@ def rivals() -> dict[str, dict[tuple[str, str], int | None]]:
     """What other estimators say of the rows, by their names, where the sources have it."""
     found: dict[str, dict[tuple[str, str], int | None]] = {}
     for source in SOURCES:
-        path = RESULTS / f"{source}.json"
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-        for name, answers in other_estimators(source, rows).items():
+        for name, answers in other_estimators(source, _results(source)).items():
             theirs = found.setdefault(name, {})
             theirs |= {(source, answer["name"]): answer["predicted_bytes"] for answer in answers}
     return found

@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,10 +24,10 @@ from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.devices.cards import card
 from batchfinder.errors import CudaStubUnavailable, RecordingFailed
-from batchfinder.recording.simulation import RecordingClient, Simulation, TriedSize, TriedSizes, search_tried
+from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.estimate import EstimateRequest
 from batchfinder.report.sweep import SweepRow, sweep_table
-from batchfinder.results import Measurement, Shape, Verdict
+from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.trace import Trace
 from batchfinder.sizing.estimate import run_estimate
@@ -337,20 +336,3 @@ def test_a_compiled_step_is_the_step_compiled_and_from_the_cache(tmp_path: Path)
         again = sizes(4, Shape(64))
     assert [timeline.max_allocated_bytes, timeline.max_reserved_bytes] == first
     assert [again.peak_allocated_bytes, again.peak_reserved_bytes] == second
-
-
-def test_a_compiled_size_has_to_run_from_the_cache_too() -> None:
-    """A size that runs as it compiles, and not again, is none: the next smaller one is."""
-    runs = {8: [True, False], 7: [True, True], 9: [False]}
-
-    def submit(batch_size: int, seq_len: int | None) -> Future[TriedSize]:
-        verdict = Verdict.FITS if runs.get(batch_size, [True, True]).pop(0) else Verdict.OUT_OF_MEMORY
-        done: Future[TriedSize] = Future()
-        done.set_result(TriedSize(Measurement(verdict, batch_size << 30, batch_size << 30), ()))
-        return done
-
-    for line in (None, (8 << 30, float(1 << 30))):
-        runs |= {8: [True, False], 7: [True, True], 9: [False]}
-        sizes = TriedSizes(submit, twice=True)
-        result = search_tried(sizes, Shape(64), max_batch_size=9, predicted=8, line=line)
-        assert result.max_batch_size == 7

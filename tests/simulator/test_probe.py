@@ -229,6 +229,29 @@ def test_a_prediction_is_where_tries_begin(predicted: int, tried: set[int]) -> N
     assert set(asked) == tried
 
 
+@pytest.mark.parametrize(("predicted", "line"), [(42, None), (25, (GIB + 24 * MIB * 42, 30.0 * MIB))])
+def test_an_answer_that_fails_the_second_time_is_none(predicted: int, line: tuple[int, float] | None) -> None:
+    """As a compiled step may from Inductor's cache: the next smaller size is the answer, if it runs twice.
+
+    Where the prediction is far off, a line through the peaks leads to it in a few tries.
+    """
+    asked: list[int] = []
+
+    def attempt(batch_size: int, seq_len: int | None) -> Future[TriedSize]:
+        asked.append(batch_size)
+        fits = batch_size < 42 or (batch_size == 42 and asked.count(42) == 1)
+        peak = GIB + 24 * MIB * batch_size
+        future: Future[TriedSize] = Future()
+        future.set_result(TriedSize(Measurement(Verdict.FITS if fits else Verdict.OUT_OF_MEMORY, peak, peak), ()))
+        return future
+
+    assert search_tried(TriedSizes(attempt), SHAPE, predicted=predicted, line=line).max_batch_size == 42
+    asked.clear()
+    assert search_tried(TriedSizes(attempt, twice=True), SHAPE, predicted=predicted, line=line).max_batch_size == 41
+    assert {size: asked.count(size) for size in (41, 42, 43)} == {41: 2, 42: 2, 43: 1}
+    assert len(asked) <= 9
+
+
 @pytest.mark.parametrize("usable", [GIB + 10 * MIB, 2 * GIB, 5 * GIB])
 def test_an_unscaled_search_records_little(usable: int) -> None:
     """Two sizes, the predicted one and the one under it, and the one above where both run; the answer is exact."""

@@ -73,7 +73,7 @@ def record_step(
     with history.watching(), tracker.tracking():
         history.mark(-1, "model")
         _put_on_card(step)
-        labels.put_on_card()
+        labels.placed()
         step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
         labels.end()
         structure, sizes, shapes = history.collect()
