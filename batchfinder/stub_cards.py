@@ -18,6 +18,8 @@ _L2_MIB = {
     (10, 0): 126, (10, 3): 126, (12, 0): 96,
 }  # fmt: skip
 
+_UNLIMITED_BYTES = 1 << 40
+
 
 def stub_card(
     gpu: str | Gpu | None = None,
@@ -77,6 +79,12 @@ def card_of_device(device: Device) -> StubCard:
         context_bytes=context_bytes,
         compute_capability=device.compute_capability,
     )
+
+
+def recording_card(device: Device) -> str:
+    """Of a device's kind, with more memory than any step takes: what a step is recorded on, as `StubCard.setting`."""
+    whole = replace(card_of_device(device), name="", total_bytes=_UNLIMITED_BYTES, context_bytes=0, held_bytes=0)
+    return whole.setting
 
 
 def find_cuda_build(torch_version: str | None = None) -> CudaBuild:

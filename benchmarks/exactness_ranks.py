@@ -4,7 +4,7 @@ A cell is a model of real width and few layers, spread over GPUs by a strategy. 
 processes on PyTorch's CUDA build on the stub, each with a card of its own and the stub's NCCL between them, which call
 DDP or FSDP themselves (what splits layers and sequences is `training.strategies`); and by one process alone, tried,
 and recorded and replayed by the CUDA build and the fake device. Where an event of another stream is waited for, the
-host is ahead (`--events late` of `stub run`). With DDP it is not: NCCL would then hold each bucket until the host
+host is ahead (`--events in-order` of `stub run`). With DDP it is not: NCCL would then hold each bucket until the host
 waits, and with it the time decides when the first step's bucket goes. Needs `batchfinder stub install` and peft. Run:
 `python benchmarks/exactness_ranks.py`; `--only WORD` takes the cells whose name has the word, and `--dry-run` one of
 them, without writing.
@@ -93,7 +93,7 @@ def real_ranks(folder: Path, model: str, options: StepOptions, micro_batches: in
     """
     (folder / "config.json").write_text(json.dumps(MODELS[model]))
     settings = {name: value for name, value in vars(options).items() if value != getattr(StepOptions(), name)}
-    events = "early" if options.strategy in DDP_STRATEGIES else "late"
+    events = "early" if options.strategy in DDP_STRATEGIES else "in-order"
     with open_session([stub_card("A100", 40 << 30)] * options.gpus, events=events) as session:
         path = f"{ROOT}{os.pathsep}{session.variables()['PYTHONPATH']}"
         done = subprocess.run(

@@ -500,7 +500,8 @@ _ON_STUB: Options = {
         "default": "early",
         "metavar": "WHEN",
         "help": "when work on other streams is done: early (at once, the default), late (when the host waits for it), "
-        "or both, which runs the command twice and tells the range of what is reserved",
+        "in-order (when it waits for anything issued later), or both, which runs the command early and late and tells "
+        "the range of what is reserved",
     },
     "--addresses": {
         "default": "cuda",

@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     if len(asked) > 1:
         step = replace(step, lengths=asked, steps=len(asked))
     recorder, instead = named_recorder(arguments.recorder), list[str]()
-    chosen = choose_recorder(options, [model], [card]) if recorder == AUTO else recorder
+    chosen = choose_recorder(options, [card]) if recorder == AUTO else recorder
     with StatusLine() as line:
 
         def record(by: str) -> tuple[int | None, SimulatedProbe, SteadyState, str]:

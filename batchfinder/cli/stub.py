@@ -30,7 +30,7 @@ from batchfinder.stub_cards import open_session, stub_card
 from batchfinder.training.synonyms import one_of
 from batchfinder.units import MIB, parse_bytes
 
-BOTH_ENDS = "both"
+BOTH_ENDS, _ENDS = "both", ("early", "late")
 _IN_A_MACHINE = 8
 
 _PROBE = (
@@ -135,7 +135,7 @@ def _run(arguments: argparse.Namespace) -> int:
     cards = cards_of(arguments)
     events = one_of("--events", arguments.events, (*EVENTS, BOTH_ENDS))
     code, reserved = OK, []
-    for end in EVENTS if events == BOTH_ENDS else (events,):
+    for end in _ENDS if events == BOTH_ENDS else (events,):
         session = open_session(
             cards,
             build=find_build(arguments.torch),

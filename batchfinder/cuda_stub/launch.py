@@ -17,7 +17,7 @@ from batchfinder.cuda_stub.card import VARIABLE, StubCard, stub_setting
 from batchfinder.cuda_stub.compile import compiled_stub, preloaded
 
 ADDRESSES = ("cuda", "low", "rising", "falling")
-EVENTS = ("early", "late")
+EVENTS = ("early", "late", "in-order")
 VALUES = ("small", "all", "none")
 VALUES_VARIABLE = "BATCHFINDER_STUB_VALUES"
 EVENTS_MODULE = "batchfinder.recording.cuda_build.events"
@@ -73,7 +73,7 @@ class StubSession(contextlib.AbstractContextManager["StubSession"]):
         values: which values are computed, on the CPU: of `small` tensors as far as they are known, of `all` (which is
             slow), or `none`.
         events: `early`, or `late`: when work on other streams is done, at once or when the host waits for it. What a
-            card does lies between.
+            card does lies between. `in-order`: when the host waits for anything that was issued later.
         addresses: where segments lie, `cuda` for what memory snapshots show of cudaMalloc.
         ranks: whether NCCL exchanges small buffers between the processes; without it, all ranks are as this one.
 

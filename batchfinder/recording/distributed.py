@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from batchfinder.errors import InvalidValue
+from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.memory_use.sharding import bucket_sizes
 from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.recording.recorder import AllocationRecorder
@@ -190,8 +190,7 @@ def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: Al
     _give_addresses()
     model = workload.model
     if workload.parallelize is not None:
-        made = workload.parallelize(model, mesh)
-        model = made if isinstance(made, nn.Module) else model
+        model = _parallelized(workload, mesh)
     else:
         assert config.strategy is not None
         model = shard(model, config.strategy, mesh, config.precision)
@@ -199,15 +198,39 @@ def parallelize(workload: Workload, config: StepConfig, mesh: Any, recording: Al
     return model
 
 
-def spread(model: nn.Module, config: StepConfig) -> nn.Module:
+def _parallelized(workload: Workload, mesh: Any) -> nn.Module:
+    """A model spread over a mesh by the workload's own calls: itself, or what they return in its place."""
+    assert workload.parallelize is not None
+    made = workload.parallelize(workload.model, mesh)
+    return made if isinstance(made, nn.Module) else workload.model
+
+
+def spread(workload: Workload, config: StepConfig) -> nn.Module:
     """Put a model of real CPU tensors on a card as one of several GPUs has it, by PyTorch's own DDP or sharding.
 
     Returns:
         What is trained: the model, or what it is wrapped in.
+
+    Raises:
+        InvalidValue: nothing says how the model is spread over so many GPUs, or two things do.
+        RecordingFailed: the workload's own sharding leaves parameters in the host's memory.
     """
-    strategy = config.strategy
+    model, strategy, sharded = workload.model, config.strategy, shards(workload, config)
+    if workload.parallelize is not None:
+        from torch.distributed.tensor import DTensor
+
+        model = _parallelized(workload, make_mesh(config, device_type="cuda"))
+        for each in (*model.parameters(), *model.buffers()):
+            if not isinstance(each, DTensor):
+                each.data = each.data.to("cuda")
+            elif each.device.type == "cpu":
+                raise RecordingFailed(
+                    "parameters in the host's memory (CPUOffloadPolicy): their optimizer would compute on this "
+                    "machine's CPU, and PyTorch's CUDA build does not record that. Ask for --recorder fake-device."
+                )
+        return model
     assert strategy is not None
-    if STRATEGIES[strategy].shards:
+    if sharded:
         mesh = make_mesh(config, fullest_shard(model, config.gpus) if strategy in FSDP1_STRATEGIES else 0, "cuda")
         return shard(model, strategy, mesh, config.precision, lambda module: module.to("cuda"))
     model.to("cuda")

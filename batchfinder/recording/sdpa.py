@@ -139,6 +139,11 @@ def choose_kernel(capability: tuple[int, int], call: AttentionCall) -> str:
     return "math"
 
 
+FLASH_NEEDS = (
+    "sdpa or eager: flash attention needs compute capability 8.0, half precision, heads of at most 256 and no mask"
+)
+
+
 def require_flash(capability: tuple[int, int], call: AttentionCall) -> str:
     """The flash kernel, which the user asked for by name.
 
@@ -150,8 +155,8 @@ def require_flash(capability: tuple[int, int], call: AttentionCall) -> str:
         raise InvalidValue(
             "attention",
             "flash",
-            "sdpa or eager: flash attention needs compute capability 8.0, half precision, heads of at most 256 and no "
-            f"mask; this is {kind} on {capability[0]}.{capability[1]}{'' if call.mask is None else ', with a mask'}",
+            f"{FLASH_NEEDS}; this is {kind} on {capability[0]}.{capability[1]}"
+            f"{'' if call.mask is None else ', with a mask'}",
         )
     return "flash"
 

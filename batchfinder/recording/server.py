@@ -20,6 +20,7 @@ import resource
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -53,6 +54,8 @@ _OBJECTS_OF_IMPORTS = 50_000
 
 Nearly all of them stay: by Python's own 700 it took a tenth of the time.
 """
+_USED_CUDA = 75
+"""The exit code of a fork that was to go on as the server, and cannot."""
 _BATCH_SECONDS = 5
 """What a few batches of the user's may take to be made, to see whether lengths make a difference to them."""
 # What PyTorch and Python say where memory is not given.
@@ -85,13 +88,20 @@ class RecordingServer:
     recorder: str = FAKE_DEVICE
     workload: Any = None
     built_in_forks: dict[str, Any] | None = None
-    """How to build a workload that cannot be built here: bitsandbytes, which peft imports, would initialize CUDA."""
+    """How to build a workload whose building uses CUDA, as importing bitsandbytes does, which peft imports."""
     not_built: BaseException | None = None
     mode: Any = None
     warnings: list[str] = field(default_factory=list)  # what the user is told of the build
+    opened: bool = False
+    end: threading.Thread | None = None
 
     def serve(self) -> None:
-        """Answer until the parent hangs up."""
+        """Answer until the parent hangs up, and wait for what ends this process then."""
+        self.end = end_with_parent(self.requests, self.folder)
+        self._serve()
+        self.end.join()
+
+    def _serve(self) -> None:
         waiting: list[dict[str, Any]] = []
         running: dict[int, _Running] = {}  # by the pipe that closes as a recording ends
         selector = selectors.DefaultSelector()
@@ -118,12 +128,13 @@ class RecordingServer:
                     os.close(done)
                     answer(self.answers, {"id": each.number, "exit": code})
             if any(key.fd == self.requests for key, _ in ready):
-                chunk = os.read(self.requests, 1 << 16)
+                chunk = os.read(self.requests, 1 << 16 if self.opened else 1)  # a fork may go on from there
                 if not chunk:
                     return
                 *lines, buffer = (buffer + chunk).split(b"\n")
                 for request in map(json.loads, lines):
                     if "open" in request:
+                        self.opened = True
                         self._open(**request["open"])
                     else:
                         waiting.append(request)
@@ -151,11 +162,13 @@ class RecordingServer:
 
     def _open(self, builder: str, arguments: dict[str, Any]) -> None:
         """Build the workload and answer with the facts about it, or with why it could not be built."""
-        thresholds = gc.get_threshold()
+        thresholds, in_a_fork = gc.get_threshold(), False
+        adapts = bool(arguments.get("lora") or arguments.get("quantization"))
         gc.set_threshold(_OBJECTS_OF_IMPORTS)
         try:
             import torch
 
+            from batchfinder.models.build import is_factory
             from batchfinder.recording.fake_device import FakeDeviceMode
             from batchfinder.recording.modules import compiled_modules
             from batchfinder.recording.user_kernels import skip_triton_launches
@@ -168,11 +181,13 @@ class RecordingServer:
             else:
                 import_module("batchfinder.recording.cuda_build.record_step")  # here once, and not in every fork
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
-            if not on_fake_device and (arguments.get("lora") or arguments.get("quantization")):
-                self.built_in_forks = {"builder": builder, "arguments": arguments}
-                found = self._in_a_fork(lambda: self._facts(self._build(builder, arguments), builder, arguments))
-                answer(self.answers, {"facts": found["result"]} if "result" in found else found)
-                return
+            if not on_fake_device and (adapts or is_factory(str(arguments.get("spec", builder)))):
+                in_a_fork = self._go_on_in_a_fork()
+                if not in_a_fork:
+                    with suppress(Exception):  # raised again, and told, in the forks
+                        import_module("transformers.modeling_utils")  # here once, and not in each of them
+                    self.built_in_forks = {"builder": builder, "arguments": arguments}
+                    return
             self.workload = self._build(builder, arguments)
             if compiled_modules(self.workload.model) and find_spec("triton") is not None:
                 if on_fake_device:  # here once, and not in every fork
@@ -191,6 +206,26 @@ class RecordingServer:
             answer(self.answers, {"facts": facts})
         finally:
             gc.set_threshold(*thresholds)
+        if in_a_fork and (adapts or _used_cuda()):
+            os._exit(_USED_CUDA)
+
+    def _go_on_in_a_fork(self) -> bool:
+        """Serve from a fork on, in which this returns True. This process waits, and ends as the fork does.
+
+        It returns False in this one where building used CUDA in the fork, whose own forks could not use it then.
+        """
+        process = os.fork()
+        if process == 0:
+            self.end = end_with_parent(self.requests, self.folder)
+            return True
+        code = ended(process, wait=True)
+        if code == _USED_CUDA:
+            return False
+        if code is not None and code < 0:
+            os.kill(os.getpid(), -code)
+        if code == 0 and self.end is not None:  # the parent has hung up, or the user's code has ended the fork
+            self.end.join(1)
+        os._exit(code or 0)
 
     def _facts(self, workload: Any, builder: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """The fields of `WorkloadFacts`."""
@@ -365,6 +400,16 @@ class RecordingServer:
         os._exit(0)
 
 
+def _used_cuda() -> bool:
+    """Whether this process has used CUDA, in PyTorch's own words: its forks cannot."""
+    import torch
+
+    process = os.fork()
+    if process == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return ended(process, wait=True) != 0
+
+
 def _reads_values(text: str) -> str:
     """Why code does not run on fake tensors: the last line of the user's own, and what it raised."""
     frames = re.findall(r'^  File "(.+)", line (\d+), in .+\n    (.+)$', text, re.MULTILINE)
@@ -389,10 +434,8 @@ def main(argv: list[str]) -> int:
     """Run a server: request pipe, answer pipe, folder, number of workers, seconds of silence, recorder."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may have been started by a process that ignores its children
-    requests, folder = int(argv[0]), Path(argv[2])
-    end = end_with_parent(requests, folder)
-    RecordingServer(requests, int(argv[1]), folder, int(argv[3]), float(argv[4]), argv[5]).serve()
-    end.join()
+    folder = Path(argv[2])
+    RecordingServer(int(argv[0]), int(argv[1]), folder, int(argv[3]), float(argv[4]), argv[5]).serve()
     return 0
 
 

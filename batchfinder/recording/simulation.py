@@ -32,7 +32,7 @@ from batchfinder.simulator.blocks import DeviceMemory
 from batchfinder.simulator.scaling import NO_SCRATCH, TraceSource, between_gpus
 from batchfinder.simulator.steady_state import SimulatedProbe, fill_card, predict_max_batch_size
 from batchfinder.simulator.trace import Trace
-from batchfinder.stub_cards import card_of_device, open_session
+from batchfinder.stub_cards import card_of_device, open_session, recording_card
 from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, line_of_crash, revive
 from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RecordingJob, StepConfig, WorkloadFacts, WorkloadSpec
@@ -41,8 +41,6 @@ _T = TypeVar("_T")
 _CONFIRMATIONS = 8
 """Searches for an answer, each with more sizes recorded than the one before: of a compiled step, or of one that differs
 from what it was scaled to."""
-_STUB_BYTES = 1 << 40
-"""Of a card on which steps are recorded, whatever the simulated one has: more than any step takes."""
 _SMALLEST_SHARE = 128
 """Of a size: what it is narrowed down to where what comes after the first steps decides."""
 _MOST_SLOPE = 2.0
@@ -50,6 +48,8 @@ _MOST_SLOPE = 2.0
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 _NO_CARDS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+# On the stub `torch.cuda.is_available()` asks NVML: asking CUDA would keep forks of that process from using it.
+_ASKS_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # It is recorded in forks, which do not have the threads that OpenMP has started.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
@@ -86,7 +86,8 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         with contextlib.ExitStack() as failed:  # there may be no more descriptors, processes, threads or memory
             if self._stub is not None:
                 failed.callback(self._stub.close)
-            environment = {**_ONE_THREAD, **(_NO_CARDS if self._stub is None else self._stub.variables())}
+            on_stub = {} if self._stub is None else {**self._stub.variables(), **_ASKS_NVML}
+            environment = {**_ONE_THREAD, **(on_stub or _NO_CARDS)}
             folder = child_process.temporary_folder()
             silent = str(child_process.SILENT_SECONDS)
             # On the CUDA build the first step at a size compiles, whatever other processes have compiled: that takes
@@ -360,10 +361,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         unmodelled = [assumed] if device.assumed_capability else []
         if allocator is not None:
             unmodelled += [f"the allocator's setting {setting}" for setting in allocator.unmodelled]
-        card = ""
-        if self.recorder == CUDA_BUILD:
-            whole = replace(card_of_device(device), name="", total_bytes=_STUB_BYTES, context_bytes=0, held_bytes=0)
-            card = whole.setting
+        card = recording_card(device) if self.recorder == CUDA_BUILD else ""
         source = self.source(device.compute_capability, seq_lens, device.reduces_on, card)
         return SimulatedProbe(source, memory, allocator, unmodelled)
 

@@ -114,7 +114,7 @@ def check_request(
     if options.strategy is None:  # several are tried
         options = replace(options, gpus=1)
     named = named_recorder(recorder)
-    taken = choose_recorder(options, [model], [chosen]) if named == AUTO else named
+    taken = choose_recorder(options, [chosen]) if named == AUTO else named
     return EstimateRequest(
         model=model,
         batch_size=parse_count(batch_size, "batch_size"),

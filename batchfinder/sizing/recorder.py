@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 
@@ -17,22 +17,18 @@ _MOST_CARDS = 4
 """For more, whose sizes would each be tried, the recordings of the fake device are several times faster."""
 
 
-def choose_recorder(options: StepOptions, models: Iterable[str], cards: Sequence[Card]) -> str:
+def choose_recorder(options: StepOptions, cards: Sequence[Card]) -> str:
     """PyTorch's CUDA build where it is here, and takes the step; else the fake device.
 
-    It takes a step of a named model on NVIDIA's GPUs, of several by name, and is chosen for up to four cards. What it
-    takes by Triton or bitsandbytes needs these here.
+    It takes steps on NVIDIA's GPUs, and is chosen for up to four cards. What it takes by Triton or bitsandbytes needs
+    these here.
     """
-    if options.strategy is None:
-        spreads = options.gpus == 1 and all(card.count == 1 for card in cards)
-    else:
-        spreads = not STRATEGIES[options.strategy].not_on_cuda_build
+    spreads = options.strategy is None or not STRATEGIES[options.strategy].not_on_cuda_build
     needed = {"triton": options.compile is not None, "bitsandbytes": options.quantization is not None}
     takes = options.quantization != "int8" and options.optimizer != OFFLOADED_OPTIMIZER
     takes &= all(find_spec(library) is not None for library, is_needed in needed.items() if is_needed)
-    named = all(":" not in model for model in models)
     of_nvidia = not any(card.device.assumed_capability for card in cards)
-    if spreads and takes and named and of_nvidia and len(cards) <= _MOST_CARDS:
+    if spreads and takes and of_nvidia and len(cards) <= _MOST_CARDS:
         with suppress(StubUnavailable):
             compiled_stub(find_build())
             return CUDA_BUILD

@@ -161,7 +161,7 @@ def check_request(
     recorder = named_recorder(recorder) if simulated or recorder != AUTO else FAKE_DEVICE
     request = replace(request, chooses_recorder=recorder == AUTO)
     if request.chooses_recorder:
-        recorder = choose_recorder(request.options, request.models, request.place.cards)
+        recorder = choose_recorder(request.options, request.place.cards)
     request = replace(request, options=replace(request.options, recorder=recorder))
     if recorder == CUDA_BUILD:
         if not simulated:

@@ -233,7 +233,7 @@ class CudaStubFixture(Protocol):
             count: how many cards.
             held: what something else holds of each, or a list with one for each card.
             values: whether values of small tensors are computed.
-            events: `early` or `late`: when work on other streams is done.
+            events: `early`, `late` or `in-order`: when work on other streams is done.
             addresses: where segments lie: `cuda`, `low`, `rising` or `falling`.
             keep_events: whether `StubRun.events` has what the allocator did.
             allocator: as PYTORCH_CUDA_ALLOC_CONF has it, such as `expandable_segments:True`.

@@ -22,6 +22,7 @@ from typing import Any
 
 from batchfinder.devices import host_name
 from batchfinder.simulator.trace import Trace
+from batchfinder.training.spec import FAKE_DEVICE, RECORDERS
 from batchfinder.units import format_bytes
 from batchfinder.versions import installed
 from benchmarks.measured.case import RESERVED, Case, record
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this")
     parser.add_argument("--resume", action="store_true", help="leave out rows that the result has")
     parser.add_argument("--scores", action="store_true", help="of the results that are there; record nothing")
+    parser.add_argument("--recorder", choices=RECORDERS, default=FAKE_DEVICE, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args()
     unknown = set(arguments.source) - set(SOURCES)
@@ -47,7 +49,7 @@ def main() -> int:
     sources = arguments.source or SOURCES
     arguments.out.mkdir(parents=True, exist_ok=True)
     for source in () if arguments.scores else sources:
-        _run(source, arguments.out / f"{source}.json", arguments.only, arguments.resume)
+        _run(source, arguments.out / f"{source}.json", arguments.only, arguments.resume, arguments.recorder)
     results = {source: arguments.out / f"{source}.json" for source in sources}
     there = {source: path for source, path in results.items() if path.exists()}
     rows = {source: json.loads(path.read_text(encoding="utf-8"))["rows"] for source, path in there.items()}
@@ -80,7 +82,7 @@ def other_estimators(source: str, rows: Sequence[Mapping[str, Any]]) -> dict[str
     return {**others, "PyTorch's MemTracker": tracked} if tracked else others
 
 
-def _run(source: str, path: Path, only: str, resume: bool) -> None:
+def _run(source: str, path: Path, only: str, resume: bool, recorder: str) -> None:
     """Record the rows of a source that are asked for, and write its result after each."""
     rows: dict[str, Any] = {}
     if (resume or only) and path.exists():
@@ -88,7 +90,7 @@ def _run(source: str, path: Path, only: str, resume: bool) -> None:
     cases: list[Case] = list(importlib.import_module(f"benchmarks.measured.{source}.cases").cases())
     asked = [case for case in cases if only in case.name and not (resume and case.name in rows)]
     drawn = [case.drawn() for case in asked]
-    answers = record([each for draws in drawn for _, each in draws])
+    answers = record([each for draws in drawn for _, each in draws], recorder)
     for case, draws in zip(asked, drawn, strict=True):
         start = time.perf_counter()
         row, words = _row(case, [(times, *next(answers)) for times, _ in draws])

@@ -20,7 +20,8 @@ from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemo
 from batchfinder.simulator.replay import Timeline, replay
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
-from batchfinder.training.spec import STRATEGIES, RecordingJob, StepConfig, WorkloadSpec
+from batchfinder.stub_cards import recording_card
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, STRATEGIES, RecordingJob, StepConfig, WorkloadSpec
 
 ALLOCATED = "peak allocated"
 """`torch.cuda.max_memory_allocated()`."""
@@ -228,7 +229,7 @@ def reserved_with_emptied_cache(
     return allocator.max_reserved
 
 
-def record(cases: Sequence[Case]) -> Iterable[tuple[Case, Trace | Exception]]:
+def record(cases: Sequence[Case], recorder: str = FAKE_DEVICE) -> Iterable[tuple[Case, Trace | Exception]]:
     """The trace of each case, or the error that its recording ended with.
 
     One process has imported everything and built the first case's model; the other models are built in its forks, as
@@ -236,12 +237,13 @@ def record(cases: Sequence[Case]) -> Iterable[tuple[Case, Trace | Exception]]:
     """
     if not cases:
         return
-    with contextlib.closing(RecordingClient(cases[0].workload)) as client:
+    with contextlib.closing(RecordingClient(cases[0].workload, recorder=recorder)) as client:
         futures = []
         for case in cases:
-            capability = device_for(find_gpu(case.gpu)).compute_capability
+            device = device_for(find_gpu(case.gpu))
             workload = None if case.workload == client.spec else case.workload
-            job = RecordingJob(case.step, capability, case.batch_size, case.seq_len, workload)
+            card = recording_card(device) if recorder == CUDA_BUILD else ""
+            job = RecordingJob(case.step, device.compute_capability, case.batch_size, case.seq_len, workload, card)
             futures.append(client.submit(job))
         for case, future in zip(cases, futures, strict=True):
             try:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from batchfinder.cli.sweep_request import read_request
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.devices.cards import card
-from batchfinder.errors import CudaStubUnavailable, RecordingFailed
+from batchfinder.errors import CudaStubUnavailable, InvalidValue, RecordingDied, RecordingFailed, UserCodeFailed
 from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.estimate import EstimateRequest
 from batchfinder.report.sweep import SweepRow, sweep_table
@@ -129,7 +130,7 @@ def test_adapters_on_the_fake_device_leave_the_card_to_later_recordings(tmp_path
 
 
 def test_what_it_does_not_record_is_said() -> None:
-    """DeepSpeed's ZeRO-2, and a model that brings no sharding of its own; one GPU is recorded in the same process."""
+    """DeepSpeed's ZeRO-2, and a model that nothing spreads; one GPU is recorded in the same process."""
     spec = WorkloadSpec("tests.builders.small:mlp")
     with RecordingClient(spec, recorder=CUDA_BUILD) as recorder:
         setting = card_of_device(device_for(find_gpu("T4"))).setting
@@ -139,7 +140,7 @@ def test_what_it_does_not_record_is_said() -> None:
         assert alone.result().structure.order
         with pytest.raises(RecordingFailed, match=r"ZeRO-2 .*imitated.*: PyTorch's CUDA build does not record that"):
             imitated.result()
-        with pytest.raises(RecordingFailed, match="own sharding: PyTorch's CUDA build does not record that"):
+        with pytest.raises(InvalidValue, match="with 2 GPUs, or a workload with `parallelize`"):
             own.result()
 
 
@@ -169,28 +170,113 @@ def test_a_sweep_finds_what_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "options", "gpus", "expected"),
+    ("options", "gpus", "expected"),
     [
-        (["bert-base", "config.json"], {}, ["T4", "H100"], CUDA_BUILD),
-        (["bert-base"], {"lora": 8, "precision": "bf16-mixed"}, ["T4"], CUDA_BUILD),
-        (["mine:factory"], {}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {"compile": "model"}, ["T4"], CUDA_BUILD),
-        (["bert-base"], {"lora": 8, "quantization": "nf4"}, ["T4"], CUDA_BUILD),
-        (["bert-base"], {"lora": 8, "quantization": "int8"}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {"optimizer": "adamw-offload"}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {"gpus": 2, "strategy": "ddp"}, ["T4"], CUDA_BUILD),
-        (["bert-base"], {"gpus": 8, "strategy": "fsdp2", "lora": 8}, ["T4", "A100"], CUDA_BUILD),
-        (["bert-base"], {"gpus": 2, "strategy": "tp"}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {"gpus": 2, "strategy": "zero2"}, ["T4"], FAKE_DEVICE),
-        (["bert-base"], {}, ["MI300X"], FAKE_DEVICE),
-        (["bert-base"], {}, ["T4", "V100", "A100", "H100", "L4"], FAKE_DEVICE),
+        ({}, ["T4", "H100"], CUDA_BUILD),
+        ({"lora": 8, "precision": "bf16-mixed"}, ["T4"], CUDA_BUILD),
+        ({"compile": "model"}, ["T4"], CUDA_BUILD),
+        ({"lora": 8, "quantization": "nf4"}, ["T4"], CUDA_BUILD),
+        ({"lora": 8, "quantization": "int8"}, ["T4"], FAKE_DEVICE),
+        ({"optimizer": "adamw-offload"}, ["T4"], FAKE_DEVICE),
+        ({"gpus": 2, "strategy": "ddp"}, ["T4"], CUDA_BUILD),
+        ({"gpus": 8, "strategy": "fsdp2", "lora": 8}, ["T4", "A100"], CUDA_BUILD),
+        ({"gpus": 2, "strategy": "tp"}, ["T4"], FAKE_DEVICE),
+        ({"gpus": 2, "strategy": "zero2"}, ["T4"], FAKE_DEVICE),
+        ({}, ["MI300X"], FAKE_DEVICE),
+        ({}, ["T4", "V100", "A100", "H100", "L4"], FAKE_DEVICE),
     ],
 )
-def test_it_is_chosen_for_what_it_takes(
-    models: list[str], options: dict[str, Any], gpus: list[str], expected: str
-) -> None:
-    """Steps of named models on NVIDIA's GPUs, and few cards; of several GPUs what PyTorch spreads itself."""
-    assert choose_recorder(StepOptions.checked(**options), models, list(map(card, gpus))) == expected
+def test_it_is_chosen_for_what_it_takes(options: dict[str, Any], gpus: list[str], expected: str) -> None:
+    """Steps on NVIDIA's GPUs, and few cards; of several GPUs what PyTorch, or the workload, spreads itself."""
+    assert choose_recorder(StepOptions.checked(**options), list(map(card, gpus))) == expected
+
+
+def asks_for_a_card() -> Workload:
+    """A factory that asks for CUDA, as most do, and does not use it."""
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 1
+    return mlp()
+
+
+def on_the_card() -> Workload:
+    """A factory that uses CUDA, as importing bitsandbytes does."""
+    assert torch.cuda.is_available()
+    torch.cuda.get_device_properties(0)
+    return mlp()
+
+
+def fails_on_the_card() -> Workload:
+    """One that fails then."""
+    on_the_card()
+    raise ValueError("no model")
+
+
+def ends_the_process() -> Workload:
+    """One that ends the process that it is in."""
+    os._exit(3)
+
+
+def test_a_factory_that_uses_cuda_is_built_in_each_recording() -> None:
+    """In whose process the card is the one in question, and not that of the process before."""
+    factories = "tests.builders.small:mlp", f"{__name__}:asks_for_a_card", f"{__name__}:on_the_card"
+    rows = [sweep(each, gpus="T4", seq_lens=(), cache=False, recorder=CUDA_BUILD)[0] for each in factories]
+    assert rows[0].batch_size > 1
+    assert len({(row.batch_size, row.peak_reserved_bytes) for row in rows}) == 1
+
+
+def test_a_factory_that_fails_says_so() -> None:
+    """Its own error, or how its process ended."""
+    for factory, kind, words in (
+        ("fails_on_the_card", UserCodeFailed, "ValueError: no model"),
+        ("ends_the_process", RecordingDied, "exited with 3"),
+    ):
+        spec = WorkloadSpec(f"{__name__}:{factory}")
+        with RecordingClient(spec, recorder=CUDA_BUILD) as client, pytest.raises(kind, match=words):
+            client.facts()
+
+
+def test_flash_attention_is_the_kernel_or_refused(tmp_path: Path) -> None:
+    """An H100 would run cuDNN's, and a T4 has none."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    options, seen = StepOptions(attention="flash", precision="16-mixed"), {}
+    with Simulation(options.workload(str(path)), options.step(), CUDA_BUILD) as simulation:
+        for gpu in ("H100", "T4"):
+            device = device_for(find_gpu(gpu))
+            tried = simulation.tried_sizes(device, AllocatorSettings())
+            seen[gpu] = simulation.probe(device, [64]), tried
+        probe, tried = seen["H100"]
+        names = {name for name in probe.trace(4, Shape(64), exact=True).structure.operators if "_attention" in name}
+        assert names == {
+            "aten._scaled_dot_product_flash_attention.default",
+            "aten._scaled_dot_product_flash_attention_backward.default",
+        }
+        assert tried(4, Shape(64)).fits
+        probe, tried = seen["T4"]
+        for refused in (lambda: probe.trace(4, Shape(64), exact=True), lambda: tried(4, Shape(64))):
+            with pytest.raises(InvalidValue, match=r"flash attention needs compute capability 8.0.* this card has 7.5"):
+                refused()
+
+
+def test_a_workload_is_sharded_by_its_own_calls() -> None:
+    """A rank holds its share, as on the fake device; what stays in the host's memory is left to that."""
+    spec, device = WorkloadSpec("tests.builders.sharded:sharded_by_hand"), device_for(find_gpu("H100"))
+    config, held, peaks = StepConfig(gpus=4, steps=3), [], []
+    for recorder in (CUDA_BUILD, FAKE_DEVICE):
+        with Simulation(spec, config, recorder) as simulation:
+            probe = simulation.probe(device, [16])
+            trace = probe.trace(64, Shape(16), exact=True)
+            peaks.append(probe.unlimited(64, Shape(16)).max_allocated_bytes)
+        by_kind = Counter[str]()
+        for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True):
+            by_kind[kind] += size
+        held.append({kind: by_kind[kind] for kind in ("parameter", "optimizer", "gradient")})
+    assert held[0] == held[1]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+    offloaded = replace(spec, arguments={"offload": True})
+    refused = pytest.raises(RecordingFailed, match="parameters in the host's memory")
+    with Simulation(offloaded, config, CUDA_BUILD) as simulation, refused:
+        simulation.probe(device, [16]).trace(64, Shape(16), exact=True)
 
 
 def test_it_is_what_a_sweep_and_an_estimate_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,5 +26,5 @@ def test_what_is_typed_comes_before_the_environment(monkeypatch: pytest.MonkeyPa
 def test_without_a_cuda_build_the_fake_device_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is downloaded for it."""
     monkeypatch.setenv("BATCHFINDER_STUB_DIR", str(tmp_path))
-    assert choose_recorder(StepOptions(), ["bert-base"], [card("T4")]) == "fake-device"
+    assert choose_recorder(StepOptions(), [card("T4")]) == "fake-device"
     assert not list(tmp_path.iterdir())

@@ -40,7 +40,7 @@ struct settings {
     int cards;  // all of them, whatever CUDA_VISIBLE_DEVICES hides
     struct card card[MAX_CARDS];
     int visible, physical[MAX_CARDS];  // what CUDA_VISIBLE_DEVICES leaves, and which card each is
-    int late;                          // an event is complete only when the host has waited for it
+    int events;                        // when an event is complete, an enum events
     int addresses;                     // where segments lie, an enum addresses
     size_t copied;                     // copies up to so many bytes are real
     int verbose;
@@ -48,6 +48,7 @@ struct settings {
     int ranks;          // processes of one job exchange small NCCL buffers through the folder
     char cudnn[3072];   // the folder of cuDNN's own libraries; empty for none
 };
+enum events { EVENTS_EARLY, EVENTS_LATE, EVENTS_IN_ORDER };
 enum addresses { ADDRESSES_CUDA, ADDRESSES_LOW, ADDRESSES_RISING, ADDRESSES_FALLING };
 
 const struct settings *stub_settings(void);

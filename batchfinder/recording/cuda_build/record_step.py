@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batchfinder.cuda_stub.card import VARIABLE
-from batchfinder.errors import RecordingFailed
+from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.recording import distributed
 from batchfinder.recording.cuda_build import values
 from batchfinder.recording.cuda_build.allocations import AllocationHistory
 from batchfinder.recording.fake_device import move_module
 from batchfinder.recording.labels import StepLabels
 from batchfinder.recording.modules import ModuleTracker
+from batchfinder.recording.sdpa import FLASH_NEEDS
 from batchfinder.results import Measurement, Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.simulator.trace import Trace
@@ -32,11 +35,12 @@ def use_card(card: str) -> None:
     """Say what the stub's card is, as `StubCard.setting` has it, before CUDA is initialized, which reads it.
 
     Building a model may do that already, as bitsandbytes does when peft imports it. No other process shares the card's
-    memory, as those do that share a folder. The host is ahead of the card's streams until it waits for them.
+    memory, as those do that share a folder. The host is ahead of the card until it waits for it, and no stream of the
+    card's is behind the others: what was issued before what the host has waited for is done.
     """
     stub, _, _ = os.environ[VARIABLE].partition("|")
     alone = ";".join(each for each in stub.split(";") if not each.startswith("folder="))
-    os.environ[VARIABLE] = f"{alone};events=late|{card}"
+    os.environ[VARIABLE] = f"{alone};events=in-order|{card}"
 
 
 def record_step(
@@ -63,6 +67,7 @@ def record_step(
         The trace, sizes in bytes as they were asked for.
 
     Raises:
+        InvalidValue: flash attention was asked for, and the card has none for it.
         RecordingFailed: the step is one that only the fake device records.
     """
     _check(workload, config)
@@ -74,7 +79,8 @@ def record_step(
         history.mark(-1, "model")
         _put_on_card(step)
         labels.placed()
-        step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
+        with _attention(config):
+            step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
         labels.end()
         structure, sizes, shapes = history.collect()
     flops = history.flops // (config.steps * config.micro_batches)
@@ -96,6 +102,7 @@ def try_step(
         What the allocator says of the size, and in words what that leaves out.
 
     Raises:
+        InvalidValue: flash attention was asked for, and the card has none for it.
         RecordingFailed: the step is one that only the fake device records.
     """
     _check(workload, config)
@@ -111,7 +118,8 @@ def try_step(
     message = ""
     try:
         _put_on_card(step)
-        step.run(batch_size, seq_len, more=goes_on, loading=lambda: mode)
+        with _attention(config):
+            step.run(batch_size, seq_len, more=goes_on, loading=lambda: mode)
     except torch.OutOfMemoryError as error:
         message = str(error)
     verdict = Verdict.FITS
@@ -121,6 +129,26 @@ def try_step(
         verdict, message = Verdict.THRASHING, Verdict.THRASHING.value
     peaks = torch.cuda.max_memory_allocated(_CARD), torch.cuda.max_memory_reserved(_CARD)
     return Measurement(verdict, *peaks, message=message), _unmodelled(workload, config)
+
+
+@contextmanager
+def _attention(config: StepConfig) -> Iterator[None]:
+    """Have attention run as the kernel that was asked for.
+
+    Raises:
+        InvalidValue: PyTorch has no flash kernel for it on this card.
+    """
+    if not config.flash:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        try:
+            yield
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            major, minor = torch.cuda.get_device_capability(_CARD)
+            raise InvalidValue("attention", "flash", f"{FLASH_NEEDS}; this card has {major}.{minor}") from error
 
 
 def _count(what: str) -> int:
@@ -134,7 +162,7 @@ def _put_on_card(step: Step) -> None:
     if step.config.gpus == 1:
         model.to(_CARD)
     else:
-        step.workload = replace(step.workload, model=distributed.spread(model, step.config))
+        step.workload = replace(step.workload, model=distributed.spread(step.workload, step.config))
 
 
 def _on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -167,8 +195,6 @@ def _not_recorded(workload: Workload, config: StepConfig) -> str:
     """What of a step is not recorded here; empty where all of it is."""
     if config.strategy is not None and (why := STRATEGIES[config.strategy].not_on_cuda_build):
         return f"{STRATEGIES[config.strategy].words} ({why})"
-    if config.gpus > 1 and config.strategy is None:
-        return "the workload's own sharding"
     if config.mode == "train" and workload.optimizer is None and config.optimizer == OFFLOADED_OPTIMIZER:
         return f"the optimizer {config.optimizer}, which would compute on this machine's CPU"
     if any(type(module).__name__ in _INT8 for module in workload.model.modules()):

@@ -10,7 +10,8 @@ static pthread_once_t read_once = PTHREAD_ONCE_INIT, see_once = PTHREAD_ONCE_INI
 static void set(char *name, char *value, struct card *card) {
     u64 number = strtoull(value, 0, 10);
     if (!card) {
-        if (!strcmp(name, "events")) settings.late = !strcmp(value, "late");
+        if (!strcmp(name, "events"))
+            settings.events = !strcmp(value, "late") ? EVENTS_LATE : !strcmp(value, "in-order") ? EVENTS_IN_ORDER : EVENTS_EARLY;
         else if (!strcmp(name, "addresses"))
             settings.addresses = !strcmp(value, "low") ? ADDRESSES_LOW : !strcmp(value, "rising") ? ADDRESSES_RISING
                                : !strcmp(value, "falling") ? ADDRESSES_FALLING : ADDRESSES_CUDA;

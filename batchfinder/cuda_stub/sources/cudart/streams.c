@@ -2,7 +2,8 @@
 //
 // Kernels do nothing, so when work is done is for nobody to say. Either everything is done at once, or (events=late) an event is complete
 // only when the host has waited for it, or for something that waited for it. What a card does lies between the two: PyTorch's
-// allocator does not give a block that another stream has used to anyone before that stream's event is complete.
+// allocator does not give a block that another stream has used to anyone before that stream's event is complete. With events=in-order
+// it is also complete when the host has waited for anything that was issued later, on whatever stream, as if no stream fell behind.
 #include "cudart.h"
 #include <pthread.h>
 
@@ -17,6 +18,7 @@ struct stream {
 struct event {
     struct stream *stream;  // where it was recorded last; NULL before that
     u64 point, *seen, capture;
+    u64 issued;  // when, among all that were recorded
     size_t room;
 };
 struct graph { u64 launches; };
@@ -26,6 +28,7 @@ static struct stream **streams;  // that live
 static size_t n_streams, room_streams, numbers;
 static u64 *done;  // of each stream, by its number: up to which point the host knows it to be complete
 static size_t room_done;
+static u64 issued, waited_for;  // how many events have been recorded, and up to which the host has waited, on whatever stream
 static u64 captures;
 
 static void before_fork(void) { pthread_mutex_lock(&lock); }
@@ -72,7 +75,8 @@ static void join(u64 **seen, size_t *room, const u64 *others, size_t count) {
     grow(seen, room, count);
     for (size_t i = 0; i < count; i++) if ((*seen)[i] < others[i]) (*seen)[i] = others[i];
 }
-static void complete(const struct stream *stream, u64 point, const u64 *seen, size_t count) {
+static void complete(const struct stream *stream, u64 point, const u64 *seen, size_t count, u64 when) {
+    if (waited_for < when) waited_for = when;
     if (done[stream->number] < point) done[stream->number] = point;
     for (size_t i = 0; i < count; i++) if (done[i] < seen[i]) done[i] = seen[i];
 }
@@ -98,20 +102,20 @@ int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 int cudaStreamSynchronize(void *handle) {
     struct stream *stream = stream_of(handle);
     pthread_mutex_lock(&lock);
-    complete(stream, ++stream->recorded, stream->seen, stream->room);
+    complete(stream, ++stream->recorded, stream->seen, stream->room, issued);
     pthread_mutex_unlock(&lock);
     return context_error();
 }
 void streams_synchronize_all(void) {
     pthread_mutex_lock(&lock);
-    for (size_t i = 0; i < n_streams; i++) complete(streams[i], ++streams[i]->recorded, streams[i]->seen, streams[i]->room);
+    for (size_t i = 0; i < n_streams; i++) complete(streams[i], ++streams[i]->recorded, streams[i]->seen, streams[i]->room, issued);
     pthread_mutex_unlock(&lock);
 }
 int cudaDeviceSynchronize(void) { streams_synchronize_all(); return context_error(); }
 int cudaStreamQuery(void *handle) {
     struct stream *stream = stream_of(handle);
     pthread_mutex_lock(&lock);
-    int ready = !stub_settings()->late || done[stream->number] >= stream->recorded;
+    int ready = stub_settings()->events == EVENTS_EARLY || done[stream->number] >= stream->recorded;
     pthread_mutex_unlock(&lock);
     return ready ? context_error() : failed(NOT_READY);
 }
@@ -130,6 +134,7 @@ int cudaEventRecord(void *handle, void *on) {
     pthread_mutex_lock(&lock);
     event->stream = stream;
     event->point = ++stream->recorded;
+    event->issued = ++issued;
     event->capture = stream->capture;
     grow(&event->seen, &event->room, stream->room);
     memcpy(event->seen, stream->seen, stream->room * sizeof *stream->seen);
@@ -142,16 +147,17 @@ int cudaEventQuery(void *handle) {
     struct event *event = handle;
     int dead = context_error();
     if (dead) return dead;
-    if (!stub_settings()->late) return SUCCESS;
+    if (stub_settings()->events == EVENTS_EARLY) return SUCCESS;
     pthread_mutex_lock(&lock);
     int ready = !event->stream || done[event->stream->number] >= event->point;
+    ready |= stub_settings()->events == EVENTS_IN_ORDER && event->issued <= waited_for;
     pthread_mutex_unlock(&lock);
     return ready ? SUCCESS : failed(NOT_READY);
 }
 int cudaEventSynchronize(void *handle) {
     struct event *event = handle;
     pthread_mutex_lock(&lock);
-    if (event->stream) complete(event->stream, event->point, event->seen, event->room);
+    if (event->stream) complete(event->stream, event->point, event->seen, event->room, event->issued);
     pthread_mutex_unlock(&lock);
     return context_error();
 }
