@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from batchfinder.probe import Probe as Probe
     from batchfinder.recording.simulate import SimulatedTraining as SimulatedTraining
     from batchfinder.recording.simulate import simulate as simulate
-    from batchfinder.recording.simulate import what_fits as what_fits
     from batchfinder.recording.what_fits import Fit as Fit
     from batchfinder.recording.what_fits import WhatFits as WhatFits
     from batchfinder.report.estimate import Alternative as Alternative
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from batchfinder.sizing.estimate import estimate as estimate
     from batchfinder.sizing.sweep import SweepResult as SweepResult
     from batchfinder.sizing.sweep import sweep as sweep
+    from batchfinder.sizing.what_fits import what_fits as what_fits
     from batchfinder.training.step import Workload as Workload
 
 _PUBLIC = {
@@ -95,13 +95,14 @@ _PUBLIC = {
     "loop.tune": ("tune_batch_size",),
     "memory_use.breakdown": ("Estimate", "Kinds", "OverTime"),
     "probe": ("FunctionProbe", "Probe"),
-    "recording.simulate": ("SimulatedTraining", "simulate", "what_fits"),
+    "recording.simulate": ("SimulatedTraining", "simulate"),
     "recording.what_fits": ("Fit", "WhatFits"),
     "report.estimate": ("Alternative", "EstimateFindings"),
     "report.sweep": ("SweepRow",),
     "results": ("Measurement", "SearchResult", "Shape", "StopReason", "Trial", "Verdict"),
     "sizing.estimate": ("estimate",),
     "sizing.sweep": ("SweepResult", "sweep"),
+    "sizing.what_fits": ("what_fits",),
     "training.step": ("Workload",),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}

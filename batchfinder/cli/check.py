@@ -23,8 +23,9 @@ from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import Measurement, Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.sizing.recorder import take_with_recorder
 from batchfinder.sizing.sweep_request import Place
-from batchfinder.training.spec import StepOptions, seq_lens_of
+from batchfinder.training.spec import AUTO, StepOptions, WorkloadFacts, recorder_in_words, seq_lens_of
 from batchfinder.units import format_bytes
 
 DEFAULT_MODELS = ("bert-base", "gpt2", "resnet50")
@@ -58,7 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
     with StatusLine() as line:
         for model in models:
             asked = () if seq_len is None else (seq_len,)
-            row, left_out = check_model(model, options, micro_batches, batch_size, asked, place, line)
+            row, left_out = check_model(
+                model, options, micro_batches, batch_size, asked, place, line, arguments.recorder
+            )
             rows.append(row)
             unmodelled += [words for words in left_out if words not in unmodelled]
     found = {
@@ -76,7 +79,9 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
         return 0
     versions = ", ".join(f"{name} {version}" for name, version in place.versions.items())
-    details = (", ".join(options.words()), f"{format_bytes(card.device.usable_bytes)} usable; {versions}")
+    recorders = dict.fromkeys(f"recorder: {row['recorder']}" for row in rows)
+    usable = f"{format_bytes(card.device.usable_bytes)} usable; {versions}"
+    details = (", ".join(options.words()), usable, *recorders)
     title = f"Peaks of training steps on {card.name}, simulated and measured"
     Table(title, details, as_columns(rows), assumptions(unmodelled, arguments.explain)).show()
     return 0
@@ -90,11 +95,13 @@ def check_model(
     asked: tuple[int, ...],
     place: Place,
     line: StatusLine,
+    recorder: str = AUTO,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Simulate one model's steps at one size, then take them on the place's device.
 
     Args:
         asked: the sequence length, or nothing for the usual one of the model.
+        recorder: what the steps are simulated by: one of `RECORDERS`, or `auto`.
 
     Returns:
         A row of the result, in bytes, and what the simulation leaves out.
@@ -104,18 +111,23 @@ def check_model(
     """
     (card,) = place.cards
     spec, step = options.workload(model), options.step(micro_batches)
-    with Simulation(spec, step) as simulation:
-        line.update(f"recording {model}")
-        facts = simulation.facts()
-        seq_len = seq_lens_of(model, asked, facts)[-1]
-        probe = simulation.probe(card.device, [seq_len], AllocatorSettings.from_environment())
-        simulated = probe(batch_size, Shape(seq_len))
+
+    def simulate(by: str) -> tuple[WorkloadFacts, int | None, Measurement, tuple[str, ...]]:
+        with Simulation(spec, step, by) as simulation:
+            line.update(f"recording {model}")
+            facts = simulation.facts()
+            seq_len = seq_lens_of(model, asked, facts)[-1]
+            probe = simulation.probe(card.device, [seq_len], AllocatorSettings.from_environment())
+            return facts, seq_len, probe(batch_size, Shape(seq_len)), probe.unmodelled
+
+    (facts, seq_len, simulated, unmodelled), instead = take_with_recorder(recorder, options, [card], simulate)
     line.update(f"{model}: training steps on {card.name}")
     with ChildProcessProbe(spec, step, place.device) as real:
         measured = real(batch_size, Shape(seq_len))
     row: dict[str, Any] = {"model": model, "seq_len": seq_len, "batch_size": batch_size, "accumulation": micro_batches}
-    row |= {"versions": facts.versions, "simulated": _side(simulated), "measured": _side(measured)}
-    return row, probe.unmodelled
+    row |= {"recorder": recorder_in_words(facts.recorder, facts.versions["torch"]), "versions": facts.versions}
+    row |= {"simulated": _side(simulated), "measured": _side(measured)}
+    return row, (*unmodelled, *([instead] if instead else []))
 
 
 def _side(seen: Measurement) -> dict[str, Any]:

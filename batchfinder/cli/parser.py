@@ -401,7 +401,7 @@ PLAN = Command(
                 "help": "lora or qlora: train adapters as a runner-up too, not only where nothing else trains",
             },
         },
-        "the step to start from": _STEP,
+        "the step to start from": {**_STEP, **_RECORDER},
         "the output": {**_JSON, **_MARKDOWN, **_HTML, **_WRITE, "--explain": _PLOT["--explain"]},
     },
 )
@@ -419,7 +419,7 @@ CHECK = Command(
             "--device": {"default": "cuda", "metavar": "NAME", "help": "cuda (default) or cuda:1"},
             **_OFFLINE,
         },
-        "the step": _STEP,
+        "the step": {**_STEP, **_RECORDER},
         "the output": {
             **_JSON,
             "--out": {"metavar": "FILE", "help": "also write the same JSON, with the GPU, driver and versions"},

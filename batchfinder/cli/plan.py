@@ -12,14 +12,13 @@ from batchfinder.cli.options import asked_card, check_file, step_options, whole_
 from batchfinder.devices import Card
 from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import check_model_name
-from batchfinder.recording.simulation import Simulation
-from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits, check_micro_batch
+from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, WhatFits, check_micro_batch
 from batchfinder.report.made_by import made_by
 from batchfinder.report.page import PageCell, check_page, page_of
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.terminal import tell
 from batchfinder.report.what_fits import what_fits_table
-from batchfinder.results import Shape
+from batchfinder.sizing.what_fits import PlanSearch
 from batchfinder.training.spec import seq_lens_of
 from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
@@ -57,14 +56,20 @@ def main(arguments: argparse.Namespace) -> int:
     seq_len = whole_number("--seq-len", arguments.seq_len)
     if note:
         tell(f"batchfinder: {note}")
-    with StatusLine() as line, Simulation(asked.workload(model), asked.step()) as simulation:
-        line.update(f"building {model}")
-        (length,) = seq_lens_of(model, () if seq_len is None else (seq_len,), simulation.facts())
-        search = FitSearch(
-            model, asked, one, target, Shape(length), simulation, line.update,
-            min_micro_batch=least, exact=arguments.exact,
-        )  # fmt: skip
-        found = search.find(arguments.keep or (), arguments.allow or ())
+    search = PlanSearch(
+        model,
+        asked,
+        one,
+        target,
+        least,
+        arguments.exact,
+        arguments.keep or (),
+        arguments.allow or (),
+        arguments.recorder,
+    )
+    given = () if seq_len is None else (seq_len,)
+    with StatusLine() as line:
+        length, found = search.find(lambda facts: seq_lens_of(model, given, facts)[0], line.update)
     at = "" if length is None else f" at {length}"
     title = f"Plan for {target} samples of {model}{at} on {one.name}, simulated"
     table = what_fits_table(found, one, title, arguments.explain)

@@ -9,7 +9,6 @@ from typing import Any
 
 from batchfinder.cli.options import asked_card, check_file, step_options, whole_number, write_file
 from batchfinder.devices import without_bf16
-from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.memory_use.breakdown import bytes_over_time
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
@@ -24,8 +23,8 @@ from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
 from batchfinder.simulator.steady_state import SimulatedProbe, SteadyState
-from batchfinder.sizing.recorder import choose_recorder, instead_of_cuda_build
-from batchfinder.training.spec import AUTO, FAKE_DEVICE, named_recorder, recorder_in_words, seq_lens_of
+from batchfinder.sizing.recorder import take_with_recorder
+from batchfinder.training.spec import recorder_in_words, seq_lens_of
 from batchfinder.units import format_bytes
 
 # Moving the model and the batch is not shown.
@@ -56,8 +55,6 @@ def main(arguments: argparse.Namespace) -> int:
         tell(f"batchfinder: {note}")
     if len(asked) > 1:
         step = replace(step, lengths=asked, steps=len(asked))
-    recorder, instead = named_recorder(arguments.recorder), list[str]()
-    chosen = choose_recorder(options, [card]) if recorder == AUTO else recorder
     with StatusLine() as line:
 
         def record(by: str) -> tuple[int | None, SimulatedProbe, SteadyState, str]:
@@ -70,14 +67,9 @@ def main(arguments: argparse.Namespace) -> int:
                 steady = probe.steady_state(batch_size, Shape(seq_len), exact=True)
                 return seq_len, probe, steady, recorder_in_words(by, facts.versions["torch"])
 
-        try:
-            seq_len, probe, later, recorded = record(chosen)
-        except BatchFinderError as error:
-            if recorder != AUTO or chosen == FAKE_DEVICE or isinstance(error, InvalidValue):
-                raise
-            seq_len, probe, later, recorded = record(FAKE_DEVICE)
-            instead = [instead_of_cuda_build(error)]
-    timeline, unmodelled = later.timeline, (*probe.unmodelled, *instead)
+        seen, instead = take_with_recorder(arguments.recorder, options, [card], record)
+    seq_len, probe, later, recorded = seen
+    timeline, unmodelled = later.timeline, (*probe.unmodelled, *([instead] if instead else []))
     lengths = ", then ".join(map(str, step.lengths or (seq_len,)))
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {lengths}")
     title = f"{model} at {size} on {device.name}, simulated"

@@ -11,14 +11,15 @@ from batchfinder.cli.options import check_file, whole_number, write_file
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import BatchFinderError, InvalidValue
-from batchfinder.recording.simulation import Simulation, search_seq_len
+from batchfinder.recording.simulation import LengthProbe, Simulation, search_seq_len, search_tried
 from batchfinder.report.made_by import made_by
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.terminal import tell
-from batchfinder.results import SearchResult
+from batchfinder.results import SearchResult, Shape
+from batchfinder.sizing.recorder import instead_of_cuda_build
 from batchfinder.sizing.sweep_request import SIMULATED, SweepRequest
-from batchfinder.training.spec import FAKE_DEVICE, StepOptions
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, StepOptions, recorder_in_words
 from batchfinder.units import format_bytes
 
 SCHEMA = 1
@@ -35,6 +36,7 @@ class LengthRow:
         result: its sizes are lengths.
         longest: the longest that was of interest.
         allowed: the longest that the model's positions allow; None where there is no such limit.
+        recorder_version: of the PyTorch that recorded or tried it.
     """
 
     model: str
@@ -44,6 +46,7 @@ class LengthRow:
     result: SearchResult
     longest: int
     allowed: int | None
+    recorder_version: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values: `max_seq_len` is 0 where not even the shortest length fits."""
@@ -59,6 +62,8 @@ class LengthRow:
             "peak_allocated_bytes": seen and seen.peak_allocated_bytes,
             "peak_reserved_bytes": seen and seen.peak_reserved_bytes,
             "source": self.result.source,
+            "recorder": self.options.recorder,
+            "recorder_version": self.recorder_version,
             "trials": len(self.result.trials),
             "unmodelled": list(self.result.unmodelled),
         }
@@ -79,8 +84,6 @@ def find_lengths(arguments: argparse.Namespace) -> int:
     step = whole_number("--multiple-of", arguments.multiple_of) or USUAL_STEP
     sizes = [whole_number("--batch-size", size) for size in dict.fromkeys(arguments.batch_size or ["1"])]
     request = read_request(arguments)
-    if request.chooses_recorder:  # of many lengths few need a recording of their own there
-        request = replace(request, options=replace(request.options, recorder=FAKE_DEVICE))
     if request.place.device != SIMULATED:
         raise InvalidValue("--find", "seq-len", "a GPU to simulate with it: --gpu or --device simulated")
     rows: list[LengthRow] = []
@@ -126,13 +129,29 @@ def lengths_of(
     if not longest:
         raise InvalidValue("--multiple-of", step, f"at most {most}, the most tokens that {model} allows")
     rows = []
+    # Of many lengths the fake device records few, and scales them.
+    scaled, recorder = simulation.on_fake_device(), request.options.recorder
+    if request.options.compile is not None:  # else each length would compile for as long as on a card
+        recorder = FAKE_DEVICE
     for card in request.place.cards:
         for batch_size in sizes:
             line.update(f"{model} at batch size {batch_size} on {card.name}")
             device = card.device.with_headroom(request.reserve_bytes(card))
-            probe = simulation.probe(device, [], request.allocator)
-            result = search_seq_len(probe, batch_size, step, longest)
-            rows.append(LengthRow(model, batch_size, card, request.options, result, longest, facts.max_seq_len))
+            result = search_seq_len(scaled.probe(device, [], request.allocator), batch_size, step, longest)
+            instead = ""
+            if recorder == CUDA_BUILD:
+                tried = LengthProbe(simulation.tried_sizes(device, request.allocator), batch_size)
+                predicted = result.max_batch_size or step
+                try:
+                    result = search_tried(tried, Shape(), longest, step, step, predicted=predicted)
+                except BatchFinderError as error:
+                    if not request.chooses_recorder or isinstance(error, InvalidValue):
+                        raise
+                    recorder, instead = FAKE_DEVICE, instead_of_cuda_build(error)
+            result = replace(result, unmodelled=(*result.unmodelled, *([instead] if instead else [])))
+            options = replace(request.options, recorder=recorder)
+            version = facts.versions["torch"]
+            rows.append(LengthRow(model, batch_size, card, options, result, longest, facts.max_seq_len, version))
     return rows
 
 
@@ -159,4 +178,8 @@ def length_table(rows: list[LengthRow], step: int, explain: bool = False) -> Tab
     notes += assumptions((text for row in rows for text in row.result.unmodelled), explain)
     each = "usable: " + ", ".join(f"{size} of {gpu}" for gpu, size in usable.items())
     details = (", ".join(rows[0].options.words()), each if len(usable) > 1 else f"{usable[rows[0].card.name]} usable")
-    return Table(f"Longest sequence that trains{where}, simulated", details, columns, tuple(notes))
+    recorders = []
+    for recorder, version in dict.fromkeys((row.options.recorder, row.recorder_version) for row in rows):
+        tried = ", on which each length is tried" if recorder == CUDA_BUILD else ""
+        recorders.append(f"recorder: {recorder_in_words(recorder, version)}{tried}")
+    return Table(f"Longest sequence that trains{where}, simulated", (*details, *recorders), columns, tuple(notes))

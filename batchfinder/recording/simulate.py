@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.data.longest_samples import UnreadableData, batches_of
 from batchfinder.data.sequence_dim import SequenceDims, find_sequence
-from batchfinder.devices import Card, Device, Multiprocessors, device_for, find_gpu
+from batchfinder.devices import Device, Multiprocessors, device_for, find_gpu
 from batchfinder.errors import InvalidValue, OutOfMemory, RecordingFailed
 from batchfinder.memory_use.breakdown import OverTime, bytes_over_time
 from batchfinder.models.build import build_workload, run_user_code, workload_from_object
@@ -39,8 +39,7 @@ from batchfinder.models.trainer import (
 from batchfinder.recording import fake_device
 from batchfinder.recording.forked import NotRecordable, record_in_forks
 from batchfinder.recording.record_step import record_step
-from batchfinder.recording.simulation import Simulation, search_simulated
-from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits, check_micro_batch
+from batchfinder.recording.simulation import search_simulated
 from batchfinder.results import SearchResult, Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory
@@ -60,7 +59,6 @@ from batchfinder.training.spec import (
     StepWords,
 )
 from batchfinder.training.step import Workload
-from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
 
 if TYPE_CHECKING:
@@ -384,61 +382,6 @@ def simulate(
         is_built=by_name,
     )
     return SimulatedTraining(recordings, device, seq_len, max_batch_size)
-
-
-def what_fits(
-    model: str,
-    *,
-    gpu: str = "A100 80GB",
-    seq_len: int | None = None,
-    target_batch_size: int = 8,
-    keep: Collection[str] = (),
-    allow: Collection[str] = (),
-    num_devices: int = 1,
-    min_micro_batch: int = 1,
-    exact: bool = False,
-    **options: Any,
-) -> WhatFits:
-    """Options under which a model trains on a GPU, from the mildest change on: `batchfinder plan` in Python.
-
-    Args:
-        model: the name of one, as `batchfinder plan` takes it.
-        gpu: a name of `batchfinder.devices`.
-        seq_len: tokens per sample; None for data of one fixed shape.
-        target_batch_size: samples per optimizer step, on all devices together.
-        keep: what is left as it was asked for: `precision`, `optimizer`, `loss`, `checkpointing`.
-        allow: `lora`, `qlora`: adapters that may be runners-up; they are tried in any case where nothing else trains.
-        num_devices: how many train side by side, each with a copy of the model.
-        min_micro_batch: samples; plans with smaller micro-batches are not taken.
-        exact: whether plans have to meet the target, however small their micro-batches.
-        options: those of the step to start from, by their names in Python, as for `simulate`.
-
-    Raises:
-        InvalidValue: an argument cannot be used.
-        UnknownName: no such GPU or model.
-        BatchFinderError: the options asked for cannot be recorded.
-
-    Example:
-        >>> found = what_fits("llama-3.1-8b", gpu="RTX 4090", seq_len=2048, target_batch_size=16)  # doctest: +SKIP
-        >>> [str(fit.plan) for fit in found.fits]  # doctest: +SKIP
-        ['1 x 16 = 16', '2 x 8 = 16']
-    """
-    for name, values, known in (("keep", keep, KEEPABLE), ("allow", allow, ADAPTERS)):
-        for value in values:
-            one_of(name, value, known)
-    check_micro_batch("min_micro_batch", min_micro_batch, target_batch_size, num_devices)
-    check_model_name(model)
-    asked = _step_options(True, **options)
-    device = device_for(find_gpu(gpu)).among_others(asked.communicators)
-    card, shape = Card(device, device.name, num_devices), Shape(seq_len)
-    with Simulation(asked.workload(model), asked.step()) as simulation:
-        if seq_len is None and simulation.facts().seq_len_unit != "none":
-            raise InvalidValue("seq_len", None, f"a number of {simulation.facts().seq_len_unit}")
-        search = FitSearch(
-            model, asked, card, target_batch_size, shape, simulation, lambda doing: None,
-            min_micro_batch=min_micro_batch, exact=exact,
-        )  # fmt: skip
-        return search.find(keep, allow)
 
 
 def _step_options(by_name: bool, **given: Any) -> StepOptions:

@@ -480,7 +480,7 @@ def search_simulated(
 
 
 def search_tried(
-    sizes: TriedSizes,
+    sizes: TriedSizes | LengthProbe,
     shape: Shape,
     max_batch_size: int | None = None,
     min_batch_size: int = 1,
@@ -509,7 +509,7 @@ def search_tried(
         search = within_limits(search, max_batch_size, min_batch_size, multiple_of)
         result = find_max_batch_size(sizes, shape, search=search)
         size = result.max_batch_size
-        if not (sizes.twice and size) or sizes.try_again(size, shape).fits:
+        if not (size and isinstance(sizes, TriedSizes) and sizes.twice) or sizes.try_again(size, shape).fits:
             return result
         predicted, limit_bytes = max(0, size - multiple_of), None
 
@@ -595,7 +595,7 @@ def _recorded_prediction(probe: SimulatedProbe, shape: Shape, predicted: int) ->
 class LengthProbe:
     """Says whether a sequence length runs at one batch size, for a search whose sizes are lengths."""
 
-    probe: SimulatedProbe
+    probe: SimulatedProbe | TriedSizes
     batch_size: int
     source: ClassVar[str] = "simulated"
 
@@ -620,7 +620,8 @@ def search_seq_len(probe: SimulatedProbe, batch_size: int, step: int, longest: i
         A result whose sizes are lengths.
     """
     traces = probe.traces.for_lengths(step, longest)
-    lengths = LengthProbe(SimulatedProbe(traces, probe.memory, probe.allocator, probe.unmodelled), batch_size)
+    scaled = SimulatedProbe(traces, probe.memory, probe.allocator, probe.unmodelled)
+    lengths = LengthProbe(scaled, batch_size)
     predicted: int | None = None
     while True:
         search: Search[Any] = Secant(tolerance=0.0, predicted=predicted, margin=0.0)
@@ -630,7 +631,7 @@ def search_seq_len(probe: SimulatedProbe, batch_size: int, step: int, longest: i
         if traces.exact:
             return result
         wanted = {length: length == answer for length in (answer, answer + step) if 0 < length <= longest}
-        steady = {length: lengths.probe.steady_state(batch_size, Shape(length), exact=True) for length in wanted}
+        steady = {length: scaled.steady_state(batch_size, Shape(length), exact=True) for length in wanted}
         if all(steady[length].fits == fits for length, fits in wanted.items()):
             return result
         traces.exact, predicted = True, answer or None

@@ -12,8 +12,8 @@ Changes are in the order of what they alter about training, and those alike in t
 
 All of them accumulate gradients up to the target. What cannot fit by its weights, gradients and optimizer state alone
 is not recorded. Of a deep model those with 1 and with 3 of its layers are: each layer adds as much in each stage of a
-step, so that the two say about what the whole one takes. The answer was recorded whole, and trains; its runners-up are
-predicted then, with some room to spare.
+step, so that the two say about what the whole one takes. The answer was recorded whole, or tried on PyTorch's CUDA
+build where that is there, and trains; its runners-up are predicted then, with some room to spare.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card, smallest_gpus
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.memory_use.breakdown import bytes_over_time
-from batchfinder.recording.simulation import Simulation, search_simulated
-from batchfinder.results import Shape
+from batchfinder.recording.simulation import Simulation, TriedSizes, search_simulated
+from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import OFFLOADED_OPTIMIZER, StepOptions
+from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OFFLOADED_OPTIMIZER, StepOptions
 
 LORA_RANK = 16
 KEEPABLE = ("precision", "optimizer", "loss", "checkpointing")
@@ -77,7 +77,8 @@ class Fit:
         options: with the change.
         plan: micro-batches about as large as fit, accumulated to the target.
         peak_bytes: the process's whole memory with such a micro-batch, the CUDA context included.
-        predicted: whether that was predicted, and not recorded.
+        predicted: whether that was predicted, and neither recorded nor tried.
+        tried: whether PyTorch's CUDA build took its steps on the stub.
         flops: of a sample, in matrix products, convolutions and attention.
         trains_adapters: whether LoRA's adapters train in place of the model.
         host_bytes: what an optimizer takes of the host's memory at least; 0 for one that is on the GPU.
@@ -91,6 +92,7 @@ class Fit:
     trains_adapters: bool
     predicted: bool = False
     host_bytes: int = 0
+    tried: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class WhatFits:
         missing: what could not be tried, in words.
         unmodelled: what the figures leave out, in words.
         min_micro_batch: samples in the smallest micro-batch that may be taken.
+        recorder_version: of the PyTorch that recorded or tried it.
     """
 
     asked: StepOptions
@@ -124,11 +127,19 @@ class WhatFits:
     missing: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = ()
     min_micro_batch: int = 1
+    recorder_version: str = ""
+
+    @property
+    def recorder(self) -> str:
+        """What the answer is by: the CUDA build where that has tried it."""
+        return CUDA_BUILD if any(fit.tried for fit in self.fits) else FAKE_DEVICE
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; sizes in bytes."""
         return {
             "sample_bytes": self.sample_bytes,
+            "recorder": self.recorder,
+            "recorder_version": self.recorder_version,
             "min_micro_batch": self.min_micro_batch,
             "flops": self.flops,
             "fits": [
@@ -142,6 +153,7 @@ class WhatFits:
                     "flops": fit.flops,
                     "trains_adapters": fit.trains_adapters,
                     "predicted": fit.predicted,
+                    "tried": fit.tried,
                     "host_bytes": fit.host_bytes,
                 }
                 for fit in self.fits
@@ -177,6 +189,8 @@ class FitSearch:
         say: is given a line on what is being done.
         min_micro_batch: plans with smaller micro-batches are not taken.
         exact: whether plans have to meet the target, however small their micro-batches.
+        tries: the same on PyTorch's CUDA build, which tries the micro-batches of what is found; None where it is not
+            there.
     """
 
     def __init__(
@@ -191,10 +205,13 @@ class FitSearch:
         *,
         min_micro_batch: int = 1,
         exact: bool = False,
+        tries: Simulation | None = None,
     ) -> None:
         self.model, self.asked, self.card, self.target, self.shape = model, asked, card, target, shape
         self._simulation, self._say = simulation, say
         self.min_micro_batch, self.exact = min_micro_batch, exact
+        self._tries = tries if asked.compile is None else None  # else each size would compile for as long as on a card
+        self._tried: dict[StepOptions, TriedSizes] = {}
         self._allocator = AllocatorSettings.from_environment()
         layers = simulation.facts().layers
         self._layers = layers if layers >= _DEEP else 0  # of a deep model; 0 for one that is not
@@ -256,8 +273,9 @@ class FitSearch:
             larger_gpus=() if trains else self._larger_gpus(sample_bytes),
             several_gpus=several,
             missing=tuple(self._missing),
-            unmodelled=self.probe(fits[0].options if fits else self.asked).unmodelled,
+            unmodelled=self._unmodelled(fits[0] if fits else None),
             min_micro_batch=least,
+            recorder_version=self._simulation.facts().versions["torch"],
         )
 
     def _check_prediction(self, allocated: int) -> None:
@@ -316,13 +334,23 @@ class FitSearch:
             layers: how many the model has left; None for all.
         """
         if (options, layers) not in self._simulations:
-            micro_batches = 2 if self.target > self.card.count else 1
             spec = options.workload(self.model)
             if layers is not None:
                 spec = replace(spec, arguments={**spec.arguments, "layers": layers})
-            self._simulations[options, layers] = self._simulation.with_spec(spec, options.step(micro_batches))
+            how = options.step(self._micro_batches)
+            self._simulations[options, layers] = self._simulation.with_spec(spec, how)
         device = self.card.device
         return self._simulations[options, layers].probe(device, [self.shape.seq_len], self._allocator)
+
+    @property
+    def _micro_batches(self) -> int:
+        return 2 if self.target > self.card.count else 1
+
+    def _unmodelled(self, fit: Fit | None) -> tuple[str, ...]:
+        """What the answer leaves out, in words."""
+        if fit is not None and fit.tried:
+            return self._tried[fit.options].unmodelled
+        return self.probe(self.asked if fit is None else fit.options).unmodelled
 
     def _altered(self, one: StepOptions) -> int:
         """How much options alter about the training that was asked for."""
@@ -364,7 +392,7 @@ class FitSearch:
                 plan = self._planned(options, spared=_SPARED if runners_up else 0)
                 if plan is None:
                     continue
-                if not runners_up:
+                if not runners_up and self._tries is None:
                     self.probe(options).traces.ask(plan.micro_batch_size, self.shape.seq_len)
                 second: Fit | None = None  # predicted while the first is recorded
                 if options != saving and plan.accumulation > 1 and room > 1:
@@ -464,16 +492,15 @@ class FitSearch:
         Args:
             whole: whether to record the whole model with them; else they are taken to train.
         """
-        context = self.card.device.context_bytes
+        context, tried = self.card.device.context_bytes, False
         if whole:
-            probe = self.probe(options)
-            while not (steady := probe.steady_state(plan.micro_batch_size, self.shape, exact=True)).fits:
+            while not (seen := self._taken(options, plan.micro_batch_size)).fits:
                 size = plan.micro_batch_size
                 smaller = None if size == 1 else self._accumulated(size - max(1, size // _SMALLER))
                 if smaller is None:
                     return None
                 plan = smaller
-            peak = steady.timeline.max_reserved_bytes
+            peak, tried = seen.peak_reserved_bytes or 0, options in self._tried
         else:
             first, second = self._allocated(options), self._allocated(options, 2)
             peak = first + (plan.micro_batch_size - 1) * (second - first) + self._beside_tensors(options)
@@ -488,7 +515,24 @@ class FitSearch:
             trains_adapters=bool(self._adapters(options)),
             predicted=not whole,
             host_bytes=_HOST_COPIES * self._gradients(options) if options.optimizer == OFFLOADED_OPTIMIZER else 0,
+            tried=tried,
         )
+
+    def _taken(self, options: StepOptions, size: int) -> Measurement:
+        """What such a micro-batch takes: tried where the CUDA build is there and takes the step, else recorded."""
+        if self._tries is not None:
+            if options not in self._tried:
+                spec, how = options.workload(self.model), options.step(self._micro_batches)
+                simulation = self._tries.with_spec(spec, how)
+                self._tried[options] = simulation.tried_sizes(self.card.device, self._allocator)
+            try:
+                return self._tried[options](size, self.shape)
+            except BatchFinderError:  # as offloaded states, which would compute on this machine's CPU
+                del self._tried[options]
+        steady = self.probe(options).steady_state(size, self.shape, exact=True)
+        timeline = steady.timeline
+        verdict = Verdict.FITS if steady.fits else Verdict.OUT_OF_MEMORY
+        return Measurement(verdict, timeline.max_allocated_bytes, timeline.max_reserved_bytes)
 
     def _may_fit(self, options: StepOptions) -> bool:
         """Whether weights, gradients and optimizer state alone leave room, by those of the options asked for.

@@ -180,7 +180,8 @@ def _estimate(request: EstimateRequest, advice: bool, status: Callable[[str], ob
         if may_change and not alone.fits:
             target = request.batch_size * request.accumulation * card.count
             asked_for = replace(request.options, recorder=FAKE_DEVICE)
-            search = FitSearch(request.model, asked_for, card, target, Shape(seq_len), simulation, status)
+            tries = opened if request.options.recorder == CUDA_BUILD else None
+            search = FitSearch(request.model, asked_for, card, target, Shape(seq_len), simulation, status, tries=tries)
             changes = search.find()
         strategies = {}
         if card.count > 1 and request.options.gpus == 1:

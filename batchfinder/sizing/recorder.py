@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import TypeVar
 
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.cuda_stub.compile import compiled_stub
 from batchfinder.devices import Card
-from batchfinder.errors import BatchFinderError
+from batchfinder.errors import BatchFinderError, InvalidValue
 from batchfinder.report.terminal import last_line_of
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OFFLOADED_OPTIMIZER, STRATEGIES, StepOptions
+from batchfinder.training.spec import (
+    AUTO,
+    CUDA_BUILD,
+    FAKE_DEVICE,
+    OFFLOADED_OPTIMIZER,
+    STRATEGIES,
+    StepOptions,
+    named_recorder,
+)
 
+_T = TypeVar("_T")
 _MOST_CARDS = 4
 """For more, whose sizes would each be tried, the recordings of the fake device are several times faster."""
 
@@ -33,6 +43,32 @@ def choose_recorder(options: StepOptions, cards: Sequence[Card]) -> str:
             compiled_stub(find_build())
             return CUDA_BUILD
     return FAKE_DEVICE
+
+
+def take_with_recorder(
+    asked: str, options: StepOptions, cards: Sequence[Card], take: Callable[[str], _T]
+) -> tuple[_T, str]:
+    """What `take` returns, given the recorder that is asked for or chosen.
+
+    Args:
+        asked: one of `RECORDERS`, or `auto` to choose one. Where the CUDA build was chosen and does not take the step,
+            the fake device does.
+
+    Returns:
+        That, and in words why the fake device took the step; empty where it was no other's to take.
+
+    Raises:
+        InvalidValue: there is no such recorder.
+        BatchFinderError: whatever `take` raises with the last recorder.
+    """
+    named = named_recorder(asked)
+    recorder = choose_recorder(options, cards) if named == AUTO else named
+    try:
+        return take(recorder), ""
+    except BatchFinderError as error:
+        if named != AUTO or recorder == FAKE_DEVICE or isinstance(error, InvalidValue):
+            raise
+        return take(FAKE_DEVICE), instead_of_cuda_build(error)
 
 
 def instead_of_cuda_build(error: BatchFinderError) -> str:

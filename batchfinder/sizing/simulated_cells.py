@@ -289,8 +289,9 @@ class SimulatedCells:
         asked = replace(request.options, gpus=cell.options.gpus, recorder=FAKE_DEVICE)
         target, simulation = cell.target_batch_size or cell.card.count, self._simulations[cell.card.count]
         search = FitSearch(
-            self._cells.model, asked, usable, target, Shape(cell.seq_len), simulation, self._status, exact=cell.exact
-        )
+            self._cells.model, asked, usable, target, Shape(cell.seq_len), simulation, self._status,
+            exact=cell.exact, tries=self._exact[cell.card.count] if self._tries else None,
+        )  # fmt: skip
         try:
             return search.find(count=1)
         except BatchFinderError:  # the row stands without it

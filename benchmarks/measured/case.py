@@ -10,7 +10,9 @@ import contextlib
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.recording.simulation import RecordingClient
@@ -229,14 +231,27 @@ def reserved_with_emptied_cache(
     return allocator.max_reserved
 
 
+def as_pytorch_sums_today(builder: str, arguments: dict[str, Any]) -> Any:
+    """A case's workload for PyTorch's CUDA build, in which autograd sums gradients anew as of 2.10."""
+    module, _, function = builder.partition(":")
+    return replace(getattr(import_module(module), function)(**arguments), sums_in_place=False)
+
+
 def record(cases: Sequence[Case], recorder: str = FAKE_DEVICE) -> Iterable[tuple[Case, Trace | Exception]]:
     """The trace of each case, or the error that its recording ended with.
 
     One process has imported everything and built the first case's model; the other models are built in its forks, as
     many at a time as there are cores.
+
+    Args:
+        recorder: by PyTorch's CUDA build gradients are summed as it does, whatever the PyTorch of the figure did.
     """
     if not cases:
         return
+    if recorder == CUDA_BUILD:
+        name = f"{__name__}:{as_pytorch_sums_today.__name__}"
+        specs = [{"builder": case.workload.builder, "arguments": case.workload.arguments} for case in cases]
+        cases = [replace(case, workload=WorkloadSpec(name, spec)) for case, spec in zip(cases, specs, strict=True)]
     with contextlib.closing(RecordingClient(cases[0].workload, recorder=recorder)) as client:
         futures = []
         for case in cases:

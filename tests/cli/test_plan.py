@@ -49,10 +49,11 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert found["micro_batch_size"] * found["accumulation"] == found["effective_batch_size"] == 4
     assert least["peak_bytes"] < found["sample_bytes"]
     written = page.read_text()
-    title, details, has, heading, _, asked, first, *_ = [line for line in written.splitlines() if line]
+    title, details, has, recorder, heading, _, asked, first, *_ = [line for line in written.splitlines() if line]
     assert title == f"**Plan for 4 samples of {file} at 1024 on A100 40GB, 45.00 MiB budget, simulated**"
     assert details == "fp32, adamw"
     assert "of which the CUDA context takes" in has
+    assert recorder == f"recorder: fake device, PyTorch {found['recorder_version']}"
     assert heading == "| change | micro-batch x accumulation | peak | FLOPs | what trains |"
     assert asked.startswith("| as asked for | 1 does not fit | ")
     assert first.startswith(f"| {least['change']} | ")

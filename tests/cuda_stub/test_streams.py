@@ -49,6 +49,24 @@ def test_what_waited_for_it_is_enough(program: Program) -> None:
     assert program(STREAMS + code, events="late") == [[True, True, True, True, False], [False]]
 
 
+def test_in_order_what_was_issued_before_is_done(program: Program) -> None:
+    """On whatever stream: no stream falls behind. What was issued later is not, and asking is no waiting."""
+    code = """
+        one, other = stream(), stream()
+        first, second, third, fourth = event(one), event(other), event(one), event(other)
+        before = ready(first, second, third, fourth)
+        ok(cuda.cudaEventSynchronize(third))
+        middle = ready(first, second, third, fourth)
+        ok(cuda.cudaEventRecord(first, other))
+        again = ready(first, fourth)
+        ok(cuda.cudaStreamSynchronize(one))
+        answer([before, middle, again, ready(first, fourth)])
+        """
+    assert program(STREAMS + code, events="in-order") == [
+        [False] * 4, [True, True, True, False], [False, False], [True, True],
+    ]  # fmt: skip
+
+
 def test_waiting_counts_what_was_recorded_then(program: Program) -> None:
     """A stream that waited for an event has not waited for what came after it; a later record of it is another."""
     code = """

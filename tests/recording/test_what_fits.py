@@ -12,10 +12,10 @@ import pytest
 from batchfinder.devices.cards import card
 from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.memory_use.breakdown import bytes_over_time
-from batchfinder.recording.simulate import what_fits
 from batchfinder.recording.simulation import Simulation
 from batchfinder.recording.what_fits import FitSearch
 from batchfinder.results import Shape
+from batchfinder.sizing.what_fits import what_fits
 from batchfinder.training.spec import StepOptions
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")

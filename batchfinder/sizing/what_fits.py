@@ -1,0 +1,133 @@
+"""The options under which a target batch trains on a GPU that change least: `plan`, and the same in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Unpack
+
+from batchfinder.devices import Card, device_for, find_gpu
+from batchfinder.errors import InvalidValue
+from batchfinder.models.catalog import check_model_name
+from batchfinder.recording.simulation import Simulation
+from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits, check_micro_batch
+from batchfinder.results import Shape
+from batchfinder.sizing.recorder import take_with_recorder
+from batchfinder.training.spec import AUTO, CUDA_BUILD, StepOptions, StepWords, WorkloadFacts
+from batchfinder.training.synonyms import one_of
+
+
+def what_fits(
+    model: str,
+    *,
+    gpu: str = "A100 80GB",
+    seq_len: int | None = None,
+    target_batch_size: int = 8,
+    keep: Collection[str] = (),
+    allow: Collection[str] = (),
+    num_devices: int = 1,
+    min_micro_batch: int = 1,
+    exact: bool = False,
+    recorder: str = AUTO,
+    **options: Unpack[StepWords],
+) -> WhatFits:
+    """Options under which a model trains on a GPU, from the mildest change on: `batchfinder plan` in Python.
+
+    Args:
+        model: the name of one, as `batchfinder plan` takes it.
+        gpu: a name of `batchfinder.devices`.
+        seq_len: tokens per sample; None for data of one fixed shape.
+        target_batch_size: samples per optimizer step, on all devices together.
+        keep: what is left as it was asked for: `precision`, `optimizer`, `loss`, `checkpointing`.
+        allow: `lora`, `qlora`: adapters that may be runners-up; they are tried in any case where nothing else trains.
+        num_devices: how many train side by side, each with a copy of the model.
+        min_micro_batch: samples; plans with smaller micro-batches are not taken.
+        exact: whether plans have to meet the target, however small their micro-batches.
+        recorder: what says that the answer trains: `cuda-build` for PyTorch's own CUDA code without a GPU, which tries
+            it (`batchfinder stub install` brings it), or `fake-device`; by default the first where it is here.
+        options: those of the step to start from, by their names in Python, as for `estimate`.
+
+    Raises:
+        InvalidValue: an argument cannot be used.
+        UnknownName: no such GPU or model.
+        CudaStubUnavailable: the CUDA build is asked for, and cannot be had here.
+        BatchFinderError: the options asked for cannot be recorded.
+
+    Example:
+        >>> found = what_fits("llama-3.1-8b", gpu="RTX 4090", seq_len=2048, target_batch_size=16)  # doctest: +SKIP
+        >>> [str(fit.plan) for fit in found.fits]  # doctest: +SKIP
+        ['1 x 16 = 16', '2 x 8 = 16']
+    """
+    check_model_name(model)
+    for name, values, known in (("keep", keep, KEEPABLE), ("allow", allow, ADAPTERS)):
+        for value in values:
+            one_of(name, value, known)
+    check_micro_batch("min_micro_batch", min_micro_batch, target_batch_size, num_devices)
+    asked = StepOptions.checked(**options)
+    device = device_for(find_gpu(gpu)).among_others(asked.communicators)
+    one = Card(device, device.name, num_devices)
+
+    def length(facts: WorkloadFacts) -> int | None:
+        if seq_len is None and facts.seq_len_unit != "none":
+            raise InvalidValue("seq_len", None, f"a number of {facts.seq_len_unit}")
+        return seq_len
+
+    search = PlanSearch(model, asked, one, target_batch_size, min_micro_batch, exact, keep, allow, recorder)
+    return search.find(length, lambda doing: None)[1]
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """What a plan is asked for.
+
+    Attributes:
+        model: as a user names it.
+        asked: the options to start from.
+        card: and how many of it train side by side.
+        target: samples per optimizer step, on all of them together.
+        min_micro_batch: plans with smaller micro-batches are not taken.
+        exact: whether plans have to meet the target, however small their micro-batches.
+        keep: of `KEEPABLE`: what is left as it was asked for.
+        allow: of `ADAPTERS`: what may be among the runners-up.
+        recorder: one of `RECORDERS`, or `auto`.
+    """
+
+    model: str
+    asked: StepOptions
+    card: Card
+    target: int
+    min_micro_batch: int = 1
+    exact: bool = False
+    keep: Collection[str] = ()
+    allow: Collection[str] = ()
+    recorder: str = AUTO
+
+    def find(
+        self, length: Callable[[WorkloadFacts], int | None], say: Callable[[str], object]
+    ) -> tuple[int | None, WhatFits]:
+        """Look for it.
+
+        Args:
+            length: of a sample, given what there is to know about the model.
+            say: is given a line on what is being done.
+
+        Returns:
+            The length, and what fits.
+
+        Raises:
+            BatchFinderError: the options asked for cannot be recorded.
+        """
+        return take_with_recorder(self.recorder, self.asked, [self.card], lambda by: self._find(length, say, by))[0]
+
+    def _find(
+        self, length: Callable[[WorkloadFacts], int | None], say: Callable[[str], object], recorder: str
+    ) -> tuple[int | None, WhatFits]:
+        with Simulation(self.asked.workload(self.model), self.asked.step(), recorder) as opened:
+            say(f"building {self.model}")
+            seq_len = length(opened.facts())
+            tries = opened if recorder == CUDA_BUILD else None
+            search = FitSearch(
+                self.model, self.asked, self.card, self.target, Shape(seq_len), opened.on_fake_device(), say,
+                min_micro_batch=self.min_micro_batch, exact=self.exact, tries=tries,
+            )  # fmt: skip
+            return seq_len, search.find(self.keep, self.allow)
