@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from batchfinder import estimate, sweep
-from batchfinder.cli.main import main
 from batchfinder.cli.parser import build_parser
+from batchfinder.cli.sequence_length import lengths_of
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import device_for, find_gpu
@@ -28,6 +28,7 @@ from batchfinder.devices.cards import card
 from batchfinder.errors import CudaStubUnavailable, InvalidValue, RecordingDied, RecordingFailed, UserCodeFailed
 from batchfinder.recording.simulation import RecordingClient, Simulation
 from batchfinder.report.estimate import EstimateRequest
+from batchfinder.report.progress import StatusLine
 from batchfinder.report.sweep import SweepRow, sweep_table
 from batchfinder.results import Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -107,7 +108,13 @@ def test_a_recorded_step_is_the_step(
     assert "float32[8000, 768]" in trace.shapes
 
 
-@pytest.mark.parametrize("options", [StepOptions(precision="bf16-mixed"), StepOptions(gpus=2, strategy="fsdp2")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(StepOptions(precision="bf16-mixed"), marks=pytest.mark.exhaustive),
+        StepOptions(gpus=2, strategy="fsdp2"),
+    ],
+)
 def test_the_fake_device_records_in_its_process_too(options: StepOptions, tmp_path: Path) -> None:
     """As it does in one of its own, on a PyTorch without CUDA."""
     path = tmp_path / "config.json"
@@ -222,21 +229,24 @@ def ends_the_process() -> Workload:
 
 def test_a_factory_that_uses_cuda_is_built_in_each_recording() -> None:
     """In whose process the card is the one in question, and not that of the process before."""
-    factories = "tests.builders.small:mlp", f"{__name__}:asks_for_a_card", f"{__name__}:on_the_card"
+    factories = f"{__name__}:asks_for_a_card", f"{__name__}:on_the_card"
     rows = [sweep(each, gpus="T4", seq_lens=(), cache=False, recorder=CUDA_BUILD)[0] for each in factories]
     assert rows[0].batch_size > 1
     assert len({(row.batch_size, row.peak_reserved_bytes) for row in rows}) == 1
 
 
-def test_a_factory_that_fails_says_so() -> None:
-    """Its own error, or how its process ended."""
-    for factory, kind, words in (
+@pytest.mark.parametrize(
+    ("factory", "kind", "words"),
+    [
         ("fails_on_the_card", UserCodeFailed, "ValueError: no model"),
-        ("ends_the_process", RecordingDied, "exited with 3"),
-    ):
-        spec = WorkloadSpec(f"{__name__}:{factory}")
-        with RecordingClient(spec, recorder=CUDA_BUILD) as client, pytest.raises(kind, match=words):
-            client.facts()
+        pytest.param("ends_the_process", RecordingDied, "exited with 3", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_factory_that_fails_says_so(factory: str, kind: type[Exception], words: str) -> None:
+    """Its own error, or how its process ended."""
+    spec = WorkloadSpec(f"{__name__}:{factory}")
+    with RecordingClient(spec, recorder=CUDA_BUILD) as client, pytest.raises(kind, match=words):
+        client.facts()
 
 
 def test_flash_attention_is_the_kernel_or_refused(tmp_path: Path) -> None:
@@ -266,21 +276,20 @@ def test_a_workload_is_sharded_by_its_own_calls() -> None:
     """A rank holds its share, as on the fake device; what stays in the host's memory is left to that."""
     spec, device = WorkloadSpec("tests.builders.sharded:sharded_by_hand"), device_for(find_gpu("H100"))
     config, held, peaks = StepConfig(gpus=4, steps=3), [], []
-    for recorder in (CUDA_BUILD, FAKE_DEVICE):
-        with Simulation(spec, config, recorder) as simulation:
-            probe = simulation.probe(device, [16])
+    with Simulation(spec, config, CUDA_BUILD) as simulation:
+        for each in (simulation, simulation.on_fake_device()):
+            probe = each.probe(device, [16])
             trace = probe.trace(64, Shape(16), exact=True)
             peaks.append(probe.unlimited(64, Shape(16)).max_allocated_bytes)
-        by_kind = Counter[str]()
-        for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True):
-            by_kind[kind] += size
-        held.append({kind: by_kind[kind] for kind in ("parameter", "optimizer", "gradient")})
+            by_kind = Counter[str]()
+            for kind, size in zip(trace.structure.kinds, trace.sizes, strict=True):
+                by_kind[kind] += size
+            held.append({kind: by_kind[kind] for kind in ("parameter", "optimizer", "gradient")})
+        offloaded = simulation.with_spec(replace(spec, arguments={"offload": True}), config)
+        with pytest.raises(RecordingFailed, match="parameters in the host's memory"):
+            offloaded.probe(device, [16]).trace(64, Shape(16), exact=True)
     assert held[0] == held[1]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
-    offloaded = replace(spec, arguments={"offload": True})
-    refused = pytest.raises(RecordingFailed, match="parameters in the host's memory")
-    with Simulation(offloaded, config, CUDA_BUILD) as simulation, refused:
-        simulation.probe(device, [16]).trace(64, Shape(16), exact=True)
 
 
 def test_it_is_what_a_sweep_and_an_estimate_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +357,7 @@ def test_a_step_that_swallows_the_error_does_not_fit() -> None:
 
 
 def test_where_it_was_only_chosen_the_fake_device_takes_over() -> None:
-    """A step that it turns out not to take is recorded all the same, and the row says so; where it was asked for, not."""
+    """A step that it turns out not to take is recorded all the same, and the row says so."""
     model, said = f"{__name__}:summing_in_place", "PyTorch's CUDA build did not take the step, and the fake device did"
     asked = read_request(
         build_parser().parse_args(["sweep", "--model", model, "--gpu", "T4", "--recorder", "cuda-build", "--no-cache"])
@@ -356,8 +365,6 @@ def test_where_it_was_only_chosen_the_fake_device_takes_over() -> None:
     rows = list(find_rows(replace(asked, chooses_recorder=True), lambda doing, brief: None))
     assert [row.cell.options.recorder for row in rows if isinstance(row, SweepRow)] == [FAKE_DEVICE]
     assert said in str(sweep_table([row for row in rows if isinstance(row, SweepRow)], explain=True))
-    (error,) = find_rows(asked, lambda doing, brief: None)
-    assert isinstance(error, RecordingFailed)
     options = StepOptions(recorder=CUDA_BUILD)
     request = EstimateRequest(model, 4, None, card("T4"), options, 1, AllocatorSettings(), chooses_recorder=True)
     found = run_estimate(request, False, lambda doing: None)
@@ -365,6 +372,7 @@ def test_where_it_was_only_chosen_the_fake_device_takes_over() -> None:
     assert any(said in each for each in found.unmodelled)
 
 
+@pytest.mark.exhaustive
 def test_the_command(tmp_path: Path) -> None:
     """`estimate --recorder cuda-build` has PyTorch's own peaks, which the fake device misses here, and says so in JSON."""
     path = tmp_path / "config.json"
@@ -381,39 +389,48 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to be changed trains on the card, and has the peaks of the step there; what no card takes is recorded."""
+    """What is to be changed trains on the card, and has the peaks of the step there."""
     monkeypatch.delenv("BATCHFINDER_RECORDER")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GPT2))
-    found = what_fits(str(path), gpu="T4", seq_len=1024, target_batch_size=256, keep=["precision", "optimizer"])
+    kept = ["precision", "optimizer", "checkpointing", "loss"]
+    found = what_fits(str(path), gpu="T4", seq_len=1024, target_batch_size=256, keep=kept)
     assert (found.recorder, found.recorder_version) == (CUDA_BUILD, find_build().version)
-    for fit in found.fits:
-        assert fit.tried
-        spec, size = fit.options.workload(str(path)), fit.plan.micro_batch_size
-        _, reserved = CudaStub(gpu="T4").run(peaks, spec, fit.options.step(2), size, 1024).result
-        assert fit.peak_bytes == reserved + device_for(find_gpu("T4")).context_bytes
+    fit = found.fits[0]
+    assert fit.tried
+    spec, size = fit.options.workload(str(path)), fit.plan.micro_batch_size
+    _, reserved = CudaStub(gpu="T4").run(peaks, spec, fit.options.step(2), size, 1024).result
+    assert fit.peak_bytes == reserved + device_for(find_gpu("T4")).context_bytes
+
+
+@pytest.mark.exhaustive
+def test_what_no_card_takes_is_recorded_in_a_plan(tmp_path: Path) -> None:
+    """States in the host's memory: on the fake device, also where the CUDA build was asked for."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
     asked = StepOptions(optimizer="adamw-offload")
-    search = PlanSearch(
-        str(path), asked, card("T4"), 8, keep=["precision", "checkpointing", "loss"], recorder=CUDA_BUILD
-    )
-    _, offloaded = search.find(lambda facts: 1024, lambda doing: None)
-    assert [fit.tried for fit in offloaded.fits] == [False]
+    kept = ["precision", "checkpointing", "loss"]
+    search = PlanSearch(str(path), asked, card("T4"), 8, keep=kept, recorder=CUDA_BUILD)
+    _, found = search.find(lambda facts: 1024, lambda doing: None)
+    assert [fit.tried for fit in found.fits] == [False]
+    assert found.recorder == FAKE_DEVICE
 
 
-def test_the_longest_sequence_is_tried(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs on a card of that memory, and the next one runs out of it."""
+def test_the_longest_sequence_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran on a card of that memory, and the next one ran out of it."""
     monkeypatch.delenv("BATCHFINDER_RECORDER")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GPT2))
-    command = ["sweep", "--model", str(path), "--gpu", "t4", "--budget", "1GiB", "--find", "seq-len", "--json"]
-    assert main([*command, "--batch-size", "4", "--multiple-of", "8"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert (row["recorder"], row["recorder_version"]) == (CUDA_BUILD, find_build().version)
-    spec, found, one = StepOptions().workload(str(path)), row["max_seq_len"], CudaStub(gpu="T4", memory="1GiB")
+    command = ["sweep", "--model", str(path), "--gpu", "t4", "--budget", "1GiB", "--find", "seq-len"]
+    request = read_request(build_parser().parse_args(command))
+    spec = request.options.workload(str(path))
+    with Simulation(spec, request.step, request.options.recorder) as simulation:
+        (row,) = lengths_of(str(path), simulation, request, [4], 8, StatusLine())
+    assert (row.options.recorder, row.recorder_version) == (CUDA_BUILD, find_build().version)
+    tried, found = {trial.batch_size: trial.measurement for trial in row.result.trials}, row.result.max_batch_size
     assert 8 < found < 1024
-    assert [one.run(runs, spec, StepConfig(), 4, length).result for length in (found, found + 8)] == [True, False]
+    assert (tried[found].fits, tried[found + 8].fits) == (True, False)
+    assert "Tried to allocate" in tried[found + 8].message
 
 
 def test_a_process_that_cannot_be_started_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
