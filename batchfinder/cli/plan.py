@@ -19,7 +19,6 @@ from batchfinder.report.progress import StatusLine
 from batchfinder.report.terminal import tell
 from batchfinder.report.what_fits import what_fits_table
 from batchfinder.sizing.what_fits import PlanSearch
-from batchfinder.training.spec import seq_lens_of
 from batchfinder.training.synonyms import one_of
 from batchfinder.units import format_bytes
 
@@ -56,20 +55,10 @@ def main(arguments: argparse.Namespace) -> int:
     seq_len = whole_number("--seq-len", arguments.seq_len)
     if note:
         tell(f"batchfinder: {note}")
-    search = PlanSearch(
-        model,
-        asked,
-        one,
-        target,
-        least,
-        arguments.exact,
-        arguments.keep or (),
-        arguments.allow or (),
-        arguments.recorder,
-    )
-    given = () if seq_len is None else (seq_len,)
+    keep, allow, recorder = arguments.keep or (), arguments.allow or (), arguments.recorder
+    search = PlanSearch(model, asked, one, target, seq_len, least, arguments.exact, keep, allow, recorder)
     with StatusLine() as line:
-        length, found = search.find(lambda facts: seq_lens_of(model, given, facts)[0], line.update)
+        length, found = search.find(line.update)
     at = "" if length is None else f" at {length}"
     title = f"Plan for {target} samples of {model}{at} on {one.name}, simulated"
     table = what_fits_table(found, one, title, arguments.explain)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from batchfinder.devices import Card, device_for, find_gpu
-from batchfinder.errors import InvalidValue
 from batchfinder.models.catalog import check_model_name
 from batchfinder.recording.simulation import Simulation
 from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits, check_micro_batch
 from batchfinder.results import Shape
 from batchfinder.sizing.recorder import take_with_recorder
-from batchfinder.training.spec import AUTO, CUDA_BUILD, StepOptions, StepWords, WorkloadFacts
+from batchfinder.training.spec import AUTO, CUDA_BUILD, StepOptions, StepWords, seq_lens_of
 from batchfinder.training.synonyms import one_of
 
 
@@ -36,7 +35,7 @@ def what_fits(
     Args:
         model: the name of one, as `batchfinder plan` takes it.
         gpu: a name of `batchfinder.devices`.
-        seq_len: tokens per sample; None for data of one fixed shape.
+        seq_len: tokens per sample, or pixels of an image's side; None for the model's usual one.
         target_batch_size: samples per optimizer step, on all devices together.
         keep: what is left as it was asked for: `precision`, `optimizer`, `loss`, `checkpointing`.
         allow: `lora`, `qlora`: adapters that may be runners-up; they are tried in any case where nothing else trains.
@@ -67,13 +66,8 @@ def what_fits(
     device = device_for(find_gpu(gpu)).among_others(asked.communicators)
     one = Card(device, device.name, num_devices)
 
-    def length(facts: WorkloadFacts) -> int | None:
-        if seq_len is None and facts.seq_len_unit != "none":
-            raise InvalidValue("seq_len", None, f"a number of {facts.seq_len_unit}")
-        return seq_len
-
-    search = PlanSearch(model, asked, one, target_batch_size, min_micro_batch, exact, keep, allow, recorder)
-    return search.find(length, lambda doing: None)[1]
+    search = PlanSearch(model, asked, one, target_batch_size, seq_len, min_micro_batch, exact, keep, allow, recorder)
+    return search.find(lambda doing: None)[1]
 
 
 @dataclass(frozen=True)
@@ -85,6 +79,7 @@ class PlanSearch:
         asked: the options to start from.
         card: and how many of it train side by side.
         target: samples per optimizer step, on all of them together.
+        seq_len: of a sample; None for the model's usual one.
         min_micro_batch: plans with smaller micro-batches are not taken.
         exact: whether plans have to meet the target, however small their micro-batches.
         keep: of `KEEPABLE`: what is left as it was asked for.
@@ -96,38 +91,31 @@ class PlanSearch:
     asked: StepOptions
     card: Card
     target: int
+    seq_len: int | None = None
     min_micro_batch: int = 1
     exact: bool = False
     keep: Collection[str] = ()
     allow: Collection[str] = ()
     recorder: str = AUTO
 
-    def find(
-        self, length: Callable[[WorkloadFacts], int | None], say: Callable[[str], object]
-    ) -> tuple[int | None, WhatFits]:
-        """Look for it.
-
-        Args:
-            length: of a sample, given what there is to know about the model.
-            say: is given a line on what is being done.
+    def find(self, say: Callable[[str], object]) -> tuple[int | None, WhatFits]:
+        """Look for it; `say` is given a line on what is being done.
 
         Returns:
-            The length, and what fits.
+            The length of a sample, and what fits.
 
         Raises:
             BatchFinderError: the options asked for cannot be recorded.
         """
-        return take_with_recorder(self.recorder, self.asked, [self.card], lambda by: self._find(length, say, by))[0]
+        return take_with_recorder(self.recorder, self.asked, [self.card], lambda by: self._find(say, by))[0]
 
-    def _find(
-        self, length: Callable[[WorkloadFacts], int | None], say: Callable[[str], object], recorder: str
-    ) -> tuple[int | None, WhatFits]:
+    def _find(self, say: Callable[[str], object], recorder: str) -> tuple[int | None, WhatFits]:
         with Simulation(self.asked.workload(self.model), self.asked.step(), recorder) as opened:
             say(f"building {self.model}")
-            seq_len = length(opened.facts())
+            (length,) = seq_lens_of(self.model, () if self.seq_len is None else (self.seq_len,), opened.facts())
             tries = opened if recorder == CUDA_BUILD else None
             search = FitSearch(
-                self.model, self.asked, self.card, self.target, Shape(seq_len), opened.on_fake_device(), say,
+                self.model, self.asked, self.card, self.target, Shape(length), opened.on_fake_device(), say,
                 min_micro_batch=self.min_micro_batch, exact=self.exact, tries=tries,
             )  # fmt: skip
-            return seq_len, search.find(self.keep, self.allow)
+            return length, search.find(self.keep, self.allow)

@@ -165,7 +165,7 @@ def test_what_trains(row: dict[str, Any], beyond: Done) -> None:
     lines = beyond.out.splitlines()
     size = row["max_batch_size"] + 1
     start = next(number for number, line in enumerate(lines) if line.startswith(f"What trains {size} samples"))
-    first = lines[start + 6]
+    first = next(line for line in lines[start:] if re.search(r"\d+ x \d+ = ", line))
     micro, times = re.search(r"(\d+) x (\d+) = ", first).groups()  # type: ignore[union-attr]
     assert first.startswith("as asked for ")
     assert int(micro) <= row["max_batch_size"]

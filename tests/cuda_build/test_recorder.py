@@ -410,8 +410,8 @@ def test_what_no_card_takes_is_recorded_in_a_plan(tmp_path: Path) -> None:
     path.write_text(json.dumps(GPT2))
     asked = StepOptions(optimizer="adamw-offload")
     kept = ["precision", "checkpointing", "loss"]
-    search = PlanSearch(str(path), asked, card("T4"), 8, keep=kept, recorder=CUDA_BUILD)
-    _, found = search.find(lambda facts: 1024, lambda doing: None)
+    search = PlanSearch(str(path), asked, card("T4"), 8, 1024, keep=kept, recorder=CUDA_BUILD)
+    _, found = search.find(lambda doing: None)
     assert [fit.tried for fit in found.fits] == [False]
     assert found.recorder == FAKE_DEVICE
 

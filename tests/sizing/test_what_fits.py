@@ -18,7 +18,7 @@ from batchfinder.sizing.what_fits import what_fits
         ({"allow": ["prefix"]}, "allow: invalid value 'prefix'"),
         ({"recorder": "a100"}, "recorder: invalid value 'a100'"),
         ({"min_micro_batch": 9}, "min_micro_batch: invalid value 9; expected from 1 to 8"),
-        ({}, "seq_len: missing; expected a number of tokens"),
+        ({"seq_len": 4096}, "seq_len: invalid value 4096; expected at most 512"),
     ],
 )
 def test_refused(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
