@@ -22,8 +22,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -305,6 +305,13 @@ class RecordingServer:
             RecordingFailed: the real weights take more than the memory that is free.
             UserCodeFailed: the code fails with real weights too.
         """
+        from batchfinder.models.build import is_factory
+
+        own = self.recorder != FAKE_DEVICE and is_factory(str(arguments.get("spec", builder)))
+        with _without_cuda() if own else nullcontext():
+            return self._build_here(builder, arguments)
+
+    def _build_here(self, builder: str, arguments: dict[str, Any]) -> Any:
         try:
             with self.mode:
                 return build_with(builder, arguments)
@@ -398,6 +405,19 @@ class RecordingServer:
         partial.write_text(json.dumps(result, default=repr))
         partial.rename(self.folder / f"{number}.json")
         os._exit(0)
+
+
+@contextmanager
+def _without_cuda() -> Iterator[None]:
+    """Code that asks for a GPU is told that there is none, and builds as on a machine without one."""
+    import torch
+
+    asked = torch.cuda.is_available, torch.cuda.device_count
+    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
+    try:
+        yield
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count = asked
 
 
 def _used_cuda() -> bool:

@@ -48,8 +48,6 @@ _MOST_SLOPE = 2.0
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
 # on each GPU but the first, and take memory there.
 _NO_CARDS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-# On the stub `torch.cuda.is_available()` asks NVML: asking CUDA would keep forks of that process from using it.
-_ASKS_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # It is recorded in forks, which do not have the threads that OpenMP has started.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # In what PyTorch says when code wants the values of a tensor that has none, as `.numpy()` does.
@@ -86,8 +84,7 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         with contextlib.ExitStack() as failed:  # there may be no more descriptors, processes, threads or memory
             if self._stub is not None:
                 failed.callback(self._stub.close)
-            on_stub = {} if self._stub is None else {**self._stub.variables(), **_ASKS_NVML}
-            environment = {**_ONE_THREAD, **(on_stub or _NO_CARDS)}
+            environment = {**_ONE_THREAD, **(_NO_CARDS if self._stub is None else self._stub.variables())}
             folder = child_process.temporary_folder()
             silent = str(child_process.SILENT_SECONDS)
             # On the CUDA build the first step at a size compiles, whatever other processes have compiled: that takes

@@ -10,7 +10,7 @@ from typing import TypeVar
 from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.cuda_stub.compile import compiled_stub
 from batchfinder.devices import Card
-from batchfinder.errors import BatchFinderError, InvalidValue
+from batchfinder.errors import BatchFinderError, InvalidValue, UserCodeFailed
 from batchfinder.report.terminal import last_line_of
 from batchfinder.training.spec import (
     AUTO,
@@ -73,4 +73,5 @@ def take_with_recorder(
 
 def instead_of_cuda_build(error: BatchFinderError) -> str:
     """Why the fake device took a step for which the CUDA build was chosen, in words."""
-    return f"PyTorch's CUDA build did not take the step, and the fake device did: {last_line_of(error)}"
+    why = last_line_of(error) if isinstance(error, UserCodeFailed) else str(error).splitlines()[0]
+    return f"PyTorch's CUDA build did not take the step, and the fake device did: {why}"

@@ -203,17 +203,23 @@ def test_it_is_chosen_for_what_it_takes(options: dict[str, Any], gpus: list[str]
 
 
 def asks_for_a_card() -> Workload:
-    """A factory that asks for CUDA, as most do, and does not use it."""
-    assert torch.cuda.is_available()
-    assert torch.cuda.device_count() == 1
+    """A factory that asks for CUDA, as most do: there is none while it builds."""
+    assert not torch.cuda.is_available()
+    assert torch.cuda.device_count() == 0
     return mlp()
 
 
 def on_the_card() -> Workload:
-    """A factory that uses CUDA, as importing bitsandbytes does."""
-    assert torch.cuda.is_available()
-    torch.cuda.get_device_properties(0)
+    """One that uses CUDA unasked."""
+    if torch.version.cuda:
+        torch.cuda.init()
     return mlp()
+
+
+def keeping_a_tensor() -> Workload:
+    """One whose loss computes with a tensor that it made, as large as are not real."""
+    kept = torch.zeros(2000, 2000)
+    return Workload(Mlp(), vectors, lambda output, batch: output.mean() + kept.mean())
 
 
 def fails_on_the_card() -> Workload:
@@ -228,7 +234,7 @@ def ends_the_process() -> Workload:
 
 
 def test_a_factory_that_uses_cuda_is_built_in_each_recording() -> None:
-    """In whose process the card is the one in question, and not that of the process before."""
+    """In whose process the card is the one in question; one that asks for it is built once, without."""
     factories = f"{__name__}:asks_for_a_card", f"{__name__}:on_the_card"
     rows = [sweep(each, gpus="T4", seq_lens=(), cache=False, recorder=CUDA_BUILD)[0] for each in factories]
     assert rows[0].batch_size > 1
@@ -247,6 +253,15 @@ def test_a_factory_that_fails_says_so(factory: str, kind: type[Exception], words
     spec = WorkloadSpec(f"{__name__}:{factory}")
     with RecordingClient(spec, recorder=CUDA_BUILD) as client, pytest.raises(kind, match=words):
         client.facts()
+
+
+def test_a_tensor_that_a_factory_keeps_is_refused() -> None:
+    """It is no parameter and no buffer, and so on no card: what is computed with it would take nothing there."""
+    device = device_for(find_gpu("T4"))
+    with Simulation(WorkloadSpec(f"{__name__}:keeping_a_tensor"), StepConfig(), CUDA_BUILD) as simulation:
+        for take in (simulation.probe(device, [None]).trace, simulation.tried_sizes(device, AllocatorSettings())):
+            with pytest.raises(RecordingFailed, match=r"aten.mean.* is neither a parameter nor a buffer"):
+                take(8, Shape())
 
 
 def test_flash_attention_is_the_kernel_or_refused(tmp_path: Path) -> None:

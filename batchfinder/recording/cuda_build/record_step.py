@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -79,7 +80,7 @@ def record_step(
         history.mark(-1, "model")
         _put_on_card(step)
         labels.placed()
-        with _attention(config):
+        with _attention(config), _nothing_fake():
             step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
         labels.end()
         structure, sizes, shapes = history.collect()
@@ -118,7 +119,7 @@ def try_step(
     message = ""
     try:
         _put_on_card(step)
-        with _attention(config):
+        with _attention(config), _nothing_fake():
             step.run(batch_size, seq_len, more=goes_on, loading=lambda: mode)
     except torch.OutOfMemoryError as error:
         message = str(error)
@@ -149,6 +150,28 @@ def _attention(config: StepConfig) -> Iterator[None]:
                 raise
             major, minor = torch.cuda.get_device_capability(_CARD)
             raise InvalidValue("attention", "flash", f"{FLASH_NEEDS}; this card has {major}.{minor}") from error
+
+
+@contextmanager
+def _nothing_fake() -> Iterator[None]:
+    """Take no operator of a fake tensor, but for the batches that are made: what it gives would be on no card.
+
+    Raises:
+        RecordingFailed: code has kept one as it was built that is neither a parameter nor a buffer.
+    """
+    dispatch = FakeTensor.__torch_dispatch__
+
+    def refused(cls: Any, func: Any, *_: Any) -> Any:
+        raise RecordingFailed(
+            f"{func} was given a tensor that was made as the model was built, and is neither a parameter nor a buffer: "
+            "PyTorch's CUDA build does not record that. Make it a buffer, or ask for --recorder fake-device."
+        )
+
+    FakeTensor.__torch_dispatch__ = classmethod(refused)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
 
 def _count(what: str) -> int:
