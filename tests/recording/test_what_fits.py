@@ -277,7 +277,7 @@ def test_the_function(tmp_path: Path) -> None:
     (only,) = found.fits
     assert (only.change, only.plan.micro_batch_size, only.options.precision) == ("", 4, "16-mixed")
     assert found.to_json()["fits"][0]["micro_batch_size"] == 4
-    for wrong in ({"keep": ("loss", "colour")}, {"allow": ("dora",)}, {"colour": 1}, {"seq_len": None}):
+    for wrong in ({"keep": ("loss", "colour")}, {"allow": ("dora",)}, {"colour": 1}, {"seq_len": 4096}):
         with pytest.raises(InvalidValue):
             what_fits(str(file), **{"gpu": "T4", "seq_len": 64, **wrong})  # type: ignore[arg-type]
 
