@@ -133,12 +133,12 @@ def lengths_of(
     scaled, recorder = simulation.on_fake_device(), request.options.recorder
     if request.options.compile is not None:  # else each length would compile for as long as on a card
         recorder = FAKE_DEVICE
+    instead = ""
     for card in request.place.cards:
         for batch_size in sizes:
             line.update(f"{model} at batch size {batch_size} on {card.name}")
             device = card.device.with_headroom(request.reserve_bytes(card))
             result = search_seq_len(scaled.probe(device, [], request.allocator), batch_size, step, longest)
-            instead = ""
             if recorder == CUDA_BUILD:
                 tried = LengthProbe(simulation.tried_sizes(device, request.allocator), batch_size)
                 predicted = result.max_batch_size or step

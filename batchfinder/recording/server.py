@@ -168,7 +168,6 @@ class RecordingServer:
         try:
             import torch
 
-            from batchfinder.models.build import is_factory
             from batchfinder.recording.fake_device import FakeDeviceMode
             from batchfinder.recording.modules import compiled_modules
             from batchfinder.recording.user_kernels import skip_triton_launches
@@ -181,7 +180,7 @@ class RecordingServer:
             else:
                 import_module("batchfinder.recording.cuda_build.record_step")  # here once, and not in every fork
             self.mode = FakeDeviceMode(allow_non_fake_inputs=True)
-            if not on_fake_device and (adapts or is_factory(str(arguments.get("spec", builder)))):
+            if not on_fake_device and (adapts or _is_own(builder, arguments)):
                 in_a_fork = self._go_on_in_a_fork()
                 if not in_a_fork:
                     with suppress(Exception):  # raised again, and told, in the forks
@@ -299,19 +298,18 @@ class RecordingServer:
         return found
 
     def _build(self, builder: str, arguments: dict[str, Any]) -> Any:
+        """The workload. A factory of the user's builds as on a machine without a GPU, also on the CUDA build."""
+        own = self.recorder != FAKE_DEVICE and _is_own(builder, arguments)
+        with _without_cuda() if own else nullcontext():
+            return self._build_fake(builder, arguments)
+
+    def _build_fake(self, builder: str, arguments: dict[str, Any]) -> Any:
         """The workload, on fake tensors; with real weights where the user's code cannot do without their values.
 
         Raises:
             RecordingFailed: the real weights take more than the memory that is free.
             UserCodeFailed: the code fails with real weights too.
         """
-        from batchfinder.models.build import is_factory
-
-        own = self.recorder != FAKE_DEVICE and is_factory(str(arguments.get("spec", builder)))
-        with _without_cuda() if own else nullcontext():
-            return self._build_here(builder, arguments)
-
-    def _build_here(self, builder: str, arguments: dict[str, Any]) -> Any:
         try:
             with self.mode:
                 return build_with(builder, arguments)
@@ -407,9 +405,16 @@ class RecordingServer:
         os._exit(0)
 
 
+def _is_own(builder: str, arguments: dict[str, Any]) -> bool:
+    """Whether a workload is built by a factory of the user's, and not by name."""
+    from batchfinder.models.build import is_factory
+
+    return is_factory(str(arguments.get("spec", builder)))
+
+
 @contextmanager
 def _without_cuda() -> Iterator[None]:
-    """Code that asks for a GPU is told that there is none, and builds as on a machine without one."""
+    """Have `torch.cuda.is_available()` be False and `torch.cuda.device_count()` 0."""
     import torch
 
     asked = torch.cuda.is_available, torch.cuda.device_count

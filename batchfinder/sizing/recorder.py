@@ -73,5 +73,5 @@ def take_with_recorder(
 
 def instead_of_cuda_build(error: BatchFinderError) -> str:
     """Why the fake device took a step for which the CUDA build was chosen, in words."""
-    why = last_line_of(error) if isinstance(error, UserCodeFailed) else str(error).splitlines()[0]
+    why = last_line_of(error) if isinstance(error, UserCodeFailed) else str(error).partition("\n")[0]
     return f"PyTorch's CUDA build did not take the step, and the fake device did: {why}"

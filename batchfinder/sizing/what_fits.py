@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from batchfinder.devices import Card, device_for, find_gpu
@@ -65,7 +65,6 @@ def what_fits(
     asked = StepOptions.checked(**options)
     device = device_for(find_gpu(gpu)).among_others(asked.communicators)
     one = Card(device, device.name, num_devices)
-
     search = PlanSearch(model, asked, one, target_batch_size, seq_len, min_micro_batch, exact, keep, allow, recorder)
     return search.find(lambda doing: None)[1]
 
@@ -107,7 +106,9 @@ class PlanSearch:
         Raises:
             BatchFinderError: the options asked for cannot be recorded.
         """
-        return take_with_recorder(self.recorder, self.asked, [self.card], lambda by: self._find(say, by))[0]
+        cards = [self.card]
+        (length, found), instead = take_with_recorder(self.recorder, self.asked, cards, lambda by: self._find(say, by))
+        return length, replace(found, unmodelled=(*found.unmodelled, instead)) if instead else found
 
     def _find(self, say: Callable[[str], object], recorder: str) -> tuple[int | None, WhatFits]:
         with Simulation(self.asked.workload(self.model), self.asked.step(), recorder) as opened:

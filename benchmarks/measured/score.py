@@ -112,7 +112,7 @@ def write_predictions(path: Path, answers: Answers) -> None:
 
 
 def _results(source: str) -> list[dict[str, Any]]:
-    """The rows of a source's committed result; none where there is none."""
+    """The rows of a source's committed result; empty where it has no result."""
     path = RESULTS / f"{source}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     return rows

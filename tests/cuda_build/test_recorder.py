@@ -203,7 +203,7 @@ def test_it_is_chosen_for_what_it_takes(options: dict[str, Any], gpus: list[str]
 
 
 def asks_for_a_card() -> Workload:
-    """A factory that asks for CUDA, as most do: there is none while it builds."""
+    """A factory that asks `torch.cuda.is_available()`, which is False while it builds."""
     assert not torch.cuda.is_available()
     assert torch.cuda.device_count() == 0
     return mlp()
@@ -220,6 +220,13 @@ def keeping_a_tensor() -> Workload:
     """One whose loss computes with a tensor that it made, as large as are not real."""
     kept = torch.zeros(2000, 2000)
     return Workload(Mlp(), vectors, lambda output, batch: output.mean() + kept.mean())
+
+
+def compiled_without_triton() -> Workload:
+    """A model that Dynamo traces with fake tensors of its own, and nothing compiles."""
+    made = mlp()
+    made.model.compile(backend="aot_eager")
+    return made
 
 
 def fails_on_the_card() -> Workload:
@@ -253,6 +260,25 @@ def test_a_factory_that_fails_says_so(factory: str, kind: type[Exception], words
     spec = WorkloadSpec(f"{__name__}:{factory}")
     with RecordingClient(spec, recorder=CUDA_BUILD) as client, pytest.raises(kind, match=words):
         client.facts()
+
+
+def test_what_dynamo_traces_with_is_no_tensor_of_a_factory() -> None:
+    """A compiled model of a factory's is recorded and tried, and allocates what it does by itself."""
+    device = device_for(find_gpu("T4"))
+    with Simulation(WorkloadSpec("tests.builders.small:mlp"), StepConfig(), CUDA_BUILD) as simulation:
+        compiled = simulation.with_spec(WorkloadSpec(f"{__name__}:compiled_without_triton"), StepConfig())
+        traces = [each.probe(device, [None]).trace(64, Shape(), exact=True) for each in (simulation, compiled)]
+        tried = compiled.tried_sizes(device, AllocatorSettings())(64, Shape())
+    assert tried.fits
+    held = [
+        sum(
+            size
+            for kind, size in zip(each.structure.kinds, each.sizes, strict=True)
+            if kind in ("parameter", "optimizer")
+        )
+        for each in traces
+    ]
+    assert held[0] == held[1] > 0
 
 
 def test_a_tensor_that_a_factory_keeps_is_refused() -> None:

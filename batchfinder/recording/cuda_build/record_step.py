@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 from batchfinder.cuda_stub.card import VARIABLE
 from batchfinder.errors import InvalidValue, RecordingFailed
@@ -80,7 +81,7 @@ def record_step(
         history.mark(-1, "model")
         _put_on_card(step)
         labels.placed()
-        with _attention(config), _nothing_fake():
+        with _attention(config), _nothing_of(mode):
             step.run(batch_size, seq_len, labels.begin, loading=lambda: mode)
         labels.end()
         structure, sizes, shapes = history.collect()
@@ -119,7 +120,7 @@ def try_step(
     message = ""
     try:
         _put_on_card(step)
-        with _attention(config), _nothing_fake():
+        with _attention(config), _nothing_of(mode):
             step.run(batch_size, seq_len, more=goes_on, loading=lambda: mode)
     except torch.OutOfMemoryError as error:
         message = str(error)
@@ -153,25 +154,31 @@ def _attention(config: StepConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _nothing_fake() -> Iterator[None]:
-    """Take no operator of a fake tensor, but for the batches that are made: what it gives would be on no card.
+def _nothing_of(mode: FakeTensorMode) -> Iterator[None]:
+    """Take no operator of this mode's fake tensors, but for the batches that are made: what it gives is on no card.
+
+    Those that torch.compile traces with are of modes of its own.
 
     Raises:
         RecordingFailed: code has kept one as it was built that is neither a parameter nor a buffer.
     """
-    dispatch = FakeTensor.__torch_dispatch__
+    method, dispatch = FakeTensor.__dict__["__torch_dispatch__"], FakeTensor.__torch_dispatch__
 
-    def refused(cls: Any, func: Any, *_: Any) -> Any:
-        raise RecordingFailed(
-            f"{func} was given a tensor that was made as the model was built, and is neither a parameter nor a buffer: "
-            "PyTorch's CUDA build does not record that. Make it a buffer, or ask for --recorder fake-device."
-        )
+    def checked(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        if any(isinstance(each, FakeTensor) and each.fake_mode is mode for each in given):
+            raise RecordingFailed(
+                f"{func} was given a tensor that was made as the model was built, and is neither a parameter nor a "
+                "buffer: PyTorch's CUDA build does not record that. Make it a buffer, or ask for --recorder "
+                "fake-device."
+            )
+        return dispatch(func, types, args, kwargs)
 
-    FakeTensor.__torch_dispatch__ = classmethod(refused)  # type: ignore[assignment, method-assign]
+    FakeTensor.__torch_dispatch__ = classmethod(checked)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        FakeTensor.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+        FakeTensor.__torch_dispatch__ = method  # type: ignore[method-assign]
 
 
 def _count(what: str) -> int:
