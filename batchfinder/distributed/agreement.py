@@ -34,6 +34,7 @@ from batchfinder.cache.store import ResultEntry
 from batchfinder.errors import CacheFailed, RankFailed, RankLost
 from batchfinder.probe import Probe
 from batchfinder.results import Measurement, SearchResult, Shape
+from batchfinder.search import Prediction
 
 T = TypeVar("T")
 
@@ -230,6 +231,12 @@ class AgreedProbe:
         return agree([measurement_from_json(row) for row in seen])
 
 
+def agreed_prediction(ranks: Ranks, predict: Callable[[], Prediction | None]) -> Prediction | None:
+    """What the rank predicts that expects least; None where one has no prediction. It calls no collectives."""
+    predictions = ranks.all_gather_call(predict, "asked for a prediction")
+    return None if None in predictions else min((Prediction(*each) for each in predictions), default=None)
+
+
 def agree_on_key(make: Callable[[], CacheKey], ranks: Ranks) -> CacheKey:
     """The name of a question for all ranks: the first rank's, and what differs from it.
 
@@ -366,9 +373,3 @@ def connect_groups(device: torch.device) -> None:
             served = device.type in [each.type for each in group._device_types]
             if served and group._get_backend(torch.device(device.type)).name() == "nccl":
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
-
-
-def leave_groups() -> None:
-    """In a forked child, which cannot use its parent's connections: `torch.distributed` is not initialized here."""
-    if dist.is_available() and dist.is_initialized():
-        c10d.GroupMember.WORLD = None

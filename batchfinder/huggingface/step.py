@@ -37,15 +37,8 @@ class TrainerStep:
     Source: `Trainer._run_epoch` in transformers 5.23, `DataLoaderShard.__iter__` in accelerate 1.15.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        batches: TrainerBatches,
-        target_batch_size: int,
-    ) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._batches = batches
-        self._target_batch_size = target_batch_size
 
     def __call__(self, micro_batches: Any) -> None:
         """Take one step with an iterable of micro-batches that has a length."""
@@ -53,8 +46,7 @@ class TrainerStep:
         args, model, count = trainer.args, trainer.model_wrapped, len(micro_batches)
         batches, num_items = trainer.get_batch_samples(iter(micro_batches), count, args.device)
         # Copies in place of the micro-batches that a real step would have fetched as well.
-        window = -(-self._target_batch_size // self._batches.made)
-        missing = range(window + 1 - len(batches))
+        missing = range(micro_batches.of + 1 - len(batches))
         held = [pytree.tree_map_only(torch.Tensor, torch.clone, batches[-1]) for _ in missing]
         trainer.current_gradient_accumulation_steps = len(batches)
         self._call_back("on_step_begin")
@@ -191,15 +183,11 @@ class TrainerBatches:
     Args:
         loader: from `own_loader`.
         make_batch: makes a batch of (batch_size, seq_len) instead.
-
-    Attributes:
-        made: samples in the batch that was made last.
     """
 
     def __init__(self, loader: Any, make_batch: MakeBatch | None) -> None:
         self._device = getattr(loader, "device", None)
         self._make_batch = make_batch
-        self.made = 1
         self._dataset = getattr(loader, "dataset", loader)
         self._batches = batches_of(loader)
 
@@ -211,7 +199,6 @@ class TrainerBatches:
         Raises:
             InvalidValue: the data do not tell how to make one, or can be read only once.
         """
-        self.made = batch_size
         try:
             if self._make_batch is not None:
                 batch = self._make_batch(batch_size, seq_len)

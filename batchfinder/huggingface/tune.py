@@ -195,8 +195,7 @@ def tune_trainer(
 
     def search(loader: Any) -> TunedBatchSize:
         batches = TrainerBatches(loader, make_batch)
-        part = -(-(limits.target_batch_size or 1) // args.world_size)
-        step = TrainerStep(trainer, batches, part)
+        step = TrainerStep(trainer)
         # Accelerate wraps the optimizer; hooks see the one inside.
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         named = (trainer.model_wrapped, optimizer, trainer, *state)

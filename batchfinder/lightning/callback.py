@@ -125,9 +125,8 @@ class BatchFinder(Accumulating):
         batch_size_attribute: what the module, its hparams or the datamodule calls its batch size; with dots
             (`cfg.data.batch_size`) an attribute or key of what is found there.
         probe_callbacks: callbacks, or their classes, that take part in the tries.
-        predict: whether a search starts from a simulated step, which is recorded in forks of this process and takes
-            some seconds. None for on a GPU only, where it saves more tries than it costs. Where a step cannot be
-            recorded (manual optimization, say) the search starts from one sample; the answer is the same, and the log
+        predict: whether a search on a GPU starts from a prediction, by what the allocator did in the first steps of two
+            small batch sizes. Where their steps differ it starts from one sample; the answer is the same, and the log
             says why at INFO.
         split_batches: let the loader give all samples of an optimizer step, and split each batch into micro-batches
             of the sizes that fit its lengths; see docs/variable.md. Samples are sorted by length where an
@@ -172,7 +171,7 @@ class BatchFinder(Accumulating):
         certify: bool = True,
         batch_size_attribute: str = "batch_size",
         probe_callbacks: Iterable[Callback | type[Callback]] = (),
-        predict: bool | None = None,
+        predict: bool = True,
         split_batches: bool | str = False,
         weight: Weight = "samples",
         recover: bool | None = None,

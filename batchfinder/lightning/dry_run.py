@@ -41,10 +41,12 @@ from batchfinder.lightning.compat import (
 from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import local_only
 from batchfinder.lightning.schedule import Schedule
+from batchfinder.measure.allocator_history import AllocatorHistory
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.oom import classify
 from batchfinder.measure.trial import MOST_SETTLING_STEPS, TrialSession, TrialSteps, run_trial
 from batchfinder.results import Measurement, Shape
+from batchfinder.simulator.trace import Trace
 from batchfinder.snapshot.training_state import TrainingState
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 from batchfinder.units import format_bytes
@@ -111,7 +113,8 @@ class DryRun:
         Args:
             full: micro-batches of the size that is tried.
             accumulation: how many go into one optimizer step; two stand for any number.
-            taken: says whether to take further steps.
+            taken: says whether to take further steps; where they are recorded, it is the first ones and those of the
+                last epoch that changes what trains.
             others: return new micro-batches of other lengths.
             last: returns an epoch's last batch, where that is smaller.
             validation: the batches of the validation in the fit; None for none.
@@ -141,6 +144,9 @@ class DryRun:
             yield from whole_steps(PEAK_STEPS - 1)
             if not module.automatic_optimization:
                 yield from self._until_each_has_stepped(stepped, full.make_batch)
+            if taken.history is not None:
+                yield from whole_steps(1)  # one more: the first made the optimizer's state
+                return
             resting.append(self.memory.held_bytes())
             if others:
                 yield from of_other_lengths(others)
@@ -164,6 +170,9 @@ class DryRun:
             yield from whole_steps(1)
 
         def later_epoch(epoch: int) -> Iterator[MakeBatch]:
+            if taken.history is not None:
+                yield from whole_steps(PEAK_STEPS + 1)
+                return
             if rest and epoch == 2:
                 yield from whole_steps(min(rest - bool(last), PEAK_STEPS))
                 yield from last
@@ -193,8 +202,11 @@ class DryRun:
             on_gpu = trainer.strategy.root_device.type == "cuda"
             needed = {*schedule.later_epochs, *([] if validation is None else [1])}
             needed |= {2, 3} if rest else set()
+            epochs = [0, *sorted({*needed, *([1] if on_gpu else [])})]
+            if taken.history is not None:
+                epochs = [0, *schedule.later_epochs[-1:]]
             asked = 1
-            for epoch in (0, *sorted({*needed, *([1] if on_gpu else [])})):
+            for epoch in epochs:
                 if epoch == 1 and self.growth and epoch not in needed:
                     continue  # what the first epoch kept is still there, which its end would have freed
                 for between in range(asked, epoch):
@@ -211,7 +223,8 @@ class DryRun:
                     break
                 # Before a validation, and before an epoch, the callback empties the cache in the fit as well.
                 give_back_cache(trainer)
-                if epoch == 0 and validation is not None and "validation" not in self.not_tried:
+                tries_validation = taken.history is None and "validation" not in self.not_tried
+                if epoch == 0 and validation is not None and tries_validation:
                     self._validate(validation, taken, validation_is_tried)
                     give_back_cache(trainer)
                 kept.tensors.clear()
@@ -481,8 +494,18 @@ class LightningProbe:
     source: ClassVar[str] = "measured"
     unmodelled: ClassVar[tuple[str, ...]] = ()
 
-    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size. What the user's code raises that is not about the size comes unchanged, with all put back."""
+    def record(self, batch_size: int, shape: Shape) -> tuple[Measurement, Trace | None]:
+        """Take the first steps of a size, and record what the GPU's allocator does, for `predict_batch_size`."""
+        history = AllocatorHistory(self.session.device)
+        seen = self(batch_size, shape, history)
+        return seen, history.trace(batch_size) if seen.fits else None
+
+    def __call__(self, batch_size: int, shape: Shape, history: AllocatorHistory | None = None) -> Measurement:
+        """Try one size. What the user's code raises that is not about the size comes unchanged, with all put back.
+
+        Args:
+            history: records the first steps, which are all then; None for a try.
+        """
         config, dry_run, session = self.config, self.dry_run, self.session
         module = dry_run.trainer.lightning_module
 
@@ -525,7 +548,8 @@ class LightningProbe:
                 session.held_bytes,
                 stepping=session.stepping,
                 timed_steps=session.timed_steps,
-                spare_bytes=session.spare_bytes,
+                spare_bytes=session.spare_bytes if history is None else 0,
+                history=history,
             )
         except Exception as error:
             if dry_run.callbacks.inactive:
@@ -542,6 +566,8 @@ class LightningProbe:
             raise
         finally:
             applied.undo()  # a size in an object that is not among what is put back
+        if history is not None:
+            return seen
         if dry_run.failed_in_validation and config.train is None and not self._validation_runs(batch_size, shape):
             return self(batch_size, shape)
         if config.stage == "fit" and not config.alone and config.train is None and batch_size > self.smallest:

@@ -36,7 +36,7 @@ class FinderOptions(SearchOptions):
     also: tuple[str, ...]
     batch_size_attribute: str
     probe_callbacks: tuple[Callback | type[Callback], ...]
-    predict: bool | None
+    predict: bool
     split_batches: bool | str
     weight: Weight
     recover: bool | None
@@ -58,8 +58,8 @@ class FinderOptions(SearchOptions):
         for stage in self.also:
             if stage not in EVALUATION_STAGES:
                 raise InvalidValue("also", stage, f"any of {', '.join(EVALUATION_STAGES)}")
-        if not (self.predict is None or isinstance(self.predict, bool)):
-            raise InvalidValue("predict", self.predict, "True, False, or None for on a GPU only")
+        if not isinstance(self.predict, bool):
+            raise InvalidValue("predict", self.predict, "True or False")
         if self.split_batches not in (True, False, IN_ORDER):
             raise InvalidValue("split_batches", self.split_batches, f"True, False or {IN_ORDER!r}")
         if not callable(self.weight) and self.weight not in WEIGHTS:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import dropwhile
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,7 @@ from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
 from batchfinder.cache.record import Record
 from batchfinder.cache.store import ResultEntry
-from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks, agree_on_key
+from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks, agree_on_key, agreed_prediction
 from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.lightning.compat import (
     compiler_context,
@@ -33,21 +32,19 @@ from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import end_trials
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
-from batchfinder.lightning.prediction import SECONDS, predict_batch_size, simulated_device
 from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
+from batchfinder.measure.allocator_history import can_record, most_scratch
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult, spare_bytes
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
+from batchfinder.recording.prediction import predict_batch_size
 from batchfinder.results import SearchResult, Shape, Trial
-from batchfinder.search import Prediction
+from batchfinder.search import Bounds, Prediction
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.units import format_bytes
-
-_SMALL_CAP = 8
-"""Up to this cap no search takes as long as a prediction."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +160,9 @@ class StageTuner:
             rank_zero_info(f"BatchFinder: {SEGMENTS_EXPAND}")
         self._session.spare_bytes = spare_bytes(self._memory.free_bytes(), self._varies) if spares else 0
         self._probe: Probe | None = None
+        self._own_probe: LightningProbe | None = None  # of this rank
         self._dry_run: DryRun | None = None
         self._predicted: Prediction | None = None
-        self._simulated: dict[Shape, Prediction | None] = {}
-        self._shapes: list[Shape] = []
 
     def tune(
         self, seq_lens: Sequence[int | None], resumed: Mapping[str, SearchResult] = MappingProxyType({})
@@ -185,7 +181,7 @@ class StageTuner:
             RankFailed: it was raised on another rank.
             RankLost: another rank has ended, or does not answer within the time limit.
         """
-        self._shapes = shapes = [Shape(seq_len) for seq_len in seq_lens]
+        shapes = [Shape(seq_len) for seq_len in seq_lens]
         keys = self._keys(shapes)
         store, stage = self._options.store, self._config.stage
         name = type(self._trainer.lightning_module).__name__
@@ -237,7 +233,7 @@ class StageTuner:
                         break
             finally:
                 if self._probe is not None:
-                    self._probe = None
+                    self._probe = self._own_probe = None
                     end_trials(self._trainer)
         overhead = (time.perf_counter() - self._started - sum(found.seconds for found in results)) / len(results)
         results = [replace(found, seconds=found.seconds + overhead) for found in results]
@@ -304,7 +300,7 @@ class StageTuner:
                 rank_zero_info(f"BatchFinder: each size is tried with {self._schedule}.")
             self._dry_run = DryRun(self._trainer, self._callbacks, self._memory, self._schedule)
             smallest = self._limits.bounds.after(1)  # one sample may raise where two run
-            probe = LightningProbe(
+            self._own_probe = LightningProbe(
                 self._dry_run,
                 self._config,
                 self._batches,
@@ -312,23 +308,28 @@ class StageTuner:
                 smallest,
                 self._validation,
             )
-            self._probe = probe if self._ranks.size == 1 else AgreedProbe(probe, self._ranks)
+            own = self._own_probe
+            self._probe = own if self._ranks.size == 1 else AgreedProbe(own, self._ranks)
         return self._probe, self._ranks.all_reduce_min(self._session.max_peak_bytes())[0]
 
-    def _predict(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
-        """What is predicted, or the simulated step's answer; None where that would cost more than it saves."""
+    def _predict(self, shape: Shape, bounds: Bounds, max_peak_bytes: int) -> Prediction | None:
+        """What is predicted already, or from recorded steps."""
         if self._predicted is not None:
             return self._predicted
-        options, cap = self._options, self._limits.cap
-        wanted = self._device.type == "cuda" if options.predict is None else options.predict
-        if not wanted or (cap is not None and cap <= _SMALL_CAP):
+        own = self._own_probe
+        if own is None or not self._options.predict or not can_record(self._device):
             return None
-        # All lengths to come, before anything is tried: on a GPU a backward starts threads that later forks would lack.
-        to_come = dropwhile(lambda other: other != shape, () if self._config.split_batch_size else self._shapes)
-        for each in (shape, *to_come):
-            if each not in self._simulated:
-                self._simulated[each] = self._simulate(each, max_peak_bytes)
-        return self._simulated[shape]
+        return agreed_prediction(
+            self._ranks,
+            lambda: predict_batch_size(
+                lambda batch_size: own.record(batch_size, shape),
+                bounds,
+                max_peak_bytes,
+                self._session.held_bytes,
+                most_scratch(self._device),
+                self._later_steps,
+            ),
+        )
 
     def _later_steps(self, batch_size: int) -> list[int | None]:
         """What a trial of a fit takes after its first two steps; nothing else for a stage of its own."""
@@ -336,36 +337,6 @@ class StageTuner:
             return []
         last, batches = self._batches.last_batch_size(batch_size), self._batches.batches_per_epoch(batch_size)
         return self._schedule.later_steps(batch_size, last, batches)
-
-    def _simulate(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
-        """The answer of the step as it is recorded, on each rank; None where it cannot be recorded."""
-        # One process that records is enough, and the others' memory is better spent. They wait meanwhile, for as long
-        # as a collective may take.
-        seconds = min(SECONDS, self._ranks.seconds / 2) if self._ranks.size > 1 else SECONDS
-        predicted = self._ranks.all_gather_call(
-            lambda: (
-                None
-                if self._ranks.rank > 0
-                else predict_batch_size(
-                    self._trainer,
-                    self._finder,
-                    self._config,
-                    lambda batch_size: self._batches.batch(batch_size, shape.seq_len),
-                    simulated_device(
-                        self._device,
-                        self._memory,
-                        max_peak_bytes + self._session.held_bytes,
-                        self._trainer.lightning_module,
-                    ),
-                    self._limits.cap,
-                    seconds=seconds,
-                    schedule=self._schedule,
-                    later=self._later_steps,
-                )
-            ),
-            "asked for a prediction",
-        )
-        return None if predicted[0] is None else Prediction(*predicted[0])
 
 
 @contextmanager

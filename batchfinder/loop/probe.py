@@ -19,10 +19,12 @@ from batchfinder.distributed.agreement import local_collectives
 from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
+from batchfinder.measure.allocator_history import AllocatorHistory
 from batchfinder.measure.trial import MOST_SETTLING_STEPS, TrialSession, TrialSteps, run_trial
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
+from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCHES, PEAK_STEPS
 
 _CALLS_AS_OFTEN = 8
@@ -133,18 +135,38 @@ class LoopProbe:
         self._evaluated_beside_smallest = False
         self._evaluating = False  # whether the last trial's evaluation did not fit
 
-    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
-        """Try one size.
+    def record(self, batch_size: int, shape: Shape) -> tuple[Measurement, Trace | None]:
+        """Take the first steps of a size, and record what the GPU's allocator does, for `predict_batch_size`.
 
         Raises:
-            InvalidValue: the step uses something that could not be put back, or leaves micro-batches out.
-            Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
+            Exception: as for a try.
         """
+        history = AllocatorHistory(self._session.device)
+        seen = self._take_steps(batch_size, shape, history)
+        return seen, history.trace(batch_size) if seen.fits else None
+
+    def later_steps(self, batch_size: int) -> list[int | None]:
+        """What a try takes after the first steps, as `SimulatedProbe.reserved_over` has it."""
+        phases, steps = self._config.phases, list[int | None]()
+        if phases.evaluate is not None:
+            steps += [None, batch_size, batch_size]
+        left = 0 if phases.samples is None else phases.samples % (self._accumulated(batch_size) * batch_size)
+        if left:
+            steps += [left % batch_size or batch_size, None, batch_size, batch_size, batch_size]
+        return steps
+
+    def _accumulated(self, batch_size: int) -> int:
+        """How many micro-batches of a size a step of training has."""
+        return -(-self._each // batch_size) if batch_size < (self._target or 0) else 1
+
+    def _take_steps(self, batch_size: int, shape: Shape, history: AllocatorHistory | None = None) -> Measurement:
+        """Take all that a try takes, or with a history the first steps alone."""
         session, config, target = self._session, self._config, self._target
         phases = config.phases if self._evaluates else replace(config.phases, evaluate=None)
         # In segments of a fixed size what lies in pieces stays so, and a later step may run out of memory.
         settles = phases.others is not None and AllocatorSettings.from_environment().expandable_segments
         self._evaluating = False
+        accumulated = self._accumulated(batch_size)
 
         def steps(taken: TrialSteps) -> None:
             others = [] if phases.others is None else phases.others(batch_size)
@@ -161,8 +183,8 @@ class LoopProbe:
 
             one, most = batches(), PEAK_MICRO_BATCHES if batch_size < (target or 0) else 1
 
-            def step(count: int = most) -> None:
-                given = next(one) if target is None else MicroBatches(batches, count, taken.micro_batch_ended)
+            def step(count: int = most, of: int = accumulated if history is None else most) -> None:
+                given = next(one) if target is None else MicroBatches(batches, count, taken.micro_batch_ended, of)
                 config.train_step(given)
                 if isinstance(given, MicroBatches) and given.given < count:
                     name = getattr(config.train_step, "__qualname__", type(config.train_step).__qualname__)
@@ -171,7 +193,6 @@ class LoopProbe:
 
             def end_of_epoch(samples: int) -> None:
                 """The last step of an epoch that is no whole number of steps, and the first steps of the next."""
-                accumulated = -(-self._each // batch_size) if most > 1 else 1
                 left = samples % (accumulated * batch_size)
                 if left == 0:
                     return
@@ -179,7 +200,7 @@ class LoopProbe:
                 smaller = left % batch_size
                 if smaller:
                     waiting.extend([*[full] * (count - 1), lambda: config.make_batch(smaller, shape.seq_len)])
-                step(count)
+                step(count, -(-left // batch_size))
                 self._empty_cache()
                 go_on()
 
@@ -199,6 +220,9 @@ class LoopProbe:
                 step()
                 while self._counter.needs_another_call():
                     step()
+                if history is not None:
+                    step()  # one more: the first made the optimizer's state
+                    return
                 while taken.goes_on():
                     step()
                 for order in (others, [*others[::2], *others[1::2]]):
@@ -219,7 +243,7 @@ class LoopProbe:
                     end_of_epoch(phases.samples)
 
         try:
-            seen = run_trial(
+            return run_trial(
                 steps,
                 session.memory,
                 session.device,
@@ -229,7 +253,8 @@ class LoopProbe:
                 stepping=session.stepping,
                 timed_steps=session.timed_steps,
                 settling_steps=PEAK_STEPS if settles else None,
-                spare_bytes=session.spare_bytes,
+                spare_bytes=session.spare_bytes if history is None else 0,
+                history=history,
             )
         except InvalidValue:
             raise
@@ -244,6 +269,16 @@ class LoopProbe:
                     "step, whose length is how many there are."
                 )
             raise
+
+    def __call__(self, batch_size: int, shape: Shape) -> Measurement:
+        """Try one size.
+
+        Raises:
+            InvalidValue: the step uses something that could not be put back, or leaves micro-batches out.
+            Exception: whatever the user's code raised that is not about the size, unchanged, with all put back.
+        """
+        session, config = self._session, self._config
+        seen = self._take_steps(batch_size, shape)
         if not seen.fits and self._evaluating and not self._evaluation_runs(batch_size, shape):
             return self(batch_size, shape)
         if seen.fits and self._counter.stopped_stepping:

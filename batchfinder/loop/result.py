@@ -25,17 +25,23 @@ class MicroBatches:
         batches: gives them, from the first.
         count: how many there are.
         ended: called where a step that has made all of them first goes on to the next one.
+        of: how many a step of training has, where these stand for it; None for as many.
 
     Attributes:
         given: how many the step has asked for so far.
     """
 
     def __init__(
-        self, batches: Callable[[], Iterator[Any]], count: int, ended: Callable[[], object] = lambda: None
+        self,
+        batches: Callable[[], Iterator[Any]],
+        count: int,
+        ended: Callable[[], object] = lambda: None,
+        of: int | None = None,
     ) -> None:
         self._batches = batches
         self._count = count
         self.ended = ended
+        self.of = count if of is None else of
         self.given = 0
 
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from batchfinder.distributed.agreement import (
     AgreedProbe,
     Ranks,
     agree_on_key,
+    agreed_prediction,
     connect_groups,
     forget_used_parameters,
 )
@@ -28,6 +29,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig, Phases, check_arguments, device_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
+from batchfinder.measure.allocator_history import can_record, most_scratch
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.options import SearchOptions
@@ -35,7 +37,9 @@ from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, spare_bytes
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
+from batchfinder.recording.prediction import predict_batch_size
 from batchfinder.results import Shape, Trial
+from batchfinder.search import Bounds, Prediction
 from batchfinder.units import parse_count
 
 _log = logging.getLogger(__name__)
@@ -131,12 +135,27 @@ def tune_loop(
             _log.info(SEGMENTS_EXPAND)
         session = opened.enter_context(TrialSession(memory, config.device, limits.reserve_bytes, config.capture))
         session.spare_bytes = spare_bytes(free_bytes(), varies) if config.device.type == "cuda" else 0
-        probe: Probe = LoopProbe(config, limits, session)
-        probe = probe if ranks.size == 1 else AgreedProbe(probe, ranks)
+        own = LoopProbe(config, limits, session)
+        probe: Probe = own if ranks.size == 1 else AgreedProbe(own, ranks)
 
         def open_probe() -> tuple[Probe, int]:
             ranks.barrier_call(session.open, "got ready to try sizes")
             return probe, ranks.all_reduce_min(session.max_peak_bytes())[0]
+
+        def predict(shape: Shape, bounds: Bounds, max_peak_bytes: int) -> Prediction | None:
+            if not can_record(config.device):
+                return None
+            return agreed_prediction(
+                ranks,
+                lambda: predict_batch_size(
+                    lambda batch_size: own.record(batch_size, shape),
+                    bounds,
+                    max_peak_bytes,
+                    session.held_bytes,
+                    most_scratch(config.device),
+                    own.later_steps,
+                ),
+            )
 
         for replica in config.replicas:
             opened.callback(forget_used_parameters, replica)
@@ -145,6 +164,7 @@ def tune_loop(
             free_bytes,
             limits,
             open_probe,
+            hint=predict,
             on_trial=on_trial,
             warn=warn_not_cached,
             held_bytes=held,

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from batchfinder.measure.allocator_history import AllocatorHistory
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.oom import classify, find_pattern
 from batchfinder.results import Measurement, Verdict
@@ -51,6 +52,7 @@ class TrialSteps:
         retries: says how often the allocator has given its cache back.
         timed_steps: how many steps to time at least.
         device: which to wait for before the clock is read; None for none, as on a CPU.
+        history: of the allocator, where the first steps are recorded, which are all then; None for a trial.
         settling_steps: how many more to take at most until one goes by in which the allocator kept its cache; None
             where it has to keep it from the first, since training is not one step over and over.
 
@@ -64,7 +66,9 @@ class TrialSteps:
         timed_steps: int = 0,
         device: torch.device | None = None,
         settling_steps: int | None = None,
+        history: AllocatorHistory | None = None,
     ) -> None:
+        self.history = history
         self._retries = retries
         self._retries_before = self._retries_last = retries()
         self._settling_steps = settling_steps
@@ -123,6 +127,8 @@ class TrialSteps:
         if self._loaded == 1 and self._tries_algorithms:
             self._retries_before = self._retries()
         self._loaded += 1
+        if self.history is not None:
+            self.history.batch_begins()
         if self._since is not None:
             self.micro_batch_ended()
             self._batches += 1
@@ -292,6 +298,7 @@ def run_trial(
     timed_steps: int = 0,
     settling_steps: int | None = None,
     spare_bytes: int = 0,
+    history: AllocatorHistory | None = None,
 ) -> Measurement:
     """Take steps from a clean slate, put everything back, and say what they took.
 
@@ -305,6 +312,7 @@ def run_trial(
         timed_steps: how many steps to time at least, after the others; see `TrialSteps`.
         settling_steps: in how many more the allocator may come to keep its cache; see there.
         spare_bytes: of the device, held by a tensor meanwhile: a limit would refuse what only extends a segment.
+        history: records the steps; None for a trial.
 
     Raises:
         Exception: whatever the steps raised that is not about the size, unchanged, after `restore`.
@@ -312,7 +320,8 @@ def run_trial(
     clear(device)
     memory.reset_peak()
     ooms_before = _ooms(device)
-    taken, started = TrialSteps(memory.retries, timed_steps, device, settling_steps), time.perf_counter()
+    taken = TrialSteps(memory.retries, timed_steps, device, settling_steps, history)
+    started = time.perf_counter()
 
     def limited() -> None:
         with memory.limited(reserve_bytes, held_bytes), nullcontext() if stepping is None else stepping.watched():
@@ -321,11 +330,10 @@ def run_trial(
                 spare.append(torch.empty(spare_bytes, dtype=torch.uint8, device=device))
                 stages(0, "batch", 0)  # what is held before the first batch
             try:
-                steps(taken)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(
-                        device
-                    )  # here, where what a kernel failed with is still this trial's failure
+                with nullcontext() if history is None else history.recording():
+                    steps(taken)
+                if device.type == "cuda":  # here, where what a kernel failed with is still this trial's failure
+                    torch.cuda.synchronize(device)
             finally:
                 spare.clear()
 

@@ -237,7 +237,8 @@ class Tuner:
         limits: what bounds the search.
         open_probe: returns the probe, and what a peak may come to now, in bytes. Called only when something has to be
             tried, since a probe may copy the training state.
-        hint: called before a search for a guess of the answer, given the shape and what a peak may come to, in bytes.
+        hint: called before a search for a guess of the answer, given the shape, the sizes that may be tried and what a
+            peak may come to, in bytes.
         on_trial: called after each trial.
         warn: called once when results cannot be cached; None to raise the `CacheFailed` instead.
         held_bytes: what the process holds, for the message where nothing fits; None where it is not known.
@@ -251,7 +252,7 @@ class Tuner:
         limits: SearchLimits,
         open_probe: Callable[[], tuple[Probe, int]],
         *,
-        hint: Callable[[Shape, int], Prediction | None] | None = None,
+        hint: Callable[[Shape, Bounds, int], Prediction | None] | None = None,
         on_trial: Callable[[Trial], object] | None = None,
         warn: Callable[[CacheFailed], object] | None = None,
         held_bytes: int | None = None,
@@ -392,7 +393,7 @@ class Tuner:
                 predicted, trials = None, (again,)
             else:
                 if hinted is None and self._hint is not None:
-                    hinted = self._hint(shape, max_peak_bytes)
+                    hinted = self._hint(shape, self._bounds, max_peak_bytes)
                 predicted = hinted
                 if predicted is None and known is not None and known.max_batch_size:
                     predicted = Prediction(int(share * known.max_batch_size))

@@ -46,19 +46,21 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes that go straight from `first` to `second`, which are (batch size x length, bytes), and on.
+    """Bytes that go straight from `first` to `second`, which are (batch size x length, bytes), and on, up to `most`.
 
     Compiled code splits some reductions by steps of its own: what it takes for them is near that line.
     """
 
     first: tuple[int, int]
     second: tuple[int, int]
+    most: int | None = None
 
     def __call__(self, batch_size: int, seq_len: int) -> int:
         (start, low), (end, high) = self.first, self.second
         if start == end:
             return low
-        return max(0, low + (high - low) * (batch_size * seq_len - start) // (end - start))
+        found = max(0, low + (high - low) * (batch_size * seq_len - start) // (end - start))
+        return found if self.most is None else min(found, self.most)
 
 
 Polynomial = tuple["Term | Line | ScratchTerm", ...]

@@ -20,7 +20,7 @@ from batchfinder.probe import Probe
 from batchfinder.recording.simulation import predict_full_card
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.results import SearchResult, Shape, StopReason
-from batchfinder.search import Prediction
+from batchfinder.search import Bounds, Prediction
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.sizing.cells import ModelCells, cache_key
 from batchfinder.sizing.sweep_request import CPU
@@ -146,7 +146,7 @@ class MeasuredCells:
         row = SweepRow(replace(cell, card=self._card), result, trials, found.seconds, cached, raised=found.raised)
         return replace(row, throughput=found.throughput, not_cached=self._not_cached, need_source=need_source)
 
-    def _predicted(self, shape: Shape, max_peak_bytes: int) -> Prediction | None:
+    def _predicted(self, shape: Shape, bounds: Bounds, max_peak_bytes: int) -> Prediction | None:
         """The simulated step's answer; on a CPU, or where it cannot be recorded, one scaled from the length before.
 
         A sample's memory grows no slower than its tokens or pixels, and the length before was longer, so that one errs

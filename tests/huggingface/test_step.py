@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchfinder import tune_trainer
-from batchfinder.huggingface.step import TrainerBatches, TrainerStep
+from batchfinder.huggingface.step import TrainerStep
 from batchfinder.huggingface.tune import where_training_begins
 from batchfinder.loop.result import MicroBatches
 from tests.huggingface.trainers import LimitedTrainer, fixed, language_model, make_trainer, texts
@@ -50,10 +50,8 @@ def test_the_update_is_that_of_training(tmp_path: Path, clip: float, model_kwarg
     trained.train()
 
     def step(loader: Any) -> dict[str, torch.Tensor]:
-        batches = TrainerBatches(loader, None)
-        batches.made = 4
         windows = [stepped.data_collator(stepped.train_dataset[start : start + 4]) for start in (0, 4, 8)]
-        TrainerStep(stepped, batches, 12)(MicroBatches(lambda: iter(windows), len(windows)))
+        TrainerStep(stepped)(MicroBatches(lambda: iter(windows), len(windows)))
         return {name: value.clone() for name, value in stepped.model.state_dict().items()}
 
     made = where_training_begins(stepped, lambda each: each.get_train_dataloader(), (), step)

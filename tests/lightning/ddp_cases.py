@@ -6,7 +6,6 @@ import os
 import resource
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from batchfinder.cache import Store
 from batchfinder.lightning import stage_tuner
 from batchfinder.lightning.callback import BatchFinder
-from batchfinder.lightning.prediction import predict_batch_size
 from batchfinder.measure import trial
 from batchfinder.measure.host_limits import status
 from batchfinder.measure.trial import clear
@@ -174,22 +172,19 @@ def limited(rank: int, mib: int) -> list[Any]:
 
 
 def predicted(rank: int) -> list[Any]:
-    """The first rank alone records its step, for no longer than the others wait, and all start from the prediction."""
-    asked: list[Any] = []
+    """Each rank predicts by itself, and all start from the least."""
+    stage_tuner.can_record = lambda device: True
+    stage_tuner.predict_batch_size = lambda *_: Prediction(20 + 2 * rank)
+    finder, error = fit(Bounded(most=23, rows=48 * ranks()), BatchFinder(tolerance=0, cache=False))
+    return [finder.batch_size, sizes(finder)[0], error]
 
-    def predict(*args: Any, seconds: float, **options: Any) -> Prediction:
-        answer = predict_batch_size(*args, seconds=seconds, **options)
-        asked.append([answer is not None and answer.batch_size > 23, seconds])
-        return Prediction(20)
 
-    stage_tuner.predict_batch_size = predict
-    finder, error = fit(
-        Bounded(most=23, rows=48 * ranks()),
-        BatchFinder(tolerance=0, cache=False, predict=True),
-        strategy=DDPStrategy(timeout=timedelta(seconds=110)),
-        accelerator="auto",
-    )
-    return [finder.batch_size, sizes(finder)[0], error, asked]
+def unpredicted(rank: int) -> list[Any]:
+    """One rank has no prediction."""
+    stage_tuner.can_record = lambda device: True
+    stage_tuner.predict_batch_size = lambda *_: None if rank else Prediction(20)
+    finder, error = fit(Bounded(most=23, rows=48 * ranks()), BatchFinder(tolerance=0, cache=False))
+    return [finder.batch_size, sizes(finder)[0], error]
 
 
 CASES: dict[str, Callable[[int], list[Any]]] = {
@@ -213,6 +208,7 @@ CASES: dict[str, Callable[[int], list[Any]]] = {
     "no cache": no_cache,
     "own group": own_group,
     "predicted": predicted,
+    "unpredicted": unpredicted,
     "ran out": on_oom,
     "stages": stages,
 }

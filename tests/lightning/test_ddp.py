@@ -158,8 +158,9 @@ def test_a_cache_that_cannot_be_used(run: Run) -> None:
 
 
 def test_a_prediction(run: Run) -> None:
-    """The first rank records its step, for half as long as the others would wait, and all begin with 0.85 of it."""
-    assert run(2, "predicted") == [[23, 17, "", [[True, 55.0]]], [23, 17, "", []]]
+    """All begin with 0.85 of the least of any rank, and with one sample where a rank has none."""
+    assert run(2, "predicted") == [[23, 17, ""]] * 2
+    assert run(2, "unpredicted") == [[23, 1, ""]] * 2
 
 
 def test_a_process_group_of_the_users(run: Run) -> None:

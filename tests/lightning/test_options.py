@@ -119,7 +119,7 @@ def test_what_is_served() -> None:
         ),
         ({"also": "valid"}, "also: invalid value 'valid'; expected any of validate, test, predict."),
         ({"certify": "no"}, "certify: invalid value 'no'; expected True or False."),
-        ({"predict": 1}, "predict: invalid value 1; expected True, False, or None for on a GPU only."),
+        ({"predict": 1}, "predict: invalid value 1; expected True or False."),
         ({"recover": 1}, "recover: invalid value 1; expected True, False, or None for with a single process only."),
         ({"goal": "speed"}, "goal: invalid value 'speed'; expected one of memory, throughput."),
         (

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
-import torch
 from torch.utils.data import DataLoader
 
 import batchfinder
@@ -94,22 +93,3 @@ def test_a_trial_is_at_most_12_calls_from_the_callback() -> None:
     assert calls[0][0] == "BatchFinder.on_fit_start"
     assert len(calls[0]) <= 12, calls[0]
     assert calls[-1] == []  # training itself
-
-
-def test_all_lengths_are_recorded_before_anything_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the first backward starts autograd's threads, after which a fork can record no other."""
-    seen: list[str] = []
-
-    def recorded(trainer: Any, finder: Any, config: Any, make_batch: Any, *args: Any, **options: Any) -> None:
-        seen.append(f"recorded {make_batch(2)['input_ids'].shape[1]}")
-
-    class Noting(nets.Transformer):
-        def loss(self, batch: Any) -> torch.Tensor:
-            seen.append("tried")
-            return super().loss(batch)
-
-    monkeypatch.setattr("batchfinder.lightning.stage_tuner.predict_batch_size", recorded)
-    finder = BatchFinder(seq_lens=[8, 16], max_batch_size=9, predict=True, cache=False)
-    nets.trainer(callbacks=[finder], max_steps=1).fit(Noting())
-    assert seen[:3] == ["recorded 16", "recorded 8", "tried"]
-    assert seen.count("tried") == len(seen) - 2

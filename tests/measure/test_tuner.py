@@ -15,7 +15,7 @@ from batchfinder.cache.validity import lower
 from batchfinder.errors import CacheFailed, InvalidValue, OutOfMemory
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult
 from batchfinder.results import Measurement, SearchResult, Shape, StopReason, Trial, Verdict
-from batchfinder.search import Prediction
+from batchfinder.search import Bounds, Prediction
 from batchfinder.units import GIB
 
 MESSAGE = "no room"
@@ -437,7 +437,9 @@ def test_a_hint_saves_tries_and_failures() -> None:
             lambda size, f=fixed, e=each, n=noise: f + e * size + n.randrange(total // 200), total, total // 1000
         )
         hinted = int(answer * draw.uniform(0.75, 1.0))
-        found = device.tuner(hint=lambda shape, limit, h=hinted: Prediction(h), tolerance=0.05).find(Shape()).result
+        found = (
+            device.tuner(hint=lambda shape, bounds, limit, h=hinted: Prediction(h), tolerance=0.05).find(Shape()).result
+        )
         failed = sum(not trial.fits for trial in found.trials)
         assert 0.9 * answer <= found.max_batch_size <= answer
         seen[len(found.trials) <= 6 and failed == 1] += 1
@@ -448,7 +450,7 @@ def test_a_search_starts_from_a_hint() -> None:
     """It is given what a peak may come to; where a cached answer has failed, that says more."""
     entry, device, asked = CacheEntry(), Device(affine, reserve=20), []
 
-    def hint(shape: Shape, max_peak_bytes: int) -> Prediction:
+    def hint(shape: Shape, bounds: Bounds, max_peak_bytes: int) -> Prediction:
         asked.append((shape.seq_len, max_peak_bytes))
         return Prediction(120)
 
@@ -659,7 +661,7 @@ def test_a_size_that_a_step_refuses_is_not_the_end(number: int, hinted: int) -> 
     """Multiples are searched, to the largest that fits, and the summary says of what and why."""
     device = Deals(affine)
     device.number = number
-    found = device.tuner(hint=lambda shape, limit: Prediction(hinted)).find(Shape())
+    found = device.tuner(hint=lambda shape, bounds, limit: Prediction(hinted)).find(Shape())
     assert found.result.max_batch_size == 128 - 128 % number
     assert f"; in multiples of {number}, since batch size " in str(found)
     assert "raised ValueError: cannot deal out" in str(found)
@@ -682,7 +684,7 @@ def test_a_hint_is_asked_for_once_where_a_size_is_refused() -> None:
     """It may be a recording of the step, which a process that has run a backward on a GPU cannot make any more."""
     device, asked = Deals(affine), []
 
-    def hint(shape: Shape, limit: int) -> Prediction:
+    def hint(shape: Shape, bounds: Bounds, limit: int) -> Prediction:
         asked.append(limit)
         return Prediction(101)
 
