@@ -14,13 +14,17 @@ and in a test:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +32,7 @@ from typing import Any, Protocol
 import cloudpickle
 import pytest
 
-from batchfinder.cuda_stub import CudaBuild, StubReport
+from batchfinder.cuda_stub import CudaBuild, StubReport, StubSession, find_build
 from batchfinder.errors import CudaStubUnavailable
 from batchfinder.stub_cards import open_session, stub_card
 from batchfinder.units import parse_bytes
@@ -36,6 +40,85 @@ from batchfinder.units import parse_bytes
 _CHILD = Path(__file__).parent / "child.py"
 _ROOT = str(Path(__file__).resolve().parents[2])
 _LAST_WORDS = 4000
+_SECONDS_TO_END = 60.0
+"""What a process may take to end that was killed."""
+
+
+class _Forks:
+    """A process on the stub in whose forks functions are called: imports are shared, nothing else.
+
+    Args:
+        session: of cards of its own, which only say which build and which values.
+    """
+
+    def __init__(self, session: StubSession) -> None:
+        self._session = session
+        self._imported: dict[str, None] = {}  # by functions before, which the next are likely to import
+        self._process = subprocess.Popen(
+            [sys.executable, str(_CHILD), _ROOT, "serve"],
+            env={**os.environ, **session.variables(), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.lock = threading.Lock()
+
+    def ask(self, place: Path, environment: dict[str, str], keep_events: bool) -> int | None:
+        """Have a fork do the work that lies in a folder, and return its id; None where this process has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {
+            "folder": str(place),
+            "environment": environment,
+            "directory": os.getcwd(),
+            "keep_events": keep_events,
+            "imported": list(self._imported),
+        }
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        except OSError:
+            return None
+        line = self._process.stdout.readline()
+        return int(line) if line else None
+
+    def wait(self, timeout: float) -> int | None:
+        """The exit code of the fork; None where it has not ended in time."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            return None
+        return int(self._process.stdout.readline() or "1")
+
+    def remember(self, imported: Iterable[str]) -> None:
+        """Import these before the next fork."""
+        self._imported.update(dict.fromkeys(imported))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._session.close()
+
+
+_forks: dict[tuple[int, str, str], _Forks] = {}
+"""By the process that started it, the build and which values are computed."""
+_forks_lock = threading.Lock()
+
+
+def _end_forks(key: tuple[int, str, str]) -> None:
+    with _forks_lock:
+        if (forks := _forks.pop(key, None)) is not None:
+            forks.close()
+
+
+def _end_all() -> None:
+    for key in list(_forks):
+        if key[0] == os.getpid():
+            _end_forks(key)
+
+
+atexit.register(_end_all)
 
 
 class StubProcessFailed(Exception):
@@ -114,7 +197,7 @@ class CudaStub:
     timeout: float = 300.0
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> StubRun:
-        """Call a function in a process with these cards.
+        """Call a function in a process with these cards, a fork of one that has imported torch.
 
         Function, arguments and result travel by cloudpickle. Modules of the test's are pickled by value.
 
@@ -160,26 +243,11 @@ class CudaStub:
             environment = {**os.environ, **session.variables(), "PYTHONUNBUFFERED": "1"}
             if self.allocator:
                 environment["PYTORCH_CUDA_ALLOC_CONF"] = self.allocator
-            command = [sys.executable, str(_CHILD), _ROOT, str(place), str(int(self.keep_events)), *script]
-            with (place / "output").open("wb") as output:
-                process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-                try:
-                    code = process.wait(self.timeout)
-                except BaseException as error:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    code = process.wait()
-                    if not isinstance(error, subprocess.TimeoutExpired):
-                        raise
-                    printed = (place / "output").read_text(errors="replace")
-                    raise StubProcessFailed(f"{what}, after {self.timeout:g} s,", code, printed) from None
+            # The allocator's backend is chosen as torch is imported.
+            if work is not None and "backend" not in environment.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+                code = self._forked(what, place, environment)
+            else:
+                code = self._spawned(what, place, environment, script)
             printed = (place / "output").read_text(errors="replace")
             if not (place / "result").exists():
                 raise StubProcessFailed(what, code, printed)
@@ -189,6 +257,63 @@ class CudaStub:
             return StubRun(
                 seen.get("result"), code, printed, tuple(seen["stats"]), tuple(seen["events"]), session.report()
             )
+
+    def _forked(self, what: str, place: Path, environment: dict[str, str]) -> int:
+        """Have a fork do the work; its exit code."""
+        (place / "output").touch()
+        with _forks_lock:
+            build = self.build or find_build()
+            key = os.getpid(), str(build), str(self.values)
+            if key not in _forks:
+                values = "small" if self.values else "none"
+                _forks[key] = _Forks(open_session([stub_card()], build=self.build, values=values))
+            forks = _forks[key]
+        with forks.lock:
+            child = forks.ask(place, environment, self.keep_events)
+            if child is None:  # what it had imported has used CUDA: a process for itself
+                _end_forks(key)
+                return self._spawned(what, place, environment, [])
+            code = None
+            try:
+                code = forks.wait(self.timeout)
+            finally:
+                if code is None:  # it has taken too long, or this test is interrupted
+                    _kill(child)
+                    if forks.wait(_SECONDS_TO_END) is None:
+                        _end_forks(key)
+            if code is None:
+                printed = (place / "output").read_text(errors="replace")
+                raise StubProcessFailed(f"{what}, after {self.timeout:g} s,", -signal.SIGKILL, printed)
+            with contextlib.suppress(OSError):
+                forks.remember(pickle.loads((place / "result").read_bytes())["imported"])
+        return code
+
+    def _spawned(self, what: str, place: Path, environment: dict[str, str], script: list[str]) -> int:
+        """Do the work, or run the script, in a process of its own; its exit code."""
+        command = [sys.executable, str(_CHILD), _ROOT, str(place), str(int(self.keep_events)), *script]
+        with (place / "output").open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            try:
+                return process.wait(self.timeout)
+            except BaseException as error:
+                _kill(process.pid)
+                code = process.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+        printed = (place / "output").read_text(errors="replace")
+        raise StubProcessFailed(f"{what}, after {self.timeout:g} s,", code, printed)
+
+
+def _kill(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _revived(seen: dict[str, Any], what: str, code: int, printed: str) -> Exception:

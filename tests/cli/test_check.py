@@ -72,7 +72,9 @@ def test_both_sides_are_of_the_same_steps(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("recorder", "off"), [("fake-device", 0.01), ("cuda-build", 0)])
+@pytest.mark.parametrize(
+    ("recorder", "off"), [pytest.param("fake-device", 0.01, marks=pytest.mark.exhaustive), ("cuda-build", 0)]
+)
 def test_a_card_is_checked(run: Run, tmp_path: Path, recorder: str, off: float) -> None:
     """Allocated is right to a hundredth, by PyTorch's own CUDA build to the byte; the file is what is printed."""
     if recorder == "cuda-build":

@@ -326,6 +326,8 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_writes_what_it_found(run: Run, tiny: Path) -> None:
     """The table's plan is in the file, which then says so to the next sweep."""
     before = tiny.read_text()

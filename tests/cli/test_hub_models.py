@@ -36,6 +36,7 @@ def test_a_wrong_id_is_told_before_anything_is_built(hub: Hub, command: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_of_the_hub_is_its_config_json(hub: Hub, tmp_path: Path) -> None:
     """The same estimate as of the file; the second time without the Hub."""
     (tmp_path / "config.json").write_bytes(BERT)

@@ -371,6 +371,7 @@ def test_the_sizes_that_may_be_tried_on_a_card(ask: Ask, options: str, found: in
 
 
 @pytest.mark.gpu
+@pytest.mark.exhaustive
 def test_a_card_answers_for_a_smaller_one(run: Run, tmp_path: Path) -> None:
     """Under a budget the answers' peaks are within it, in few trials, and the second run takes none."""
     options = ("--budget", "1GiB", "--model", TINY_BERT, "--seq-len", "64", "--seq-len", "128", "--headroom", "5%")

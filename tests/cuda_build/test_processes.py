@@ -357,3 +357,47 @@ def test_a_card_of_the_stub_is_found_like_a_real_one(cuda_stub: CudaStubFixture,
     command = ["stub", "run", "--gpu", "t4", "--", sys.executable, "-m", "batchfinder", "sweep", "--model", "bert-base"]
     (row,) = sweep(*command, "--seq-len", "512", "--max-batch-size", "2", BATCHFINDER_CACHE=str(tmp_path))["rows"]
     assert (row["gpu"], row["source"], row["max_batch_size"], row["stop"]) == ("T4", "measured", 2, "cap")
+
+
+def test_runs_share_imports_and_nothing_else(cuda_stub: CudaStubFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has cards, settings of the allocator, environment, folder and modules' attributes of its own."""
+
+    def seen(attribute: str) -> dict[str, Any]:
+        import json  # which is there
+
+        import torch
+
+        before = vars(json).get(attribute)
+        setattr(json, attribute, True)
+        torch.empty(1, device="cuda")
+        (segment,) = torch.cuda.memory_snapshot()
+        return {
+            "attribute": before,
+            "cards": torch.cuda.device_count(),
+            "name": torch.cuda.get_device_name(0),
+            "expandable": segment["is_expandable"],
+            "mine": os.environ.get("MINE"),
+            "folder": os.getcwd(),
+            "process": os.getpid(),
+            "parent": os.getppid(),
+        }
+
+    first = cuda_stub(gpu="T4").run(seen, "found").result
+    monkeypatch.setenv("MINE", "yes")
+    monkeypatch.chdir("/")
+    second = cuda_stub(gpu="H100", count=2, allocator="expandable_segments:True").run(seen, "found").result
+    assert first | {"process": 0, "parent": 0} == {
+        "attribute": None,
+        "cards": 1,
+        "name": "NVIDIA T4",
+        "expandable": False,
+        "mine": None,
+        "folder": first["folder"],
+        "process": 0,
+        "parent": 0,
+    }
+    assert (second["attribute"], second["cards"], second["expandable"]) == (None, 2, True)
+    assert "H100" in second["name"]
+    assert (second["mine"], second["folder"]) == ("yes", "/")
+    assert first["parent"] == second["parent"] != os.getpid()
+    assert first["process"] != second["process"]

@@ -63,6 +63,7 @@ PUBLISHED = {
 """Parameters, and the images that they are made for. The first is in the documentation of `num_parameters`."""
 
 
+@pytest.mark.exhaustive
 def test_they_are_the_published_models(ask: Ask) -> None:
     """As many parameters as published, and images of the size that each is made for."""
     assert [row.name for row in denoisers()] == list(PUBLISHED)

@@ -65,6 +65,7 @@ PUBLISHED = {
 """Parameters, by torchvision's documentation of the same models."""
 
 
+@pytest.mark.exhaustive
 def test_they_are_the_published_models(ask: Ask) -> None:
     """As many parameters as published, 1000 classes, and images of the size that each is made for."""
     found = ask(*((f"timm/{name}", [None], {}) for name in PUBLISHED))

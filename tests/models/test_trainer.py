@@ -164,6 +164,8 @@ def test_its_optimizer(
     assert max(kinds.get("optimizer", (0,))) == pytest.approx(state_bytes * weights, rel=0.1, abs=0.1 * weights)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_its_checkpointing(tmp_path: Path) -> None:
     """Fewer activations are kept, of every layer or of some."""
     deep = {"n_embd": 64, "n_layer": 4}
@@ -256,6 +258,7 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_figures_of_the_page(tmp_path: Path) -> None:
     """The example on Trainers says what its lines give."""
     text = (Path(__file__).parents[2] / "docs/huggingface.md").read_text()

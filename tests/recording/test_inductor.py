@@ -131,6 +131,7 @@ def test_what_is_recorded_is_what_the_generated_code_allocates(record: Record, t
     assert {"parameter", "gradient", "optimizer", "activation"} <= set(trace.structure.kinds)
 
 
+@pytest.mark.exhaustive
 def test_it_is_recorded_the_same_each_time(record: Record) -> None:
     """Two recordings of a compiled step are equal; what a compiled module does is that module's."""
     first, again = (record(layers, 8, 128, AMPERE) for _ in range(2))

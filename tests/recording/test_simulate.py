@@ -159,6 +159,8 @@ def test_a_config_is_a_model() -> None:
     assert 0 < plain.seconds < 60
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_options_that_change_the_step() -> None:
     """Several GPUs, each with a part of the optimizer's state, and data of the user's for a model by its name."""
     transformers = pytest.importorskip("transformers")

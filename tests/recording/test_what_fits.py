@@ -114,7 +114,11 @@ def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budg
     ("options", "batch_size"),
     [
         (StepOptions(), 1),
-        (StepOptions(precision="bf16-mixed", gradient_checkpointing="selective"), 2),
+        pytest.param(
+            StepOptions(precision="bf16-mixed", gradient_checkpointing="selective"),
+            2,
+            marks=[pytest.mark.slow, pytest.mark.exhaustive],
+        ),
         pytest.param(
             StepOptions(precision="bf16-true", lora=16, lora_targets="all-linear", gradient_checkpointing=True),
             2,
@@ -282,6 +286,8 @@ def test_the_function(tmp_path: Path) -> None:
             what_fits(str(file), **{"gpu": "T4", "seq_len": 64, **wrong})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_options_that_a_model_fails_with_are_left_out(looking: Looking, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure with an option that was not asked for is no answer; with what was asked for it is an error."""
     look = looking("llama", "93MiB")

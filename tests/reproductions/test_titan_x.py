@@ -103,6 +103,7 @@ def cells() -> Iterator[dict[tuple[str, int], Cell]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "seq_len"), CELLS)
+@pytest.mark.exhaustive
 def test_an_unscaled_recording_agrees(cells: dict[tuple[str, int], Cell], model: str, seq_len: int) -> None:
     """Recorded at the answer the step fits; recorded one sample above it does not, as the scaled one says."""
     cell = cells[model, seq_len]

@@ -138,6 +138,8 @@ def test_what_training_costs_at_a_stated_share_of_the_peak() -> None:
     assert [row.cost for row in sweep(TINY, **asked, max_batch_size=4)] == [None, None, None]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_recorded_for_the_memory_alone_does_not_change_the_flops(tmp_path: Path) -> None:
     """A loss in chunks, of which two are recorded, multiplies as often as one in one piece; Muon's step is apart."""
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 64}

@@ -10,6 +10,19 @@ import torch
 
 from batchfinder.cuda_stub.card import VARIABLE
 
+_telling = os.getpid()
+
+
+def tells() -> bool:
+    """Whether this process tells as it ends; its forks do not, but for those that are asked to."""
+    return os.getpid() == _telling
+
+
+def tell_as_well() -> None:
+    """Have this fork tell as it ends."""
+    global _telling
+    _telling = os.getpid()
+
 
 def _path() -> str | None:
     setting = os.environ.get(VARIABLE, "").partition("|")[0]
@@ -25,13 +38,13 @@ def write_event(kind: str, words: str) -> None:
             file.write(f"{kind} {os.getpid()} {words}\n")
 
 
-def _tell_peaks(process: int) -> None:
-    """Write what this process, and no fork of it, has reserved at most on each card, since that was last reset."""
-    if os.getpid() != process or not torch.cuda.is_initialized():
+def _tell_peaks() -> None:
+    """Write what this process has reserved at most on each card, since that was last reset."""
+    if not tells() or not torch.cuda.is_initialized():
         return
     with contextlib.suppress(RuntimeError):  # the context is dead
         for device in range(torch.cuda.device_count()):
             write_event("peak", f"{torch.cuda.max_memory_reserved(device)} {device}")
 
 
-atexit.register(_tell_peaks, os.getpid())
+atexit.register(_tell_peaks)

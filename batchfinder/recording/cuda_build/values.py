@@ -32,7 +32,7 @@ import torch
 from torch.library import Library
 
 from batchfinder.cuda_stub.launch import words_of_reads
-from batchfinder.recording.cuda_build.events import write_event
+from batchfinder.recording.cuda_build.events import tells, write_event
 from batchfinder.recording.cuda_build.host_operators import ON_HOST, RUNTIME, Attention
 from batchfinder.recording.user_code import PACKAGE_FOLDER, TORCH_FOLDER, is_library
 from batchfinder.recording.value_reads import (
@@ -87,7 +87,6 @@ class Reads:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self._process = os.getpid()
         atexit.register(self.tell_counts)
 
     def add(self, what: str) -> None:
@@ -110,7 +109,7 @@ class Reads:
 
     def tell_counts(self) -> None:
         """Write how often each line read, where it was more than once."""
-        if os.getpid() == self._process:
+        if tells():
             for line, count in self.counts.items():
                 if count > 1:
                     write_event("value", f"{count} {line}")
