@@ -83,6 +83,7 @@ def test_differences_are_named() -> None:
 
 
 @pytest.mark.cuda_build
+@pytest.mark.exhaustive
 def test_on_the_stub(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
     """All of its parts but the contexts, which compile a function, with three steps."""
     out = tmp_path / "stub.json.gz"

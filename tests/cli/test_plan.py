@@ -85,6 +85,8 @@ def test_refused(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], m
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_says_what_trains_where_nothing_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The first change of a plan for the same, for two rows of a model at most."""
     file = tmp_path / "config.json"

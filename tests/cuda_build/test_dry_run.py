@@ -150,6 +150,7 @@ def test_what_else_may_happen(tmp_path: Path, script: str, code: int, words: str
     assert "batchfinder/programs" not in done.err  # no traceback of ours
 
 
+@pytest.mark.exhaustive
 def test_steps_and_epochs(tmp_path: Path) -> None:
     """As many as asked: an epoch has its evaluation and its checkpoint."""
     done = dry_run(tmp_path, TRAIN, "--json", "--steps", "3", arguments=("64", "1", "100"))

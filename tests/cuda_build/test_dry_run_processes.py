@@ -54,6 +54,7 @@ def test_ranks_end_at_the_same_step_and_one_alone_takes_as_much(tmp_path: Path) 
         assert alone[peak] == first[peak]
 
 
+@pytest.mark.exhaustive
 def test_the_first_rank_of_sixty_four(tmp_path: Path) -> None:
     """FSDP2 in eight machines: a shard of the state is on its card; a launcher would start more than this rank."""
     script = """
@@ -182,6 +183,7 @@ def test_two_at_once_with_one_port(tmp_path: Path) -> None:
     assert port in codes[2].err
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_left_of_it(tmp_path: Path) -> None:
     """Not a process that it has set free, where it ends by itself and where it is interrupted; nor a folder."""
     loose = "[sys.executable, '-c', 'import os, time; os.setsid(); time.sleep(333)']"

@@ -121,6 +121,7 @@ def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
     assert kept(script=f"{script}\n") == 0
 
 
+@pytest.mark.exhaustive
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     """With the runs that had ended; nothing is left of the one that had not."""
     (tmp_path / "train.py").write_text(WIDE)

@@ -129,6 +129,7 @@ def test_the_fake_device_records_in_its_process_too(options: StepOptions, tmp_pa
         assert trace(there.on_fake_device()) == trace(own)
 
 
+@pytest.mark.exhaustive
 def test_adapters_on_the_fake_device_leave_the_card_to_later_recordings(tmp_path: Path) -> None:
     """Importing peft initializes CUDA where bitsandbytes is there, after which no fork of that process could use it."""
     path = tmp_path / "config.json"
@@ -240,6 +241,7 @@ def ends_the_process() -> Workload:
     os._exit(3)
 
 
+@pytest.mark.exhaustive
 def test_a_factory_that_uses_cuda_is_built_in_each_recording() -> None:
     """In whose process the card is the one in question; one that asks for it is built once, without."""
     factories = f"{__name__}:asks_for_a_card", f"{__name__}:on_the_card"
@@ -397,6 +399,7 @@ def test_a_step_that_swallows_the_error_does_not_fit() -> None:
     assert 0.9 * row.usable_bytes < row.peak_reserved_bytes < row.usable_bytes
 
 
+@pytest.mark.exhaustive
 def test_where_it_was_only_chosen_the_fake_device_takes_over() -> None:
     """A step that it turns out not to take is recorded all the same, and the row says so."""
     model, said = f"{__name__}:summing_in_place", "PyTorch's CUDA build did not take the step, and the fake device did"
@@ -429,6 +432,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (found["allocated_bytes"], found["reserved_bytes"]) == tuple(real)
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to be changed trains on the card, and has the peaks of the step there."""
     monkeypatch.delenv("BATCHFINDER_RECORDER")
@@ -457,6 +461,7 @@ def test_what_no_card_takes_is_recorded_in_a_plan(tmp_path: Path) -> None:
     assert found.recorder == FAKE_DEVICE
 
 
+@pytest.mark.exhaustive
 def test_the_longest_sequence_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ran on a card of that memory, and the next one ran out of it."""
     monkeypatch.delenv("BATCHFINDER_RECORDER")

@@ -49,6 +49,7 @@ def test_a_rank_alone_is_a_rank_among_others(
         assert said in ranks
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_tries_each_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size found trains and the next does not, of 2 GPUs and of 8, of which each holds less; NCCL takes its part."""
     monkeypatch.delenv("BATCHFINDER_RECORDER")

@@ -182,6 +182,8 @@ def test_its_checkpointing(tmp_path: Path) -> None:
     assert max(none) > max(some) > max(all_of_them)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_its_data(tmp_path: Path) -> None:
     """The longest samples make up a batch; with a length, they are cut or repeated to that."""
     long = peaks(trainer(tmp_path, train_dataset=[{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 9, 16)]))
@@ -209,6 +211,8 @@ def test_its_own_loss(tmp_path: Path) -> None:
     assert any("Twice.training_step: compute_loss and a backward run instead" in each for each in own.unmodelled)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_arguments_beside_a_model(tmp_path: Path) -> None:
     """A model, or its config, is trained as TrainingArguments say; what is asked for besides wins."""
     options = {"gradient_accumulation_steps": 3, "optim": "adamw_torch", "report_to": [], "use_cpu": True}
