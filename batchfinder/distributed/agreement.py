@@ -15,7 +15,7 @@ it does in training, and its weights are not those of training.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,9 +32,13 @@ from batchfinder.cache.key import CacheKey, Json
 from batchfinder.cache.record import measurement_as_json, measurement_from_json, result_as_json, result_from_json
 from batchfinder.cache.store import ResultEntry
 from batchfinder.errors import CacheFailed, RankFailed, RankLost
+from batchfinder.measure.allocator_history import can_record, most_scratch
+from batchfinder.measure.trial import TrialSession
 from batchfinder.probe import Probe
+from batchfinder.recording.prediction import predict_batch_size
 from batchfinder.results import Measurement, SearchResult, Shape
-from batchfinder.search import Prediction
+from batchfinder.search import Bounds, Prediction
+from batchfinder.simulator.trace import Trace
 
 T = TypeVar("T")
 
@@ -231,9 +235,28 @@ class AgreedProbe:
         return agree([measurement_from_json(row) for row in seen])
 
 
-def agreed_prediction(ranks: Ranks, predict: Callable[[], Prediction | None]) -> Prediction | None:
-    """What the rank predicts that expects least; None where one has no prediction. It calls no collectives."""
-    predictions = ranks.all_gather_call(predict, "asked for a prediction")
+def predict_on_each(
+    ranks: Ranks,
+    session: TrialSession,
+    record: Callable[[int], tuple[Measurement, Trace | None]],
+    bounds: Bounds,
+    max_peak_bytes: int,
+    later: Callable[[int], Sequence[int | None]],
+) -> Prediction | None:
+    """What the rank predicts that expects least; None where one has no prediction, as on a CPU.
+
+    Args:
+        session: of the trials, on whose device each rank records by itself.
+        record: and the others: as for `predict_batch_size`.
+    """
+
+    def predicted() -> Prediction | None:
+        if not can_record(session.device):
+            return None
+        scratch = most_scratch(session.device)
+        return predict_batch_size(record, bounds, max_peak_bytes, session.held_bytes, scratch, later)
+
+    predictions = ranks.all_gather_call(predicted, "asked for a prediction")
     return None if None in predictions else min((Prediction(*each) for each in predictions), default=None)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from batchfinder.cache import CacheKey
 from batchfinder.cache.key import Json
 from batchfinder.cache.record import Record
 from batchfinder.cache.store import ResultEntry
-from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks, agree_on_key, agreed_prediction
+from batchfinder.distributed.agreement import AgreedEntry, AgreedProbe, Ranks, agree_on_key, predict_on_each
 from batchfinder.errors import CacheFailed, InvalidValue
 from batchfinder.lightning.compat import (
     compiler_context,
@@ -33,14 +34,12 @@ from batchfinder.lightning.ddp import end_trials
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
-from batchfinder.measure.allocator_history import can_record, most_scratch
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, TuningResult, spare_bytes
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
-from batchfinder.recording.prediction import predict_batch_size
 from batchfinder.results import SearchResult, Shape, Trial
 from batchfinder.search import Bounds, Prediction
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -316,20 +315,10 @@ class StageTuner:
         """What is predicted already, or from recorded steps."""
         if self._predicted is not None:
             return self._predicted
-        own = self._own_probe
-        if own is None or not self._options.predict or not can_record(self._device):
+        if self._own_probe is None or not self._options.predict:
             return None
-        return agreed_prediction(
-            self._ranks,
-            lambda: predict_batch_size(
-                lambda batch_size: own.record(batch_size, shape),
-                bounds,
-                max_peak_bytes,
-                self._session.held_bytes,
-                most_scratch(self._device),
-                self._later_steps,
-            ),
-        )
+        record = partial(self._own_probe.record, shape=shape)
+        return predict_on_each(self._ranks, self._session, record, bounds, max_peak_bytes, self._later_steps)
 
     def _later_steps(self, batch_size: int) -> list[int | None]:
         """What a trial of a fit takes after its first two steps; nothing else for a stage of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -21,15 +22,14 @@ from batchfinder.distributed.agreement import (
     AgreedProbe,
     Ranks,
     agree_on_key,
-    agreed_prediction,
     connect_groups,
     forget_used_parameters,
+    predict_on_each,
 )
 from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig, Phases, check_arguments, device_of, warn_not_cached, world_size
 from batchfinder.loop.probe import LoopProbe
 from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
-from batchfinder.measure.allocator_history import can_record, most_scratch
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.options import SearchOptions
@@ -37,7 +37,6 @@ from batchfinder.measure.trial import TrialSession
 from batchfinder.measure.tuner import SearchLimits, Tuner, spare_bytes
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
-from batchfinder.recording.prediction import predict_batch_size
 from batchfinder.results import Shape, Trial
 from batchfinder.search import Bounds, Prediction
 from batchfinder.units import parse_count
@@ -143,19 +142,8 @@ def tune_loop(
             return probe, ranks.all_reduce_min(session.max_peak_bytes())[0]
 
         def predict(shape: Shape, bounds: Bounds, max_peak_bytes: int) -> Prediction | None:
-            if not can_record(config.device):
-                return None
-            return agreed_prediction(
-                ranks,
-                lambda: predict_batch_size(
-                    lambda batch_size: own.record(batch_size, shape),
-                    bounds,
-                    max_peak_bytes,
-                    session.held_bytes,
-                    most_scratch(config.device),
-                    own.later_steps,
-                ),
-            )
+            record = functools.partial(own.record, shape=shape)
+            return predict_on_each(ranks, session, record, bounds, max_peak_bytes, own.later_steps)
 
         for replica in config.replicas:
             opened.callback(forget_used_parameters, replica)

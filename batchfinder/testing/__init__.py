@@ -54,21 +54,23 @@ class _Forks:
     def __init__(self, session: StubSession) -> None:
         self._session = session
         self._imported: dict[str, None] = {}  # by functions before, which the next are likely to import
+        reading, writing = os.pipe()
+        self._answers = os.fdopen(reading, "rb", buffering=0)  # `select` sees nothing of what a buffer has
         self._process = subprocess.Popen(
             [sys.executable, str(_CHILD), _ROOT, "serve"],
             env={**os.environ, **session.variables(), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=writing,
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,
         )
+        os.close(writing)
         self.lock = threading.Lock()
 
     def ask(self, place: Path, environment: dict[str, str], keep_events: bool) -> int | None:
         """Have a fork do the work that lies in a folder, and return its id; None where this process has ended."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         request = {
             "folder": str(place),
             "environment": environment,
@@ -80,15 +82,14 @@ class _Forks:
             print(json.dumps(request), file=self._process.stdin, flush=True)
         except OSError:
             return None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         return int(line) if line else None
 
     def wait(self, timeout: float) -> int | None:
         """The exit code of the fork; None where it has not ended in time."""
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
+        if not select.select([self._answers], [], [], timeout)[0]:
             return None
-        return int(self._process.stdout.readline() or "1")
+        return int(self._answers.readline() or b"1")
 
     def remember(self, imported: Iterable[str]) -> None:
         """Import these before the next fork."""
@@ -98,6 +99,7 @@ class _Forks:
         """End the process."""
         self._process.kill()
         self._process.wait()
+        self._answers.close()
         self._session.close()
 
 
@@ -312,8 +314,10 @@ class CudaStub:
 
 
 def _kill(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+    """Kill a process that leads a group of its own, or is about to."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(leader, signal.SIGKILL)
 
 
 def _revived(seen: dict[str, Any], what: str, code: int, printed: str) -> Exception:

@@ -261,7 +261,7 @@ PEERS = (
         "batchfinder",
         "lightning",
         partial(_callback, predict=False),
-        "without the simulated step that the callback starts from on a GPU",
+        "without the prediction that the callback starts from on a GPU",
     ),
     Peer("batchfinder loop", "batchfinder", "loop", _loop, "within 1 % by design; on batches of the longest samples"),
     Peer(

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from batchfinder.cache import Store
-from batchfinder.lightning import stage_tuner
+from batchfinder.distributed import agreement
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.measure import trial
 from batchfinder.measure.host_limits import status
@@ -173,16 +173,16 @@ def limited(rank: int, mib: int) -> list[Any]:
 
 def predicted(rank: int) -> list[Any]:
     """Each rank predicts by itself, and all start from the least."""
-    stage_tuner.can_record = lambda device: True
-    stage_tuner.predict_batch_size = lambda *_: Prediction(20 + 2 * rank)
+    agreement.can_record, agreement.most_scratch = (lambda device: True), (lambda device: 0)
+    agreement.predict_batch_size = lambda *_: Prediction(20 + 2 * rank)
     finder, error = fit(Bounded(most=23, rows=48 * ranks()), BatchFinder(tolerance=0, cache=False))
     return [finder.batch_size, sizes(finder)[0], error]
 
 
 def unpredicted(rank: int) -> list[Any]:
     """One rank has no prediction."""
-    stage_tuner.can_record = lambda device: True
-    stage_tuner.predict_batch_size = lambda *_: None if rank else Prediction(20)
+    agreement.can_record, agreement.most_scratch = (lambda device: True), (lambda device: 0)
+    agreement.predict_batch_size = lambda *_: None if rank else Prediction(20)
     finder, error = fit(Bounded(most=23, rows=48 * ranks()), BatchFinder(tolerance=0, cache=False))
     return [finder.batch_size, sizes(finder)[0], error]
 
