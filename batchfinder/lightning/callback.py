@@ -125,9 +125,8 @@ class BatchFinder(Accumulating):
         batch_size_attribute: what the module, its hparams or the datamodule calls its batch size; with dots
             (`cfg.data.batch_size`) an attribute or key of what is found there.
         probe_callbacks: callbacks, or their classes, that take part in the tries.
-        predict: whether a search on a GPU starts from a prediction, by what the allocator did in the first steps of two
-            small batch sizes. Where their steps differ it starts from one sample; the answer is the same, and the log
-            says why at INFO.
+        predict: whether a search on a GPU starts from a prediction, by what the allocator did in the first steps of a
+            few small batch sizes. Where there is none it starts from one sample, and the log says why at INFO.
         split_batches: let the loader give all samples of an optimizer step, and split each batch into micro-batches
             of the sizes that fit its lengths; see docs/variable.md. Samples are sorted by length where an
             attention mask shows it; `in_order` keeps them as they come. Without a target the loader keeps its size.

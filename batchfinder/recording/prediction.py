@@ -113,7 +113,8 @@ def scaled(small: Trace, large: Trace, most_scratch: int) -> ScaledTrace:
     proportion.
 
     Args:
-        large: its batch size is a prime, or a multiple's prime: no dimension of the model divides by it.
+        large: its batch size is a prime, or a prime times what sizes are multiples of, as `_prime` gives it: bytes of
+            the model's own dimensions are hardly taken for those of a batch.
         most_scratch: bytes to which the scratch memory of sums grows.
     """
     first, last = small.batch_size, large.batch_size
