@@ -31,6 +31,7 @@ class Verdict(enum.Enum):
 
     FITS = "fits"
     OUT_OF_MEMORY = "the device ran out of memory"
+    FELL_BACK = "a kernel had no memory for its workspace, and another took its place"
     SIZE_CEILING = "a kernel cannot index a tensor this large"
     THRASHING = "every further step would have to release the allocator's cache (thrashing)"
     HOST_OUT_OF_MEMORY = "the host ran out of memory"
@@ -43,8 +44,12 @@ class Verdict(enum.Enum):
 
     @property
     def is_transient(self) -> bool:
-        """Whether another try may end otherwise: fragmentation, or another process, may be the cause."""
-        return self in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY)
+        """Whether another try may end otherwise: fragmentation, or another process, may be the cause.
+
+        Or the first steps with a shape are, in which cuDNN asks for one workspace after another until there is memory
+        for one. It remembers which: the next try, and training in the same process, ask for no more.
+        """
+        return self in (Verdict.OUT_OF_MEMORY, Verdict.HOST_OUT_OF_MEMORY, Verdict.FELL_BACK)
 
 
 @dataclass(frozen=True, slots=True)

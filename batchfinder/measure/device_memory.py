@@ -119,8 +119,12 @@ class CudaMemory:
         return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
 
     def retries(self) -> int:
-        """How often the allocator gave its cache back to satisfy a request, since the process began."""
-        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+        """How often the allocator satisfied a request by giving its cache back, since the process began.
+
+        Without the requests that failed all the same, of which cuDNN catches those for its workspaces.
+        """
+        stats = torch.cuda.memory_stats(self._device)
+        return int(stats.get("num_alloc_retries", 0)) - int(stats.get("num_ooms", 0))
 
 
 class HostMemory:

@@ -57,6 +57,7 @@ class TrialSteps:
             where it has to keep it from the first, since training is not one step over and over.
 
     Attributes:
+        settled: whether the last step that was taken for `settling_steps` was one in which it kept its cache.
         peaked_later: whether something that came after the first steps took more, which these then say nothing about.
     """
 
@@ -72,7 +73,7 @@ class TrialSteps:
         self._retries = retries
         self._retries_before = self._retries_last = retries()
         self._settling_steps = settling_steps
-        self._settled = False
+        self.settled = False
         # cuDNN tries all algorithms for a shape, catches that some have no memory, and keeps to the best it could run.
         self._tries_algorithms = device is not None and device.type == "cuda" and torch.backends.cudnn.benchmark
         self._loaded = 0
@@ -95,9 +96,9 @@ class TrialSteps:
         if self._settling_steps is None:
             return False
         last, self._retries_last = self._retries_last, self._retries()
-        self._settled = self._retries_last == last
+        self.settled = self._retries_last == last
         self._settling_steps -= 1
-        return not self._settled and self._settling_steps >= 0
+        return not self.settled and self._settling_steps >= 0
 
     def times_cache_given_back(self) -> int:
         """How often the allocator had to empty its cache for a request; 0 where it settled.
@@ -106,7 +107,7 @@ class TrialSteps:
         full card it may settle, or run out of memory some steps later. The trial's first batch in cuDNN's benchmark
         mode does not count.
         """
-        return 0 if self._settled and self._retries() == self._retries_last else self._retries() - self._retries_before
+        return 0 if self.settled and self._retries() == self._retries_last else self._retries() - self._retries_before
 
     @contextmanager
     def apart(self, memory: Memory) -> Iterator[None]:
@@ -319,8 +320,9 @@ def run_trial(
     """
     clear(device)
     memory.reset_peak()
-    ooms_before = _ooms(device)
-    taken = TrialSteps(memory.retries, timed_steps, device, settling_steps, history)
+    raised, ooms_before = RaisedErrors(), _ooms(device)
+    # As often as a step catches an error the allocator has given its cache back in vain, which its count leaves out.
+    taken = TrialSteps(lambda: memory.retries() + raised.count, timed_steps, device, settling_steps, history)
     started = time.perf_counter()
 
     def limited() -> None:
@@ -330,7 +332,7 @@ def run_trial(
                 spare.append(torch.empty(spare_bytes, dtype=torch.uint8, device=device))
                 stages(0, "batch", 0)  # what is held before the first batch
             try:
-                with nullcontext() if history is None else history.recording():
+                with nullcontext() if history is None else history.recording(), raised.counted():
                     steps(taken)
                 if device.type == "cuda":  # here, where what a kernel failed with is still this trial's failure
                     torch.cuda.synchronize(device)
@@ -350,9 +352,11 @@ def run_trial(
     if isinstance(failure, Failure):
         _leave_onednn_if_it_fails(failure)
         return Measurement(failure.verdict, seconds=seconds, message=failure.message)
-    if retries and ooms:
-        message = f"it ran out of memory {_times(ooms)} (num_ooms), and the step caught the error and went on"
+    if retries and raised.count:
+        message = f"it ran out of memory {_times(raised.count)}, and the step caught the error and went on"
         return Measurement(Verdict.OUT_OF_MEMORY, seconds=seconds, message=message)
+    if ooms > raised.count and not taken.settled:
+        return Measurement(Verdict.FELL_BACK, allocated, reserved, seconds, Verdict.FELL_BACK.value)
     if retries:
         message = f"it ran, but only by giving back all cached memory {_times(retries)}"
         return Measurement(Verdict.THRASHING, allocated, reserved, seconds, message)
@@ -372,6 +376,39 @@ def _times(count: int) -> str:
 def _ooms(device: torch.device) -> int:
     """How often the device's allocator has raised, since the process began."""
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
+
+
+class RaisedErrors:
+    """Counts the out-of-memory errors that Python code is given, whoever catches them.
+
+    The allocator's `num_ooms` has also those that PyTorch's own code catches and makes up for, as cuDNN's convolutions
+    do for want of a workspace: the next kernel of its list takes less, and is taken from then on.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count them meanwhile, in all threads."""
+        kind: Any = torch.OutOfMemoryError
+        own, initialize = "__init__" in vars(kind), kind.__init__
+
+        def count_and_initialize(error: Any, *arguments: Any, **options: Any) -> None:
+            self.count += 1
+            initialize(error, *arguments, **options)
+
+        kind.__init__ = count_and_initialize
+        try:
+            yield
+        finally:
+            if own:
+                kind.__init__ = initialize
+            else:
+                del kind.__init__
 
 
 class TrialSession(AbstractContextManager["TrialSession"]):

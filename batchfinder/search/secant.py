@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from batchfinder.errors import InvalidValue
-from batchfinder.results import Shape, StopReason, Trial
+from batchfinder.results import Shape, StopReason, Trial, Verdict
 from batchfinder.search.base import Bounds, Bracket, Search, check_tolerance
 from batchfinder.units import MIB
 
@@ -353,8 +353,9 @@ class Secant(Search[SecantState]):
     def should_retry(self, state: SecantState, trial: Trial) -> bool:
         """A failure within the tolerance of the guess, or above, is what was expected, and is believed at once."""
         guess = self._guess(state)
-        surprising = guess is None or trial.batch_size + self._tolerated_gap(state.bracket) <= guess
-        return surprising and super().should_retry(state, trial)
+        doubted = guess is None or trial.batch_size + self._tolerated_gap(state.bracket) <= guess
+        doubted |= trial.measurement.verdict is Verdict.FELL_BACK
+        return doubted and super().should_retry(state, trial)
 
     def _guess(self, state: SecantState) -> int | None:
         """The largest size thought to run: by the model, else by the prediction."""

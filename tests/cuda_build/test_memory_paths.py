@@ -61,6 +61,49 @@ def test_cudnn_chooses_its_own_engines(
     assert seen.report.unwritten == ()
 
 
+def convolutions_found() -> list[Any]:
+    """The size found for a loop of convolutions, how often requests failed in the search, and what training meets."""
+    import torch
+    from torch import nn
+
+    from batchfinder import tune_batch_size
+
+    layers: list[nn.Module] = []
+    for inside, out, stride in ((4, 64, 1), (64, 128, 2), (128, 256, 1)):
+        layers += [nn.Conv2d(inside, out, 3, stride, 1), nn.BatchNorm2d(out), nn.ReLU(inplace=True)]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+
+    def make_batch(size: int, seq_len: int | None) -> torch.Tensor:
+        return torch.zeros(size, 4, 48, 48, device="cuda")
+
+    def step(batch: torch.Tensor) -> None:
+        with torch.autocast("cuda", torch.float16):
+            loss = net(batch).float().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = tune_batch_size(step, make_batch, [net, optimizer], cache=False)
+    before = torch.cuda.memory_stats()
+    for _ in range(20):
+        step(make_batch(found.batch_size, None))
+    after = torch.cuda.memory_stats()
+    return [found.batch_size, before["num_ooms"], *(after[f"num_{each}"] - before[f"num_{each}"] for each in FAILURES)]
+
+
+FAILURES = ("ooms", "alloc_retries")
+
+
+@with_cudnn
+def test_a_workspace_there_is_no_memory_for(cuda_stub: CudaStubFixture) -> None:
+    """cuDNN does without, which is no failure of a size: from 471 samples on here. The size found trains as it is."""
+    size, ooms, *failures = cuda_stub(gpu="V100 16GB", memory="2GiB").run(convolutions_found).result
+    assert size > 600
+    assert ooms > 0
+    assert failures == [0, 0]
+
+
 def attention_bytes() -> tuple[int, int, str]:
     """Of fused attention in bf16, (8, 16, 2048, 64), causal: forward, backward, and which kernel ran."""
     import torch

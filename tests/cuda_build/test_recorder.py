@@ -394,7 +394,7 @@ def test_a_step_that_swallows_the_error_does_not_fit() -> None:
     """The allocator's own count of such errors decides."""
     (row,) = sweep(f"{__name__}:swallowing", gpus="T4", seq_lens=(), cache=False, recorder=CUDA_BUILD)
     messages = {trial.batch_size: trial.measurement.message for trial in row.trials}
-    assert messages[row.batch_size + 1] == "it ran out of memory (num_ooms), and the step went on"
+    assert messages[row.batch_size + 1] == "every further step would have to release the allocator's cache (thrashing)"
     assert row.peak_reserved_bytes is not None
     assert 0.9 * row.usable_bytes < row.peak_reserved_bytes < row.usable_bytes
 

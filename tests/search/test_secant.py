@@ -326,6 +326,9 @@ def test_only_a_failure_below_the_guess_is_doubted():
     ]
     assert should_retry(600, Verdict.HOST_OUT_OF_MEMORY)
     assert not should_retry(600, Verdict.THRASHING)
+    assert should_retry(
+        1010, Verdict.FELL_BACK
+    )  # whatever was expected: the next try has another kernel from the start
     assert not should_retry(600, Verdict.SIZE_CEILING)
     blind = SecantState(Bracket(Bounds(), 500, None), PeakModel(), None, 1)
     assert search.should_retry(blind, Trial(600, Shape(), Measurement(Verdict.OUT_OF_MEMORY)))

@@ -94,8 +94,8 @@ def try_step(
 ) -> tuple[Measurement, tuple[str, ...]]:
     """Take the steps, and one more, on the stub's card, whose memory is that of the GPU in question.
 
-    An error that was caught counts as well, also cuDNN's for want of a workspace, which then does with a smaller one.
-    Where the allocator releases its cache on the way, further steps follow until it does not: `MORE_STEPS` at most.
+    Where the allocator releases its cache on the way, further steps follow until it does not: `MORE_STEPS` at most. For
+    want of a workspace for cuDNN it does so in the first alone, for a step that catches the error itself in each.
 
     Args:
         workload: and the others: as for `record_step`, and so is what the process must be.
@@ -125,8 +125,8 @@ def try_step(
     except torch.OutOfMemoryError as error:
         message = str(error)
     verdict = Verdict.FITS
-    if message or _count("num_ooms"):
-        verdict, message = Verdict.OUT_OF_MEMORY, message or "it ran out of memory (num_ooms), and the step went on"
+    if message:
+        verdict = Verdict.OUT_OF_MEMORY
     elif not settled:
         verdict, message = Verdict.THRASHING, Verdict.THRASHING.value
     peaks = torch.cuda.max_memory_allocated(_CARD), torch.cuda.max_memory_reserved(_CARD)
