@@ -62,6 +62,7 @@ class Watch:
         self._grown = False
         self._looked: dict[int, int] = {}  # by card, up to which event
         self._ooms: list[dict[str, Any]] = []
+        self._failed_request: dict[str, Any] | None = None  # of which Python may yet be told
         self._loader: DataLoader[Any] | None = None
         self._loader_steps: dict[int, int] = {}
         self._epochs = 0
@@ -91,7 +92,8 @@ class Watch:
         # A child that multiprocessing has forked ends with these, and without what atexit has.
         multiprocessing.util.Finalize(None, self._end, exitpriority=0)
         torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=_EVENTS_KEPT)
-        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)  # type: ignore[attr-defined]
+        torch._C._cuda_attach_out_of_memory_observer(self._on_failed_request)  # type: ignore[attr-defined]
+        torch.OutOfMemoryError.__init__ = self._noting_error(torch.OutOfMemoryError.__init__)  # type: ignore[method-assign]
         values = sys.modules.get(VALUES_MODULE)  # which follows operators on the CUDA stub
         if values is not None and hasattr(torch._C, "_cuda_setMemoryMetadata"):
             values.before_operator = _note_phase  # type: ignore[attr-defined]
@@ -108,6 +110,15 @@ class Watch:
 
         return note_and_reset
 
+    def _noting_error(self, initialize: Callable[..., None]) -> Callable[..., None]:
+        """What initializes an out-of-memory error, with the request noted that failed last."""
+
+        def note_and_initialize(error: BaseException, *arguments: Any, **options: Any) -> None:
+            self._on_out_of_memory()
+            initialize(error, *arguments, **options)
+
+        return note_and_initialize
+
     def _note_most(self) -> None:
         """Note what has been allocated and reserved at most, and whether more was allocated than ever before."""
         for device in range(torch.cuda.device_count()):
@@ -123,8 +134,8 @@ class Watch:
         """The card with the highest peak."""
         return max(self._most, key=lambda device: self._most[device]["allocated"], default=0)
 
-    def _on_out_of_memory(self, device: int, wanted: int, allowed: int, free: int) -> None:
-        """Called by the allocator before it raises."""
+    def _on_failed_request(self, device: int, wanted: int, allowed: int, free: int) -> None:
+        """Called by the allocator before it raises what cuDNN, for one, catches: it does with a smaller workspace."""
         stats = torch.cuda.memory_stats(device)
         error = {
             "device": device,
@@ -138,13 +149,22 @@ class Watch:
         }
         with self._lock:
             self._note_most()
-            self._ooms.append(error)
-            if len(self._ooms) == 1:
+            self._failed_request = error
+            if not self._ooms:
                 history = AllocatorHistory.of(torch.cuda.memory._snapshot(), device)
-                self._peak = self._taken_by(history, len(history.events), device)
+                error["peak"] = self._taken_by(history, len(history.events), device)
                 if self._settings.snapshot:
                     self._dump()
                 self._write_timeline()
+
+    def _on_out_of_memory(self) -> None:
+        """Python is given an error."""
+        with self._lock:
+            error, self._failed_request = self._failed_request, None
+            if error is None:  # the program's own
+                return
+            self._peak = error.pop("peak", self._peak)
+            self._ooms.append(error)
             self._step_started = None  # it may not come to its end
             self.write()
 
@@ -329,7 +349,7 @@ class Watch:
             "program": shown_path(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else "",
             "memory": {device: torch.cuda.mem_get_info(device)[1] for device in used},
             "most": self._most,
-            "retries": sum(each.get("num_alloc_retries", 0) for each in stats.values()),
+            "retries": sum(each.get("num_alloc_retries", 0) - each.get("num_ooms", 0) for each in stats.values()),
             "out_of_memory": self._ooms,
             "peak": self._peak,
             "steps": self._steps,

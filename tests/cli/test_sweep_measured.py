@@ -56,6 +56,7 @@ def rows_of(done: Done) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.exhaustive
 def test_a_measured_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A size that ran in the budget less the headroom, with the trials that found it counted.
 
@@ -389,6 +390,7 @@ def test_a_card_answers_for_a_smaller_one(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.exhaustive
 def test_a_dead_context_does_not_end_the_sweep(run: Run) -> None:
     """A model that kills the card's context is told, and the next one is measured in a new process."""
     models = ("--model", "mine:out_of_range", "--model", "mine:tiny")

@@ -34,7 +34,9 @@ def train(count):
 """
 
 
-def dry_run(folder: Path, script: str, *options: str, arguments: tuple[str, ...] = (), **variables: str) -> Done:
+def dry_run(
+    folder: Path, script: str, *options: str, arguments: tuple[str, ...] = (), gpu: str = "t4", **variables: str
+) -> Done:
     """A dry run of a script that lies in a folder; JSON unless the options say more."""
     (folder / "train.py").write_text(script)
     command = ("--", sys.executable, "train.py", *arguments)
@@ -42,7 +44,7 @@ def dry_run(folder: Path, script: str, *options: str, arguments: tuple[str, ...]
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     variables["TMPDIR"] = str(temporary)
-    done = run_command("dry-run", "--gpu", "t4", *shown, *command, cache=folder / "c", folder=folder, **variables)
+    done = run_command("dry-run", "--gpu", gpu, *shown, *command, cache=folder / "c", folder=folder, **variables)
     assert not list(temporary.glob("batchfinder-*"))
     return done
 

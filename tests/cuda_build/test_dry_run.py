@@ -150,6 +150,31 @@ def test_what_else_may_happen(tmp_path: Path, script: str, code: int, words: str
     assert "batchfinder/programs" not in done.err  # no traceback of ours
 
 
+def test_what_cudnn_catches_is_no_error_of_the_scripts(tmp_path: Path) -> None:
+    """Without the memory for a workspace it does with a smaller one, and the script trains."""
+    script = """
+import torch
+
+layers = []
+for inside, out, stride in ((4, 64, 1), (64, 128, 2), (128, 256, 1)):
+    layers += [torch.nn.Conv2d(inside, out, 3, stride, 1), torch.nn.BatchNorm2d(out), torch.nn.ReLU(inplace=True)]
+net = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for _ in range(12):
+    with torch.autocast("cuda", torch.float16):
+        loss = net(torch.zeros(800, 4, 48, 48, device="cuda")).float().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("ooms", torch.cuda.memory_stats()["num_ooms"], flush=True)
+"""
+    done = dry_run(tmp_path, script, "--memory", "2GiB", "--explain", gpu="v100 16gb")
+    assert int(re.findall(r"ooms (\d+)", done.out)[-1]) > 0
+    assert done.code == 0, done.out
+    assert "out of memory" not in done.out
+    assert "out-of-memory" not in done.out
+
+
 @pytest.mark.exhaustive
 def test_steps_and_epochs(tmp_path: Path) -> None:
     """As many as asked: an epoch has its evaluation and its checkpoint."""

@@ -263,6 +263,7 @@ for _ in range(8):
 """
 
 
+@pytest.mark.exhaustive
 def test_both_ends_of_what_other_streams_hold(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
     """A batch that another stream uses is free at once, or not before the host waits: the range is told."""
     script = tmp_path / "prefetch.py"

@@ -226,7 +226,9 @@ install("9.9.0", tell=lambda line: None)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
 def test_an_interrupted_download(index: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C leaves nothing, and what a killed process leaves is gone after the next download."""
     with subprocess.Popen([sys.executable, "-c", SLOWLY], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -242,6 +244,8 @@ def test_an_interrupted_download(index: Path, tmp_path: Path, number: signal.Sig
     assert left(tmp_path) == [f"torch-9.9.0-{TAG}"]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_downloads_at_once(index: Path, tmp_path: Path) -> None:
     """The second waits, and finds what the first has brought."""
     code = "from batchfinder.cuda_stub import install; install('9.9.0')"

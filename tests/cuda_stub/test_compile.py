@@ -178,6 +178,8 @@ def test_a_folder_that_cannot_be_written(own: CudaBuild, monkeypatch: pytest.Mon
         compiled_stub(own)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_at_once(own: CudaBuild, tmp_path: Path) -> None:
     """Both get a whole folder, and one of them is kept."""
     code = LIMITED.replace("resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))", "").replace(

@@ -21,7 +21,7 @@ FIRST = "batchfinder sweep"
 """What a newcomer runs."""
 LONG = (
     *("--find seq-len", "24GB+", "--from", "Qwen/", "--html", "estimate --model gpt2", "--strategy fsdp2", "plan "),
-    "llama-3.2-1b --seq-len",
+    *("llama-3.2-1b --seq-len", "--plot gpt2.png", "--device cpu", "resnet50"),
 )
 """Parts of the commands that CI has no time for; each has tests of its own elsewhere."""
 

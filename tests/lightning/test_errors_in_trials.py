@@ -98,7 +98,7 @@ def run(check: Callable[[pl.Trainer, Callable[[FailingOperator], TuningResult]],
     nets.trainer(callbacks=[Searches(check)], limit_train_batches=0).fit(Staged(most=2))
 
 
-def test_100_injections_leave_the_state_and_the_answer() -> None:
+def test_40_injections_leave_the_state_and_the_answer() -> None:
     """Out of memory in the Nth operator of a search, in any stage: the answer is right, the state bit-identical."""
     stages: Counter[str] = Counter()
 
@@ -108,15 +108,15 @@ def test_100_injections_leave_the_state_and_the_answer() -> None:
         assert search(whole).batch_size == 2
         assert state_of(trainer) == before
         draw = random.Random(2)
-        for _ in range(100):
+        for _ in range(40):
             mode = FailingOperator(draw.randint(1, whole.count), torch.OutOfMemoryError(MESSAGE))
             assert search(mode).batch_size == 2
             assert state_of(trainer) == before
             stages[mode.failed_in] += 1
 
     run(check)
-    assert sum(stages.values()) == 100
-    assert all(stages[stage] > 10 for stage in STAGES), stages
+    assert sum(stages.values()) == 40
+    assert all(stages[stage] > 3 for stage in STAGES), stages
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("the labels are wrong")], ids=["interrupt", "bug"])

@@ -77,8 +77,18 @@ def trials(finder: BatchFinder) -> tuple[Trial, ...]:
     return outcome.trials
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("net", [nets.Transformer, nets.ConvNet])
+@pytest.mark.parametrize(
+    ("net", "precision"),
+    [
+        (nets.Transformer, "bf16-mixed"),
+        (nets.ConvNet, "16-mixed"),
+        *(
+            pytest.param(net, precision, marks=pytest.mark.exhaustive)
+            for net in (nets.Transformer, nets.ConvNet)
+            for precision in ("32-true", "16-mixed" if net is nets.Transformer else "bf16-mixed")
+        ),
+    ],
+)
 def test_losses_and_weights_equal_those_of_a_run_started_with_the_sizes(
     monkeypatch: pytest.MonkeyPatch, net: type[nets.Module], precision: str
 ) -> None:

@@ -34,7 +34,13 @@ def _spec(name, **arguments):
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize(("name", "shape", "size"), [("encoder", Shape(16), 60), ("convolutions", Shape(), 40)])
+@pytest.mark.parametrize(
+    ("name", "shape", "size"),
+    [
+        pytest.param("encoder", Shape(16), 60, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        ("convolutions", Shape(), 40),
+    ],
+)
 def test_a_limit_means_the_same_at_each_try(name, shape, size):
     """Under a limit that is the peak of a size, searches answer with about that size, and it stays so.
 

@@ -143,8 +143,22 @@ def test_a_recording(tmp_path: Path, record: Record) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["nf4", "nf4-double", "int8"])
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "quantization"),
+    [
+        ("bf16-true", "nf4-double"),
+        ("bf16-mixed", "int8"),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (
+                ("bf16-true", "nf4"),
+                ("bf16-mixed", "nf4"),
+                ("bf16-mixed", "nf4-double"),
+                ("bf16-true", "int8"),
+            )
+        ),
+    ],
+)
 def test_pefts_own_layers_allocate_the_same(
     quantization: str, precision: str, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_what_version_1_gathered_is_used_again_when_the_host_has_waited(record: 
     assert not record(sharded.transformer, 1, sharded.LENGTH, gpus=8, strategy="fsdp2").structure.free_completed
 
 
+@pytest.mark.exhaustive
 def test_version_1_that_keeps_what_it_gathered(record: Record) -> None:
     """`fsdp-shard-grad-op`: all blocks are there at the loss. Between micro-batches gradients are whole, in bf16."""
     settings = {"gpus": 8, "precision": "bf16-mixed", "micro_batches": 2}
@@ -224,6 +225,7 @@ def test_gradients_are_whole_between_micro_batches(record: Record) -> None:
     assert sum(alive.values()) == pytest.approx(4 * ALL + 4 * ALL // 8, rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_any_number_of_gpus_between_two(record: Record) -> None:
     """The step on 8 GPUs is what those on 4 and on 16 say that it is, block by block.
 
@@ -262,6 +264,7 @@ def test_zero_1(record: Record) -> None:
     assert saved == pytest.approx(2 * 4 * (ALL - 4 * WIDTH * WIDTH), rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_zero_2(record: Record) -> None:
     """DeepSpeed's buffers: bf16 parameters in one tensor, of all else an eighth, and a bucket through the backward."""
     trace = record(sharded.transformer, 1, sharded.LENGTH, gpus=8, strategy="zero2", precision="bf16-mixed")

@@ -105,7 +105,7 @@ def bytes_asked(code: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("fp32", marks=pytest.mark.exhaustive)])
 def test_what_is_recorded_is_what_the_generated_code_allocates(record: Record, tmp_path: Path, precision: str) -> None:
     """Forward and backward allocate the buffers of Inductor's output code, each and in its order."""
 

@@ -209,7 +209,10 @@ def test_a_silent_factory_is_ended(theirs: Callable[[str], WorkloadSpec], monkey
         recorder._facts.result(SECONDS)
 
 
-@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "closed",
+    [*(pytest.param(each, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for each in ((0,), (1,), (2,))), (0, 1, 2)],
+)
 def test_standard_streams_that_are_closed(closed: tuple[int, ...]) -> None:
     """Pipes never take their numbers, which the child gives to its own streams."""
     code = f"""

@@ -86,7 +86,12 @@ def all_that_train(look: FitSearch) -> list[StepOptions]:
     ("model", "budget", "change"),
     [
         pytest.param("llama", "93MiB", "--loss chunked", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        ("llama", "45MiB", "--gradient-checkpointing selective --loss chunked"),
+        pytest.param(
+            "llama",
+            "45MiB",
+            "--gradient-checkpointing selective --loss chunked",
+            marks=[pytest.mark.slow, pytest.mark.exhaustive],
+        ),
         pytest.param(
             "bert", "84MiB", "--gradient-checkpointing full", marks=[pytest.mark.slow, pytest.mark.exhaustive]
         ),

@@ -106,6 +106,7 @@ def test_its_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_cards_are_searched_on_all_cores(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that search find the rows that one process does, and leave nothing to it but what is recorded."""
     gpus = [f"--gpu={gpu.name}" for gpu in all_gpus()[:: len(all_gpus()) // 8]]
@@ -162,6 +163,7 @@ def test_only_the_fewest_and_the_most_gpus_are_recorded(run: Run, monkeypatch: p
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_one_kind_of_gpu_cannot_do_leaves_the_others(run: Run) -> None:
     """Flash attention needs Ampere: the rows of A100s are found, and a T4's is said to be missing, and why."""
     models = ("--model", "bert-base", "--seq-len", "16", "--seq-len", "32", "--attention", "flash")

@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from batchfinder.snapshot.training_state import TrainingState
 from tests.snapshot.state_digest import Digester, differences
 
-THOROUGH = settings(derandomize=True, deadline=None, max_examples=100, database=None)
+THOROUGH = settings(derandomize=True, deadline=None, max_examples=50, database=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
