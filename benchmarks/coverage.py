@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the 
 
 from batchfinder.devices import host_name
 from batchfinder.errors import BatchFinderError
-from batchfinder.recording.simulation import RecordingClient
+from batchfinder.recording.client import RecordingClient
 from batchfinder.simulator.trace import Trace
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 from batchfinder.versions import installed

@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # import from the 
 from batchfinder.devices import Device, host_name
 from batchfinder.devices.cards import card
 from batchfinder.find import find_max_batch_size
-from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.recording.answers import search_simulated
+from batchfinder.recording.simulation import Simulation
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.simulator.steady_state import SimulatedProbe

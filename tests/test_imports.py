@@ -24,7 +24,15 @@ BELOW_THE_LINE = (
 )
 # These run in the process that prints: the recording process imports torch for them.
 ALSO_WITHOUT = (
-    *("cli", "sizing", "report", "training.child_process", "training.spec", "recording.simulation"),
+    *(
+        "cli",
+        "sizing",
+        "report",
+        "training.child_process",
+        "training.spec",
+        "recording.simulation",
+        "recording.answers",
+    ),
     *("models.catalog", "reproductions"),
 )
 ALLOWED_ABOVE_BARE_PYTHON_SECONDS = 0.15

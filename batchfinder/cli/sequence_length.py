@@ -11,7 +11,8 @@ from batchfinder.cli.options import check_file, whole_number, write_file
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import Card, without_bf16
 from batchfinder.errors import BatchFinderError, InvalidValue
-from batchfinder.recording.simulation import LengthProbe, Simulation, search_seq_len, search_tried
+from batchfinder.recording.answers import LengthProbe, search_seq_len, search_tried
+from batchfinder.recording.simulation import Simulation
 from batchfinder.report.made_by import made_by
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.table import Columns, Table, assumptions

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from batchfinder.errors import RecordingFailed
-from batchfinder.recording.simulation import predict_full_card
+from batchfinder.recording.answers import predict_full_card
 from batchfinder.results import Measurement, Shape, Trial
 from batchfinder.search import Bounds, Prediction
 from batchfinder.search.secant import PeakModel

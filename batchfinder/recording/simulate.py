@@ -37,9 +37,9 @@ from batchfinder.models.trainer import (
     workload_from_trainer,
 )
 from batchfinder.recording import fake_device
+from batchfinder.recording.answers import search_simulated
 from batchfinder.recording.forked import NotRecordable, record_in_forks
 from batchfinder.recording.record_step import record_step
-from batchfinder.recording.simulation import search_simulated
 from batchfinder.results import SearchResult, Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.blocks import DeviceMemory

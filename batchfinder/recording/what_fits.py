@@ -28,7 +28,8 @@ from batchfinder.accumulation import AccumulationPlan, plan_accumulation
 from batchfinder.devices import Card, smallest_gpus
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra
 from batchfinder.memory_use.breakdown import bytes_over_time
-from batchfinder.recording.simulation import Simulation, TriedSizes, search_simulated
+from batchfinder.recording.answers import TriedSizes, search_simulated
+from batchfinder.recording.simulation import Simulation
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe

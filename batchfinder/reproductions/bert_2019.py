@@ -10,7 +10,7 @@ from typing import Any
 from batchfinder.devices import find_gpu
 from batchfinder.measure.child_probe import ChildProcessProbe
 from batchfinder.probe import Probe
-from batchfinder.recording.simulation import search_simulated
+from batchfinder.recording.answers import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import (
     RUNGS,

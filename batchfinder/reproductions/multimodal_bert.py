@@ -8,7 +8,7 @@ from typing import Any
 from batchfinder.devices import device_for, find_instance
 from batchfinder.memory_use.breakdown import Estimate, estimate
 from batchfinder.memory_use.sharding import buckets_of
-from batchfinder.recording.simulation import search_simulated
+from batchfinder.recording.answers import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_multimodal_bert, row
 from batchfinder.results import Shape

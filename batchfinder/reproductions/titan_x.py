@@ -9,7 +9,7 @@ from typing import Any
 from batchfinder.accumulation import plan_accumulation
 from batchfinder.devices import Device, device_for, find_gpu
 from batchfinder.models.catalog import find_model
-from batchfinder.recording.simulation import search_simulated
+from batchfinder.recording.answers import search_simulated
 from batchfinder.report.table import Table
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, published_titan_x, row
 from batchfinder.results import Shape

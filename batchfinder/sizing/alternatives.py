@@ -8,7 +8,8 @@ from typing import Any
 
 from batchfinder.errors import BatchFinderError
 from batchfinder.memory_use.breakdown import Estimate
-from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.recording.answers import search_simulated
+from batchfinder.recording.simulation import Simulation
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.terminal import last_line_of
 from batchfinder.results import Shape

@@ -17,7 +17,7 @@ from batchfinder.measure.child_probe import ChildProcessProbe, CpuProbe
 from batchfinder.measure.host_limits import available_bytes, soft_limit
 from batchfinder.measure.tuner import SearchLimits, Tuner
 from batchfinder.probe import Probe
-from batchfinder.recording.simulation import predict_full_card
+from batchfinder.recording.answers import predict_full_card
 from batchfinder.report.sweep import Cell, SweepRow
 from batchfinder.results import SearchResult, Shape, StopReason
 from batchfinder.search import Bounds, Prediction

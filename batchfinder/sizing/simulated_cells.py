@@ -20,14 +20,8 @@ from batchfinder.devices import Card, find_gpu
 from batchfinder.devices.training_cost import TrainingCost
 from batchfinder.errors import BatchFinderError, CacheFailed, InvalidValue, RecordingFailed
 from batchfinder.memory_use.breakdown import bytes_over_time
-from batchfinder.recording.simulation import (
-    Simulation,
-    TriedSizes,
-    check_scaling,
-    search_cards,
-    search_simulated,
-    search_tried,
-)
+from batchfinder.recording.answers import TriedSizes, check_scaling, search_cards, search_simulated, search_tried
+from batchfinder.recording.simulation import Simulation
 from batchfinder.recording.what_fits import FitSearch, WhatFits
 from batchfinder.report.estimate import Alternative, EstimateRequest
 from batchfinder.report.sweep import Cell, SweepRow

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchfinder.devices import device_for, find_gpu
-from batchfinder.recording.simulation import RecordingClient
+from batchfinder.recording.client import RecordingClient
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.blocks import Block, DeviceMemory, SimulatedOutOfMemory

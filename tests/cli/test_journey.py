@@ -11,7 +11,7 @@ import batchfinder
 from tests.cli.command import Run
 
 ROOT = Path(batchfinder.__file__).parent
-ROOMS = ("cli/", "sizing/", "report/", "recording/simulation.py")
+ROOMS = ("cli/", "sizing/", "report/", "recording/client.py", "recording/simulation.py", "recording/answers.py")
 STATUS_LINE = "report/progress.py"
 
 
@@ -25,7 +25,7 @@ def properties(module: str) -> set[CodeType]:
 def test_the_journey_from_the_arguments_to_the_table_is_short(run: Run) -> None:
     """A simulated cell that is not in the cache passes at most 30 of our functions between `main` and its table.
 
-    Counted are the functions and methods of cli/, sizing/, report/, recording/simulation.py that the
+    Counted are the functions and methods of cli/, sizing/, report/ and three modules of recording/ that the
     main thread enters, each once. Not counted are what is no step of its own: properties and double-underscore methods
     of records, functions within functions, class bodies; and the status line on stderr (report/progress.py).
     """

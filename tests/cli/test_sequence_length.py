@@ -10,7 +10,8 @@ import pytest
 
 from batchfinder.cli.main import main
 from batchfinder.devices.cards import card
-from batchfinder.recording.simulation import Simulation, search_seq_len
+from batchfinder.recording.answers import search_seq_len
+from batchfinder.recording.simulation import Simulation
 from batchfinder.results import Shape
 from batchfinder.training.spec import StepOptions
 

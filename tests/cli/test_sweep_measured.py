@@ -23,7 +23,8 @@ from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.measure import child_probe
 from batchfinder.measure.child_probe import CpuProbe, GpuFacts
-from batchfinder.recording.simulation import Simulation, predict_full_card
+from batchfinder.recording.answers import predict_full_card
+from batchfinder.recording.simulation import Simulation
 from batchfinder.report.sweep import SweepRow
 from batchfinder.results import Shape, StopReason
 from batchfinder.sizing.cells import ModelCells

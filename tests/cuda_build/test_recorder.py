@@ -26,7 +26,8 @@ from batchfinder.cuda_stub import StubUnavailable, find_build
 from batchfinder.devices import device_for, find_gpu
 from batchfinder.devices.cards import card
 from batchfinder.errors import CudaStubUnavailable, InvalidValue, RecordingDied, RecordingFailed, UserCodeFailed
-from batchfinder.recording.simulation import RecordingClient, Simulation
+from batchfinder.recording.client import RecordingClient
+from batchfinder.recording.simulation import Simulation
 from batchfinder.report.estimate import EstimateRequest
 from batchfinder.report.progress import StatusLine
 from batchfinder.report.sweep import SweepRow, sweep_table

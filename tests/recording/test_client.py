@@ -1,4 +1,4 @@
-"""Tests of recording/simulation.py and server.py: what goes wrong in the recording process, and how it ends."""
+"""Tests of recording/client.py and server.py: what goes wrong in the recording process, and how it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from batchfinder.errors import BatchFinderError, InvalidValue, RecordingDied, RecordingFailed, UserCodeFailed
-from batchfinder.recording.simulation import RecordingClient
+from batchfinder.recording.client import RecordingClient
 from batchfinder.training import child_process
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
@@ -293,7 +293,7 @@ def test_trace_that_cannot_be_read(mlp: RecordingClient, monkeypatch: pytest.Mon
         raise KeyError("stages")
 
     with monkeypatch.context() as patched:
-        patched.setattr("batchfinder.recording.simulation.Trace.from_json", from_json)
+        patched.setattr("batchfinder.recording.client.Trace.from_json", from_json)
         error = error_of(mlp, job(GOOD))
         assert isinstance(error, RecordingDied)
         assert "batch size 7" in str(error)
@@ -317,7 +317,7 @@ def test_ends_with_a_killed_parent(builder: str, number: signal.Signals) -> None
     code = f"""
         import time
         from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
-        from batchfinder.recording.simulation import RecordingClient
+        from batchfinder.recording.client import RecordingClient
         recorder = RecordingClient(WorkloadSpec("tests.builders.small:{builder}"))
         recorder.facts()
         futures = [recorder.submit(RecordingJob(StepConfig(), (7, 0), size, None)) for size in (2, 3)]

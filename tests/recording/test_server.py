@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from batchfinder.errors import RecordingDied, RecordingFailed
-from batchfinder.recording.simulation import RecordingClient
+from batchfinder.recording.client import RecordingClient
 from batchfinder.training import child_process
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
@@ -219,7 +219,7 @@ def test_standard_streams_that_are_closed(closed: tuple[int, ...]) -> None:
         import os
         for stream in {closed}:
             os.close(stream)
-        from batchfinder.recording.simulation import RecordingClient
+        from batchfinder.recording.client import RecordingClient
         from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
         with RecordingClient(WorkloadSpec("tests.builders.small:mlp")) as recorder:
             trace = recorder.submit(RecordingJob(StepConfig(), (7, 0), 3, None)).result({SECONDS})

@@ -10,7 +10,8 @@ import pytest
 from batchfinder.devices import present_gpus
 from batchfinder.errors import CardNeeded, UserCodeFailed
 from batchfinder.measure.child_probe import ChildProcessProbe, GpuFacts
-from batchfinder.recording.simulation import RecordingClient, Simulation
+from batchfinder.recording.client import RecordingClient
+from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions import published
 from batchfinder.reproductions.bert_2019 import last_rung
 from batchfinder.reproductions.published import Context, Reproduction, largest_measured, require_card, row

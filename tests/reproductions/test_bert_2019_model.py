@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from batchfinder.recording.simulation import RecordingClient
+from batchfinder.recording.client import RecordingClient
 from batchfinder.training.spec import RecordingJob, StepConfig, WorkloadSpec
 
 pytestmark = pytest.mark.usefixtures("forked_recorders")

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForSequenceClassification
 
 from batchfinder.devices import device_for, find_gpu
-from batchfinder.recording.simulation import Simulation, search_simulated
+from batchfinder.recording.answers import search_simulated
+from batchfinder.recording.simulation import Simulation
 from batchfinder.reproductions.published import published_titan_x
 from batchfinder.reproductions.titan_x import checkpointing_cost, forward_flops
 from batchfinder.results import SearchResult, Shape, StopReason

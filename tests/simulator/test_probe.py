@@ -11,13 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchfinder.find import find_max_batch_size
-from batchfinder.recording.simulation import (
-    TriedSize,
-    TriedSizes,
-    predict_full_card,
-    search_simulated,
-    search_tried,
-)
+from batchfinder.recording.answers import TriedSizes, predict_full_card, search_simulated, search_tried
+from batchfinder.recording.client import TriedSize
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.search import Secant
 from batchfinder.search.secant import FIRST_TRY_SHARE_OF_PREDICTION

@@ -16,7 +16,8 @@ from batchfinder.cli.parser import build_parser
 from batchfinder.cli.sweep_request import read_request
 from batchfinder.devices import all_gpus
 from batchfinder.errors import BatchFinderError, InvalidValue, MissingExtra, RecordingDied, RecordingFailed
-from batchfinder.recording.simulation import RecordingClient, Simulation
+from batchfinder.recording.client import RecordingClient
+from batchfinder.recording.simulation import Simulation
 from batchfinder.report.sweep import Cell
 from batchfinder.simulator.scaling import TraceSource
 from batchfinder.sizing import simulated_cells
