@@ -49,13 +49,14 @@ from batchfinder.lightning.compat import (
 )
 from batchfinder.lightning.dataloaders import ProbeBatches, check_mode
 from batchfinder.lightning.ddp import data_parallel_size, ranks_of
-from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data, give_back_cache
+from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
 from batchfinder.lightning.schedule import NO_SCHEDULE, read_schedule
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.oom import classify
+from batchfinder.measure.trial import give_back_cache
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
 from batchfinder.snapshot.training_state import restore_on_exit
@@ -385,7 +386,7 @@ class BatchFinder(Accumulating):
         """
         super().on_train_epoch_start(trainer, pl_module)
         if "fit" in self._in_use:
-            give_back_cache(trainer)
+            give_back_cache(trainer.strategy.root_device)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare the peak of the run with that of the size when it was tried: in a line, the loggers, the cache."""
@@ -424,7 +425,9 @@ class BatchFinder(Accumulating):
         """Find and set the size of `trainer.validate`, `test` or `predict`; its loaders have been asked for already."""
         stage = running_stage(trainer)
         if stage == "fit" and "fit" in self._in_use:
-            give_back_cache(trainer)  # of training steps, whose blocks would be in the way, as it is in trials
+            give_back_cache(
+                trainer.strategy.root_device
+            )  # of training steps, whose blocks would be in the way, as it is in trials
         if stage == "fit" or is_fast_dev_run(trainer) or not (stage in self.options.also or self._finding):
             return
         check_trainer(trainer, self.options)
@@ -440,7 +443,7 @@ class BatchFinder(Accumulating):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let training go on with an empty cache, as it did in trials."""
         if running_stage(trainer) == "fit" and "fit" in self._in_use:
-            give_back_cache(trainer)
+            give_back_cache(trainer.strategy.root_device)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Put the user's own accumulation and loop back, from which the next fit starts."""

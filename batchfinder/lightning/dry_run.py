@@ -44,7 +44,7 @@ from batchfinder.lightning.schedule import Schedule
 from batchfinder.measure.allocator_history import AllocatorHistory
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.oom import classify
-from batchfinder.measure.trial import MOST_SETTLING_STEPS, TrialSession, TrialSteps, run_trial
+from batchfinder.measure.trial import TrialSession, TrialSteps, give_back_cache, run_trial, until_reserved_stays
 from batchfinder.results import Measurement, Shape
 from batchfinder.simulator.trace import Trace
 from batchfinder.snapshot.training_state import TrainingState
@@ -194,7 +194,7 @@ class DryRun:
             module.on_fit_start()
             if schedule.restores_optimizers:
                 restore_optimizers(trainer)
-                give_back_cache(trainer)  # as the callback does when training starts
+                give_back_cache(trainer.strategy.root_device)  # as the callback does when training starts
             module.zero_grad()
             loop.setup_data()
             loop.reset()
@@ -222,11 +222,11 @@ class DryRun:
                 if taken.times_cache_given_back():
                     break
                 # Before a validation, and before an epoch, the callback empties the cache in the fit as well.
-                give_back_cache(trainer)
+                give_back_cache(trainer.strategy.root_device)
                 tries_validation = taken.history is None and "validation" not in self.not_tried
                 if epoch == 0 and validation is not None and tries_validation:
                     self._validate(validation, taken, validation_is_tried)
-                    give_back_cache(trainer)
+                    give_back_cache(trainer.strategy.root_device)
                 kept.tensors.clear()
             taken.peaked_later = (self.memory.peaks()[0] or 0) > peak_of_steps
 
@@ -288,13 +288,8 @@ class DryRun:
         device = self.trainer.strategy.root_device
         if device.type != "cuda" or self.growth:
             return
-        reserved, quiet = torch.cuda.memory_reserved(device), 0
-        for _ in range(MOST_SETTLING_STEPS):
+        for _ in until_reserved_stays(device):
             yield from whole_steps(1)
-            before, reserved = reserved, torch.cuda.memory_reserved(device)
-            quiet = quiet + 1 if reserved <= before else 0
-            if quiet == PEAK_STEPS:
-                return
 
     def _beside_what_an_epoch_keeps(
         self, resting: list[int], steps: int, whole_steps: Callable[[int], Iterator[MakeBatch]], kept: Kept
@@ -388,12 +383,6 @@ def _longest_list(module: LightningModule) -> str:
     }
     most = max(sizes, key=sizes.__getitem__, default="")
     return f"{type(module).__name__}.{most}" if most and sizes[most] else ""
-
-
-def give_back_cache(trainer: Trainer) -> None:
-    """Empty the allocator's cache, so that what comes next finds it as a trial does."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 _LEAST_KEPT_BYTES = 1 << 20

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,7 @@ from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
 from batchfinder.measure.allocator_history import AllocatorHistory
-from batchfinder.measure.trial import MOST_SETTLING_STEPS, TrialSession, TrialSteps, run_trial
+from batchfinder.measure.trial import TrialSession, TrialSteps, give_back_cache, run_trial, until_reserved_stays
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -201,18 +200,14 @@ class LoopProbe:
                 if smaller:
                     waiting.extend([*[full] * (count - 1), lambda: config.make_batch(smaller, shape.seq_len)])
                 step(count, -(-left // batch_size))
-                self._empty_cache()
+                give_back_cache(session.device)
                 go_on()
 
             def go_on() -> None:
-                """Steps from an empty cache until two reserve no more; two micro-batches at least."""
-                quiet = 0
-                for number in range(MOST_SETTLING_STEPS):
-                    before = self._reserved_bytes()
+                """Steps from an empty cache until two reserve no more; two micro-batches without a GPU."""
+                on_gpu = session.device.type == "cuda"
+                for _ in until_reserved_stays(session.device) if on_gpu else range(-(-PEAK_STEPS // most)):
                     step()
-                    quiet = quiet + 1 if self._reserved_bytes() <= before else 0
-                    if quiet == PEAK_STEPS or (before == 0 and number + 1 >= -(-PEAK_STEPS // most)):
-                        return
 
             with self._counter.counting():
                 if phases.restore is not None:
@@ -232,11 +227,11 @@ class LoopProbe:
                     if order:
                         step()  # of the longest again: the others have left the cache in pieces
                 if phases.evaluate is not None:
-                    self._empty_cache()
+                    give_back_cache(session.device)
                     self._evaluating, retries = True, session.memory.retries()
                     with taken.apart(session.memory):
                         phases.evaluate()
-                        self._empty_cache()
+                        give_back_cache(session.device)
                     self._evaluating = session.memory.retries() > retries
                     go_on()
                 if phases.samples is not None:
@@ -313,13 +308,3 @@ class LoopProbe:
                 stacklevel=2,
             )
         return self._evaluates
-
-    def _reserved_bytes(self) -> int:
-        """By the allocator of a GPU; 0 without one."""
-        device = self._session.device
-        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-
-    def _empty_cache(self) -> None:
-        """As training does where a phase ends."""
-        if self._session.device.type == "cuda":
-            torch.cuda.empty_cache()

@@ -29,12 +29,13 @@ from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.oom import classify, find_pattern
 from batchfinder.results import Measurement, Verdict
 from batchfinder.snapshot.training_state import TrainingState
+from batchfinder.training.spec import PEAK_STEPS
 
 _MOST_TIMED, _TIMED_SECONDS = 20, 0.05
 """Steps are timed up to this number while they take less than so much in all: the clock and what a process does
 besides count for more in a short step."""
 
-MOST_SETTLING_STEPS = 10
+_MOST_SETTLING_STEPS = 10
 """How many steps a phase of a training takes at most until the allocator reserves no more: each may leave its cache in
 other pieces."""
 
@@ -546,6 +547,24 @@ def attempt(step: Callable[[], T], device: str = "cuda") -> T | Failure:
                 traceback.clear_frames(current.__traceback__)
                 current.__traceback__ = None
     return Failure(verdict, text)
+
+
+def until_reserved_stays(device: torch.device) -> Iterator[None]:
+    """Asks for a step each time, until two have gone by in which a GPU's allocator reserved no more."""
+    before, quiet = torch.cuda.memory_reserved(device), 0
+    for _ in range(_MOST_SETTLING_STEPS):
+        yield
+        reserved = torch.cuda.memory_reserved(device)
+        quiet = quiet + 1 if reserved <= before else 0
+        if quiet == PEAK_STEPS:
+            return
+        before = reserved
+
+
+def give_back_cache(device: torch.device) -> None:
+    """Empty a GPU's cache, as training does where one of its phases ends, so that the next finds it as a trial does."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def clear(device: torch.device) -> None:

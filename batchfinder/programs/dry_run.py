@@ -95,10 +95,11 @@ class ProcessMemory:
         total_bytes: of that card.
         peak_allocated_bytes: at most, as `torch.cuda.max_memory_allocated` has it, whenever that was reset.
         peak_reserved_bytes: at most, likewise.
-        retries: how often the allocator gave its cache back and tried again.
+        retries: how often the allocator made room by giving its cache back.
         steps: optimizer steps: after each, seconds since the start, bytes alive, and both peaks so far.
         epochs: that ended.
-        out_of_memory: each error, whether or not it was caught: bytes wanted and free, step, phase, the user's line.
+        out_of_memory: each error that Python code was given, caught or not: bytes wanted and free, step, phase, the
+            user's line.
         peak: when most was allocated, or where memory ran out first: step, phase, the user's line; `held`, bytes by
             what holds them; `lines`, bytes by the user's line that allocated what is no weight, gradient or state.
         ended: why it was ended: "steps", "steady", "most steps", "epochs" or "time"; empty where it ended by itself.
