@@ -9,13 +9,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class EmptyCacheCallback(TrainerCallback):
-    """Empties the allocator's cache as epochs begin, and before and after each evaluation.
+    """Empties the allocator's cache as training begins, and before and after each evaluation.
 
-    An evaluation, or an epoch's smaller last batch, leaves the cache in pieces in which a full batch finds no room.
+    A checkpoint that was restored, and an evaluation, leave it in pieces in which a full batch finds no room.
     """
 
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """The last batch of the epoch before may have been smaller."""
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """A checkpoint has been restored."""
         torch.cuda.empty_cache()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -28,6 +28,8 @@ from batchfinder.training.spec import MAX_BATCHES_WITHOUT_STEP, PEAK_MICRO_BATCH
 
 _CALLS_AS_OFTEN = 8
 """Times the calls of earlier trials that one may take until all optimizers have stepped: a loss scaler skips some."""
+_EPOCHS = 2
+"""Ends of epochs that a try on a GPU has: each may leave the cache in other pieces."""
 
 
 class StepCounter:
@@ -151,7 +153,7 @@ class LoopProbe:
             steps += [None, batch_size, batch_size]
         left = 0 if phases.samples is None else phases.samples % (self._accumulated(batch_size) * batch_size)
         if left:
-            steps += [left % batch_size or batch_size, None, batch_size, batch_size, batch_size]
+            steps += _EPOCHS * [left % batch_size or batch_size, batch_size, batch_size]
         return steps
 
     def _accumulated(self, batch_size: int) -> int:
@@ -164,7 +166,7 @@ class LoopProbe:
         phases = config.phases if self._evaluates else replace(config.phases, evaluate=None)
         # In segments of a fixed size what lies in pieces stays so, and a later step may run out of memory.
         settles = phases.others is not None and AllocatorSettings.from_environment().expandable_segments
-        self._evaluating = False
+        self._evaluating, on_gpu = False, session.device.type == "cuda"
         accumulated = self._accumulated(batch_size)
 
         def steps(taken: TrialSteps) -> None:
@@ -191,21 +193,23 @@ class LoopProbe:
                     raise InvalidValue("train_step", name, f"{expected}, not {given.given}")
 
             def end_of_epoch(samples: int) -> None:
-                """The last step of an epoch that is no whole number of steps, and the first steps of the next."""
+                """The last step of an epoch that is no whole number of steps, and the first steps of the next; twice.
+
+                The cache stays as it is: what an optimizer's state shares segments with could not be given back.
+                """
                 left = samples % (accumulated * batch_size)
                 if left == 0:
                     return
                 count = min(most, -(-left // batch_size))
                 smaller = left % batch_size
-                if smaller:
-                    waiting.extend([*[full] * (count - 1), lambda: config.make_batch(smaller, shape.seq_len)])
-                step(count, -(-left // batch_size))
-                give_back_cache(session.device)
-                go_on()
+                for _ in range(_EPOCHS if on_gpu else 1):
+                    if smaller:
+                        waiting.extend([*[full] * (count - 1), lambda: config.make_batch(smaller, shape.seq_len)])
+                    step(count, -(-left // batch_size))
+                    go_on()
 
             def go_on() -> None:
-                """Steps from an empty cache until two reserve no more; two micro-batches without a GPU."""
-                on_gpu = session.device.type == "cuda"
+                """Steps until two reserve no more; two micro-batches without a GPU."""
                 for _ in until_reserved_stays(session.device) if on_gpu else range(-(-PEAK_STEPS // most)):
                     step()
 
