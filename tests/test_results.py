@@ -31,6 +31,7 @@ def test_verdict_texts():
         "FITS": "fits",
         "OUT_OF_MEMORY": "the device ran out of memory",
         "SIZE_CEILING": "a kernel cannot index a tensor this large",
+        "FELL_BACK": "a kernel had no memory for its workspace, and another took its place",
         "THRASHING": "every further step would have to release the allocator's cache (thrashing)",
         "HOST_OUT_OF_MEMORY": "the host ran out of memory",
         "HEADROOM": "it fits, but leaves less than the headroom free",

@@ -79,6 +79,7 @@ def phases() -> list[dict[str, Any]]:
     """What the last try took, in order, and what the training that follows has the allocator do."""
     import warnings
     from tempfile import TemporaryDirectory
+    from unittest.mock import patch
 
     import torch
     from transformers import DefaultDataCollator, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -125,13 +126,15 @@ def phases() -> list[dict[str, Any]]:
             # Without what is recorded, and without the one evaluation that is measured with a sample.
             tried, in_tries = [size for size in taken[-2] if size not in (2, -1)], list(computed)
             before = torch.cuda.memory_stats()["num_alloc_retries"]
-            trainer.train()
+            with patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache) as emptied:
+                trainer.train()
         callbacks = [type(each).__name__ for each in trainer.callback_handler.callbacks]
         return {
             "size": found.batch_size,
             "tried": tried,
             "computed": in_tries,
             "callbacks": callbacks.count("EmptyCacheCallback"),
+            "emptied": emptied.call_count,
             "retries": torch.cuda.memory_stats()["num_alloc_retries"] - before,
         }
 
@@ -146,6 +149,8 @@ def test_a_try_takes_an_evaluation_and_an_epochs_end(cuda_stub: CudaStubFixture)
     alone, accumulated = cuda_stub(memory="2GiB").run(phases).result
     for seen in (alone, accumulated):
         assert (seen["size"], seen["computed"], seen["callbacks"], seen["retries"]) == (100, [], 1, 0)
+    # As training begins; before and after each of three evaluations; not at an epoch's end.
+    assert [alone["emptied"], accumulated["emptied"]] == [7, 1]
     assert [size for size, _ in groupby(alone["tried"])] == [100, -32, 100, 29, 100, 29, 100]
     assert alone["tried"][:5] == [100, 100, -32, -32, 100]
     assert alone["tried"][-2:] == [100, 100]
