@@ -15,7 +15,7 @@ class EmptyCacheCallback(TrainerCallback):
     """
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """A checkpoint has been restored."""
+        """A checkpoint may have been restored."""
         torch.cuda.empty_cache()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -127,7 +127,8 @@ class BatchFinder(Accumulating):
             (`cfg.data.batch_size`) an attribute or key of what is found there.
         probe_callbacks: callbacks, or their classes, that take part in the tries.
         predict: whether a search on a GPU starts from a prediction, by what the allocator did in the first steps of a
-            few small batch sizes. Where there is none it starts from one sample, and the log says why at INFO.
+            few small batch sizes. Where no prediction can be made the search starts from one sample, and the log says
+            why at INFO.
         split_batches: let the loader give all samples of an optimizer step, and split each batch into micro-batches
             of the sizes that fit its lengths; see docs/variable.md. Samples are sorted by length where an
             attention mask shows it; `in_order` keeps them as they come. Without a target the loader keeps its size.
@@ -425,9 +426,8 @@ class BatchFinder(Accumulating):
         """Find and set the size of `trainer.validate`, `test` or `predict`; its loaders have been asked for already."""
         stage = running_stage(trainer)
         if stage == "fit" and "fit" in self._in_use:
-            give_back_cache(
-                trainer.strategy.root_device
-            )  # of training steps, whose blocks would be in the way, as it is in trials
+            # Training steps have left blocks that would be in the way. Trials empty the cache here, too.
+            give_back_cache(trainer.strategy.root_device)
         if stage == "fit" or is_fast_dev_run(trainer) or not (stage in self.options.also or self._finding):
             return
         check_trainer(trainer, self.options)

@@ -322,7 +322,7 @@ def run_trial(
     clear(device)
     memory.reset_peak()
     raised, ooms_before = RaisedErrors(), _ooms(device)
-    # As often as a step catches an error the allocator has given its cache back in vain, which its count leaves out.
+    # `Memory.retries` leaves out requests that failed. Those whose error a step caught count against the size.
     taken = TrialSteps(lambda: memory.retries() + raised.count, timed_steps, device, settling_steps, history)
     started = time.perf_counter()
 
@@ -550,7 +550,7 @@ def attempt(step: Callable[[], T], device: str = "cuda") -> T | Failure:
 
 
 def until_reserved_stays(device: torch.device) -> Iterator[None]:
-    """Asks for a step each time, until two have gone by in which a GPU's allocator reserved no more."""
+    """Yield before each step to be taken, until two in a row had a GPU's allocator reserve no more."""
     before, quiet = torch.cuda.memory_reserved(device), 0
     for _ in range(_MOST_SETTLING_STEPS):
         yield

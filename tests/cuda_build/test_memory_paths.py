@@ -89,10 +89,8 @@ def convolutions_found() -> list[Any]:
     for _ in range(20):
         step(make_batch(found.batch_size, None))
     after = torch.cuda.memory_stats()
-    return [found.batch_size, before["num_ooms"], *(after[f"num_{each}"] - before[f"num_{each}"] for each in FAILURES)]
-
-
-FAILURES = ("ooms", "alloc_retries")
+    failures = [after[name] - before[name] for name in ("num_ooms", "num_alloc_retries")]
+    return [found.batch_size, before["num_ooms"], *failures]
 
 
 @with_cudnn
