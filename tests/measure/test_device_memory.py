@@ -103,6 +103,12 @@ def test_a_step_that_goes_on_after_an_out_of_memory_does_not_fit(
     assert dict(vars(torch.OutOfMemoryError)) == before
 
 
+def test_a_request_that_failed_all_the_same_is_no_retry(cuda: MadeUpCuda) -> None:
+    """So that a try in which cuDNN does with a smaller workspace goes on to its other phases."""
+    cuda.retries, cuda.ooms = [3], 2
+    assert CudaMemory(torch.device("cuda", 0), None).retries() == 1
+
+
 def test_in_benchmark_mode_the_cache_may_be_given_back_in_the_first_batch(
     cuda: MadeUpCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
