@@ -1,7 +1,7 @@
 """Recording processes that are forks of one process, which has imported torch and transformers once for them all.
 
 A fork runs the module that a new process would run, with the same pipes, folder, log, variables and session. What it is
-spared is 2 s of imports, which are most of what a recording of a small model takes.
+spared is 3 s of imports, which are most of what a recording of a small model takes.
 
 This file is the far end as well, as a script: `python prefork.py SOCKET IMPORTED...`. Over the socket come a child's
 command and its descriptors, and its number goes back; its exit status comes over a pipe of its own.
@@ -36,6 +36,7 @@ IMPORTED = (
     *("batchfinder.recording.fake_device", "batchfinder.recording.record_step", "batchfinder.models.pretrained"),
     *("batchfinder.models.build", "batchfinder.models.fingerprint", "torch.fx.experimental.symbolic_shapes"),
     "torch._dynamo",
+    *[f"transformers.models.{model}.modeling_{model}" for model in ("bert", "gpt2", "llama")],
 )
 RECORDING = "batchfinder.recording.server"
 _MESSAGE_BYTES = 1 << 18

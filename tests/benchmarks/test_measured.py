@@ -223,7 +223,10 @@ def test_quantiles_are_those_of_the_weights() -> None:
 @pytest.mark.usefixtures("forked_recorders")
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(source, marks=pytest.mark.exhaustive if source in ("litgpt", "fms") else []) for source in SAMPLED],
+    [
+        pytest.param(source, marks=pytest.mark.exhaustive if source in ("litgpt", "fms", "transformers_docs") else [])
+        for source in SAMPLED
+    ],
 )
 def test_a_sample_still_comes_to_the_same(source: str) -> None:
     """A row of the source, drawn by a seed, is predicted as the committed result has it, to a thousandth."""

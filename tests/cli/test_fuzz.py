@@ -30,7 +30,7 @@ from tests.cli.test_cache import _record
 
 CASES = 60
 SEEDS = [
-    pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 3) + [pytest.mark.exhaustive] * (seed >= 8))
+    pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 1) + [pytest.mark.exhaustive] * (seed >= 3))
     for seed in range(60)
 ]
 

@@ -34,6 +34,7 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 def test_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The least change that trains, a runner-up, and what the options asked for take; as a table and as JSON."""
     file = tmp_path / "config.json"

@@ -218,6 +218,8 @@ def test_samples_of_one_shape(run: Run) -> None:
     assert "warning: samples of mine:undeclared have one shape: a seq_len makes no difference to them" in done.err
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_fits_as_a_table(run: Run) -> None:
     """The table says what one sample needs where nothing fits; --explain, that it was recorded at the size itself."""
     done = run("sweep", "--model", "mine:own_optimizer", "--seq-len", "16", "--budget", "2MiB", "--explain")

@@ -121,6 +121,7 @@ def test_its_allocator(cuda_stub: CudaStubFixture, older: CudaBuild) -> None:
     assert cuda_stub(gpu="RTX 4090", values=False, build=older).run(embedding_backward).result > 2 * 30000 * 64 * 4
 
 
+@pytest.mark.exhaustive
 def test_two_of_its_ranks(cuda_stub: CudaStubFixture, older: CudaBuild, tmp_path: Path) -> None:
     """torchrun and NCCL of its version."""
     script = tmp_path / "train.py"

@@ -136,7 +136,8 @@ print("PEAKS" + json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_me
 """
 
 
-@pytest.mark.parametrize("values", [pytest.param("none", marks=pytest.mark.exhaustive), "small"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("values", ["none", "small"])
 def test_one_rank_of_sixty_four_alone(cuda_stub: CudaStubFixture, tmp_path: Path, values: str) -> None:
     """FSDP2 of four layers of a 70B model on an H100: a shard of the weights, and what is gathered; DTensors are followed."""
     script = tmp_path / "rank.py"
@@ -239,6 +240,7 @@ print("GLOBAL", [(int(most), *map(len, local)) for most, local, *_ in found])
 """
 
 
+@pytest.mark.exhaustive
 def test_a_mask_in_floating_point_is_followed(tmp_path: Path) -> None:
     """Longformer attends globally to one token of each row, and says so in floats; transformers looks for torch first."""
     script = tmp_path / "longformer.py"
@@ -263,6 +265,7 @@ for _ in range(8):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.exhaustive
 def test_both_ends_of_what_other_streams_hold(cuda_stub: CudaStubFixture, tmp_path: Path) -> None:
     """A batch that another stream uses is free at once, or not before the host waits: the range is told."""

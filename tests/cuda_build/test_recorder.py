@@ -109,10 +109,11 @@ def test_a_recorded_step_is_the_step(
     assert "float32[8000, 768]" in trace.shapes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(StepOptions(precision="bf16-mixed"), marks=pytest.mark.exhaustive),
+        StepOptions(precision="bf16-mixed"),
         StepOptions(gpus=2, strategy="fsdp2"),
     ],
 )
@@ -265,6 +266,7 @@ def test_a_factory_that_fails_says_so(factory: str, kind: type[Exception], words
         client.facts()
 
 
+@pytest.mark.exhaustive
 def test_what_dynamo_traces_with_is_no_tensor_of_a_factory() -> None:
     """A compiled model of a factory's is recorded and tried, and allocates what it does by itself."""
     device = device_for(find_gpu("T4"))

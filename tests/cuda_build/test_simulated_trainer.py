@@ -52,7 +52,7 @@ def make_trainer(options: dict[str, Any], use_cpu: bool) -> Any:
     [
         pytest.param({}, marks=pytest.mark.exhaustive),
         pytest.param({"bf16": True}, marks=pytest.mark.exhaustive),
-        {"bf16": True, "label_smoothing_factor": 0.1},
+        pytest.param({"bf16": True, "label_smoothing_factor": 0.1}, marks=pytest.mark.exhaustive),
         pytest.param({"bf16": True, "activation_checkpointing": True}, marks=pytest.mark.exhaustive),
         {"gradient_accumulation_steps": 1, "optim": "adamw_torch"},
     ],

@@ -29,11 +29,8 @@ def test_there_are_notebooks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "notebook",
-    [pytest.param(each, marks=[pytest.mark.exhaustive] if each.stem == "kaggle" else []) for each in NOTEBOOKS],
-    ids=lambda notebook: notebook.stem,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_its_cells_run_in_their_order(notebook: Path, tmp_path: Path) -> None:
     """All after the installation; the last finds a batch size in a fit, which reaches the target."""
     run_cells = runpy.run_path(str(DOCS / "make_gallery.py"))["run_cells"]

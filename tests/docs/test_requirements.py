@@ -59,7 +59,7 @@ def test_more_memory_takes_no_smaller_batch(results: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("model", "method", "gpus"),
     [
-        ("gpt2", "full", ["RTX 3060", "H100 80GB"]),
+        pytest.param("gpt2", "full", ["RTX 3060", "H100 80GB"], marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "QLoRA", ["T4"], marks=pytest.mark.exhaustive),
     ],
 )

@@ -245,7 +245,11 @@ def test_two_processes(several_ranks: Forks) -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [[123, 122], *(pytest.param(rows, marks=pytest.mark.slow) for rows in ([253, 230], [123, 122, 97, 128]))],
+    [
+        [123, 122],
+        pytest.param([253, 230], marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param([123, 122, 97, 128], marks=[pytest.mark.slow]),
+    ],
     ids=str,
 )
 def test_streams_of_other_lengths_on_each_rank(several_ranks: Forks, rows: list[int]) -> None:

@@ -38,7 +38,7 @@ def _spec(name, **arguments):
     ("name", "shape", "size"),
     [
         pytest.param("encoder", Shape(16), 60, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        ("convolutions", Shape(), 40),
+        pytest.param("convolutions", Shape(), 40, marks=[pytest.mark.slow]),
     ],
 )
 def test_a_limit_means_the_same_at_each_try(name, shape, size):

@@ -307,7 +307,12 @@ print((status("VmRSS") - start) >> 20)
 
 @on_linux
 @pytest.mark.parametrize(
-    ("environment", "returned"), [({}, False), ({"BUDGET": "1"}, True), ({"BUDGET": "1", "LD_PRELOAD": ""}, False)]
+    ("environment", "returned"),
+    [
+        pytest.param({}, False, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        ({"BUDGET": "1"}, True),
+        pytest.param({"BUDGET": "1", "LD_PRELOAD": ""}, False, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_under_a_budget_freed_memory_is_not_resident(environment: dict[str, str], returned: bool) -> None:
     """Holes in the heap stay resident by glibc's own choice; a malloc that the user has set up is left alone."""

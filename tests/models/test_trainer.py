@@ -82,7 +82,10 @@ def by_hand(accumulation: int = 3, precision: str = "fp32") -> Workload:
     return Workload(Loss(), make_batch, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(("accumulation", "precision"), [(3, "fp32"), (1, "fp32"), (1, "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("accumulation", "precision"),
+    [(3, "fp32"), pytest.param(1, "fp32", marks=[pytest.mark.slow, pytest.mark.exhaustive]), (1, "bf16-mixed")],
+)
 def test_a_trainer_is_the_step_that_it_takes(tmp_path: Path, accumulation: int, precision: str) -> None:
     """To the byte what the same step takes that is written out, with labels, accumulation and mixed precision."""
     made = trainer(tmp_path, gradient_accumulation_steps=accumulation, bf16=precision != "fp32")
@@ -90,7 +93,7 @@ def test_a_trainer_is_the_step_that_it_takes(tmp_path: Path, accumulation: int, 
     assert peaks(made) == peaks(same, accumulation=accumulation, precision=precision)
 
 
-@pytest.mark.parametrize("asked", [{"bf16": True}, {}])
+@pytest.mark.parametrize("asked", [{"bf16": True}, pytest.param({}, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_mixed_precision_is_accelerates(tmp_path: Path, asked: dict[str, Any]) -> None:
     """The model's forward alone is autocast, and what it returns is in fp32."""
 
@@ -147,9 +150,9 @@ def has_trained(made: Any) -> None:
         ({}, given_sgd, {}, 0),
         ({}, None, {"optimizer": "sgd"}, 0),
         ({"optim": "adamw_bnb_8bit"}, None, {}, 2),
-        ({"optim": "rmsprop"}, None, {}, 4),
+        pytest.param({"optim": "rmsprop"}, None, {}, 4, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         ({}, has_trained, {}, 8),
-        ({"bf16": True}, has_trained, {}, 8),
+        pytest.param({"bf16": True}, has_trained, {}, 8, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
 def test_its_optimizer(

@@ -136,6 +136,7 @@ def test_version_1_gathers_into_one_flat_parameter(record: Record) -> None:
     assert between_gpus((8, eight), (16, sixteen), 16) is None
 
 
+@pytest.mark.exhaustive
 def test_what_version_1_gathered_is_used_again_when_the_host_has_waited(record: Record) -> None:
     """Before a block is gathered the host waits for the one two before it to be given back (limit_all_gathers).
 
@@ -161,6 +162,7 @@ def test_what_version_1_gathered_is_used_again_when_the_host_has_waited(record: 
     assert not record(sharded.transformer, 1, sharded.LENGTH, gpus=8, strategy="fsdp2").structure.free_completed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.exhaustive
 def test_version_1_that_keeps_what_it_gathered(record: Record) -> None:
     """`fsdp-shard-grad-op`: all blocks are there at the loss. Between micro-batches gradients are whole, in bf16."""
@@ -265,6 +267,7 @@ def test_zero_1(record: Record) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
 def test_zero_2(record: Record) -> None:
     """DeepSpeed's buffers: bf16 parameters in one tensor, of all else an eighth, and a bucket through the backward."""
     trace = record(sharded.transformer, 1, sharded.LENGTH, gpus=8, strategy="zero2", precision="bf16-mixed")
@@ -303,6 +306,7 @@ def test_tensor_parallel(record: Record) -> None:
     assert held[2]["optimizer"] == 2 * held[2]["parameter"]
 
 
+@pytest.mark.exhaustive
 def test_context_parallel(record: Record) -> None:
     """`fsdp2-cp` on 8 GPUs of which 4 share a sequence: parameters and states are those of `fsdp2`.
 

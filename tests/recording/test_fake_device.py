@@ -97,7 +97,8 @@ def test_large_cpu_tensors_are_fake() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["convnext", *(pytest.param(each, marks=pytest.mark.slow) for each in ("swin", "beit"))]
+    "model_type",
+    ["convnext", *(pytest.param(each, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for each in ("swin", "beit"))],
 )
 def test_models_that_read_values_as_they_are_built(record: Callable[..., Trace], model_type: str) -> None:
     """Vision models make a list of drop rates of a tensor in `__init__`."""

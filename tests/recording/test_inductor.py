@@ -140,6 +140,7 @@ def test_it_is_recorded_the_same_each_time(record: Record) -> None:
     assert set(filter(None, first.structure.modules)) >= {"blocks.0", "blocks.1", "embedding", "head"}
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_takes_less(record: Record) -> None:
     """Fused operators keep less than the eager step's."""
     compiled, eager = (

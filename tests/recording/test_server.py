@@ -151,7 +151,15 @@ def test_real_weights_beyond_the_memory_are_refused(theirs: Callable[[str], Work
         recorder.facts()
 
 
-@pytest.mark.parametrize("function", ["forks", "forks_in_the_step", "leaves_a_process", "ignores_children"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param("forks", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        "forks_in_the_step",
+        "leaves_a_process",
+        pytest.param("ignores_children", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_processes_of_the_users(theirs: Callable[[str], WorkloadSpec], function: str) -> None:
     """A fork that goes on, in the factory or in a step, one that stays behind, and children nobody is told of."""
     with RecordingClient(theirs(function)) as recorder:
@@ -199,6 +207,7 @@ def test_a_silent_recording_is_ended(theirs: Callable[[str], WorkloadSpec], monk
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_silent_factory_is_ended(theirs: Callable[[str], WorkloadSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """It says after how long."""
     monkeypatch.setattr(child_process, "SILENT_SECONDS", 6.0)

@@ -132,6 +132,7 @@ def test_the_first_is_the_mildest_that_trains(looking: Looking, model: str, budg
     ],
     ids=["whole", "selective", "lora"],
 )
+@pytest.mark.slow
 def test_a_deep_model_is_predicted_by_few_of_its_layers(
     looking: Looking, options: StepOptions, batch_size: int
 ) -> None:
@@ -150,7 +151,10 @@ def test_a_deep_model_is_predicted_by_few_of_its_layers(
         pytest.param(StepOptions(precision="bf16-true"), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(StepOptions(optimizer="adamw-8bit"), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(StepOptions(optimizer="adamw-offload"), marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        StepOptions(optimizer="adamw-offload", precision="bf16-true"),
+        pytest.param(
+            StepOptions(optimizer="adamw-offload", precision="bf16-true"),
+            marks=[pytest.mark.slow, pytest.mark.exhaustive],
+        ),
     ],
 )
 def test_what_is_ruled_out_does_not_fit(looking: Looking, options: StepOptions) -> None:
@@ -194,14 +198,6 @@ def test_runners_up_have_larger_micro_batches(looking: Looking) -> None:
     found = looking("llama", "93MiB").find({"precision", "checkpointing"})
     sizes = [fit.plan.micro_batch_size for fit in found.fits]
     assert sizes == sorted(set(sizes))
-
-
-def test_what_fits_as_asked_is_left_as_it_is(looking: Looking) -> None:
-    """No change, no runners-up, no other GPU."""
-    found = looking("llama", "4GiB").find()
-    (only,) = found.fits
-    assert (only.change, only.options, only.plan.accumulation) == ("", StepOptions(), 1)
-    assert (found.larger_gpus, found.several_gpus) == ((), None)
 
 
 @pytest.mark.parametrize("keep", ["precision", "optimizer", "loss", "checkpointing"])
@@ -279,12 +275,14 @@ def net():
 
 
 def test_the_function(tmp_path: Path) -> None:
-    """`what_fits` says the same as the command, by a model's name; and what it cannot take."""
+    """What fits as asked is left as it is: no change, no runners-up, no other GPU; and what it cannot take."""
     file = tmp_path / "llama.json"
     file.write_text(json.dumps(MODELS["llama"]))
     found = what_fits(str(file), gpu="T4", seq_len=64, target_batch_size=4, precision="fp16")
     (only,) = found.fits
-    assert (only.change, only.plan.micro_batch_size, only.options.precision) == ("", 4, "16-mixed")
+    assert (only.change, only.plan.micro_batch_size, only.plan.accumulation) == ("", 4, 1)
+    assert only.options == StepOptions(precision="16-mixed")
+    assert (found.larger_gpus, found.several_gpus) == ((), None)
     assert found.to_json()["fits"][0]["micro_batch_size"] == 4
     for wrong in ({"keep": ("loss", "colour")}, {"allow": ("dora",)}, {"colour": 1}, {"seq_len": 4096}):
         with pytest.raises(InvalidValue):

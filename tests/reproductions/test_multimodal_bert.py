@@ -26,6 +26,8 @@ def test_the_model_has_the_counts_it_was_described_with() -> None:
     assert counts == pytest.approx(published_multimodal_bert().parameters, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_answer_is_sharp() -> None:
     """One GPU takes the answer and not one sample more, with the buckets; without them it takes more."""
     shape = Shape(published_multimodal_bert().seq_len)

@@ -51,6 +51,7 @@ def settled_by_a_long_recording(trace: Trace, card: int) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tells_from_two_steps_what_many_do(record: Record) -> None:
     """On every card, a step recorded twice is judged as ten recorded steps are; some run twice and not on."""
     kinds = set()

@@ -49,6 +49,8 @@ def test_a_notebook_shows_the_tables(found: EstimateFindings) -> None:
     assert '<td style="text-align: left">gradients</td>' in shown
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_a_result() -> None:
     """It says by how much, and under which options the same trains."""
     said: list[str] = []

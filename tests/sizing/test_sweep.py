@@ -91,6 +91,8 @@ def test_results_are_kept_unless_that_is_not_wanted(tmp_path: Path, monkeypatch:
     assert [sweep(TINY, **asked)[0].cached for _ in range(2)] == [False, True]
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_where_not_one_sample_fits() -> None:
     """The size is 0 and the row says under which options it trains; a headroom leaves less than a sample takes."""
     usable = device_for(find_gpu("T4")).usable_bytes

@@ -117,6 +117,7 @@ def bits(module: Reader) -> dict[str, bytes]:
     return made
 
 
+@pytest.mark.slow
 def test_100_failures_leave_every_bit_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward of any micro-batch, each retried at its own size: weights, states, logs, data."""
     # a full garbage collection for each would take most of the time
