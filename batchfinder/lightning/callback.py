@@ -380,13 +380,16 @@ class BatchFinder(Accumulating):
         self._memory.reset_peak()
         self._retries_before = self._memory.retries()
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let each epoch begin with an empty cache, as in trials: blocks of batches of other sizes are in the way.
-
-        They are those of the epoch's smaller last batch, of a sanity check, of a checkpoint.
-        """
-        super().on_train_epoch_start(trainer, pl_module)
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Empty the cache, as trials do: blocks of a sanity check and of a checkpoint would be in the way."""
+        super().on_train_start(trainer, pl_module)
         if "fit" in self._in_use:
+            give_back_cache(trainer.strategy.root_device)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where there are validations, let each epoch begin with an empty cache, also one that follows none."""
+        super().on_train_epoch_start(trainer, pl_module)
+        if "fit" in self._in_use and trainer.enable_validation:
             give_back_cache(trainer.strategy.root_device)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

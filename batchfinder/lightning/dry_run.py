@@ -106,9 +106,9 @@ class DryRun:
         These are, in this order: the optimizers' restored states; a step that the scaler skips; two optimizer steps, or
         as many as it takes until each optimizer has stepped; steps of the batches of other lengths, and a full one; an
         epoch's worth of what each step keeps, where it keeps some; the epoch's smaller last batch; a validation; the
-        next epoch, which begins with an empty cache, and its last batch; where validations are within epochs, the
-        batches between the last of them and an epoch's end, and then the next epoch's first steps; two steps of each
-        epoch that changes what trains.
+        next epoch and its last batch, and the first steps of one more where the cache is kept between epochs; where
+        validations are within epochs, the batches between the last of them and an epoch's end, and then the next
+        epoch's first steps; two steps of each epoch that changes what trains.
 
         Args:
             full: micro-batches of the size that is tried.
@@ -202,12 +202,14 @@ class DryRun:
             on_gpu = trainer.strategy.root_device.type == "cuda"
             needed = {*schedule.later_epochs, *([] if validation is None else [1])}
             needed |= {2, 3} if rest else set()
-            epochs = [0, *sorted({*needed, *([1] if on_gpu else [])})]
+            keeps_end = on_gpu and last and not schedule.empties_cache  # of an epoch in the cache, for the next ones
+            usual = {1, 2} if keeps_end else {1} if on_gpu else set()
+            epochs = [0, *sorted(needed | usual)]
             if taken.history is not None:
                 epochs = [0, *schedule.later_epochs[-1:]]
             asked = 1
             for epoch in epochs:
-                if epoch == 1 and self.growth and epoch not in needed:
+                if epoch and self.growth and epoch not in needed:
                     continue  # what the first epoch kept is still there, which its end would have freed
                 for between in range(asked, epoch):
                     _ask_finetuning(trainer, between)
@@ -221,8 +223,10 @@ class DryRun:
                     peak_of_steps = self.memory.peaks()[0] or 0
                 if taken.times_cache_given_back():
                     break
-                # Before a validation, and before an epoch, the callback empties the cache in the fit as well.
-                give_back_cache(trainer.strategy.root_device)
+                # Before a validation the callback empties the cache in the fit as well, and as training starts: with
+                # batches of other lengths, as in the second epoch here.
+                if schedule.empties_cache or (others and epoch == 0):
+                    give_back_cache(trainer.strategy.root_device)
                 tries_validation = taken.history is None and "validation" not in self.not_tried
                 if epoch == 0 and validation is not None and tries_validation:
                     self._validate(validation, taken, validation_is_tried)

@@ -32,6 +32,7 @@ class Schedule:
         validation_interval: after how many batches there is one, or after which share of an epoch's.
         unfreezes: epochs that a BaseFinetuning callback is asked about, in order.
         averages_from: the epoch from which StochasticWeightAveraging has an average on the device; None without.
+        empties_cache: whether each epoch begins with an empty cache, as it does where the fit has validations.
     """
 
     restores_optimizers: bool = False
@@ -41,6 +42,7 @@ class Schedule:
     validation_interval: int | float = 1.0
     unfreezes: range = range(0)
     averages_from: int | None = None
+    empties_cache: bool = False
 
     def after_last_validation(self, batches: int) -> int:
         """How many of an epoch's batches come after its last validation; 0 where that is at the epoch's end."""
@@ -58,7 +60,10 @@ class Schedule:
             batches: of an epoch.
         """
         end = [last] if last else []
-        steps = [batch_size, batch_size, *end, None, *4 * [batch_size], *end]
+        begins: list[int | None] = [None] if self.empties_cache else []
+        steps = [batch_size, batch_size, *end, *begins, *4 * [batch_size], *end]
+        if end and not begins:
+            steps += 2 * [batch_size]
         if self.after_last_validation(batches):
             steps += [None, batch_size, *end, None, batch_size, batch_size]
         return steps
@@ -113,6 +118,7 @@ def read_schedule(trainer: Trainer, validation_batch_size: int | None = None) ->
         validation_interval=trainer.val_check_interval,
         unfreezes=unfreezes,
         averages_from=averages_from,
+        empties_cache=bool(trainer.enable_validation),
     )
 
 

@@ -108,6 +108,81 @@ def test_the_callback_with_ddp_on_two_cards(cuda_stub: CudaStubFixture, tmp_path
     assert ooms <= failed + 1  # a failure that surprises is tried twice
 
 
+SHARDED_FINDER = """
+import json, sys, torch, pytorch_lightning as pl
+from pytorch_lightning.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from batchfinder import BatchFinder
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.layers = 8, None
+    def configure_model(self):
+        if self.layers is None:
+            self.layers = nn.Sequential(*[Block() for _ in range(8)])
+            if sys.argv[1] == "fsdp2":
+                for each in (*self.layers, self.layers):
+                    fully_shard(each, mesh=self.device_mesh["data_parallel"])
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(60000, 512), self.batch_size)
+
+class Watch(pl.Callback):
+    seen = []
+    def on_fit_start(self, trainer, pl_module):
+        self.seen.append(torch.cuda.memory_allocated())
+    def on_train_start(self, trainer, pl_module):
+        torch.cuda.reset_peak_memory_stats()
+        self.retries = -torch.cuda.memory_stats()["num_alloc_retries"]
+    def on_train_end(self, trainer, pl_module):
+        self.peak = torch.cuda.max_memory_allocated()
+        self.retries += torch.cuda.memory_stats()["num_alloc_retries"]
+
+finder, last = BatchFinder(cache=False), Watch()
+strategy = ModelParallelStrategy() if sys.argv[1] == "fsdp2" else FSDPStrategy(auto_wrap_policy={Block})
+trainer = pl.Trainer(accelerator="gpu", devices=2, strategy=strategy, callbacks=[Watch(), finder, last], max_epochs=-1,
+                     max_steps=20, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                     enable_model_summary=False, precision="bf16-true" if sys.argv[1] == "fsdp2" else "bf16-mixed")
+trainer.fit(Net())
+(outcome,) = finder.results["fit"].values()
+tried = max(trial.measurement.peak_allocated_bytes or 0 for trial in outcome.trials)
+print("FOUND" + json.dumps([trainer.global_rank, finder.batch_size, trainer.global_step, last.retries,
+                            Watch.seen[0] == Watch.seen[1], last.peak <= tried]), flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_the_callback_with_shards_on_two_cards(cuda_stub: CudaStubFixture, tmp_path: Path, strategy: str) -> None:
+    """FSDPStrategy, and FSDP2 in a ModelParallelStrategy: both ranks find what the fuller card trains with."""
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED_FINDER)
+    sizes = []
+    for held in (0, 512 << 20):
+        with open_session([stub_card("A100", 2 << 30), stub_card("A100", 2 << 30, held_bytes=held)]) as session:
+            done = subprocess.run(
+                [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), strategy],
+                env={**os.environ, **session.variables(), "PYTHONPATH": f"{ROOT}:{session.variables()['PYTHONPATH']}"},
+                capture_output=True, text=True, timeout=250,
+            )  # fmt: skip
+        ranks = sorted(json.loads(rank) for rank in re.findall(r"FOUND(\[.*?\])", done.stdout))
+        assert len(ranks) == 2, done.stdout[-2000:] + done.stderr[-3000:]
+        size = ranks[0][1]
+        assert ranks == [[rank, size, 20, 0, True, True] for rank in (0, 1)]
+        sizes.append(size)
+    assert 0.6 * sizes[0] < sizes[1] < 0.8 * sizes[0]
+
+
 SHARDED = """
 import json, os, sys, torch, torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d

@@ -251,3 +251,32 @@ def test_a_fit_that_goes_on_from_a_checkpoint(cuda_stub: CudaStubFixture, tmp_pa
     found = card.run(searched_and_trained, nothing, {}, None, checkpoint, wide=8192).result
     assert not found["out_of_memory"], found
     assert not found["retries"], found
+
+
+def times_emptied(validations: int) -> list[int]:
+    """How often the cache has been emptied from a training's start on, as each of its epochs starts."""
+    from unittest.mock import patch
+
+    import pytorch_lightning as pl
+    import torch
+
+    seen: list[int] = []
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            emptied.reset_mock()
+
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append(emptied.call_count)
+
+    with patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache) as emptied:
+        options = {"limit_train_batches": 1.0, "limit_val_batches": validations}
+        searched_and_trained(lambda: [Watch()], options, rows=30_000, validated=1000)
+    return seen
+
+
+def test_the_cache_is_kept_where_no_validation_comes_between_epochs(cuda_stub: CudaStubFixture) -> None:
+    """What the optimizer's state shares segments with could not be given back: a full batch would reserve more."""
+    card = cuda_stub(gpu="A100", memory="2GiB")
+    assert card.run(times_emptied, 0).result == [0, 0, 0]
+    assert card.run(times_emptied, 2).result == [1, 4, 7]

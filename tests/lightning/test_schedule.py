@@ -76,12 +76,15 @@ def test_batches_after_an_epochs_last_validation(interval: Any, batches: int, le
 
 
 def test_what_a_trial_takes_after_two_steps() -> None:
-    """Two more until the cache stays as it is, the smaller last batch, the next epoch; and what no validation parts."""
-    assert Schedule().later_steps(32, 0, 10) == [32, 32, None, 32, 32, 32, 32]
-    assert Schedule().later_steps(32, 5, 10) == [32, 32, 5, None, 32, 32, 32, 32, 5]
-    within = Schedule(validation_batch_size=8, validation_interval=4)
+    """Two more until the cache stays, the smaller last batch, the next epochs; and what no validation parts."""
+    assert Schedule().later_steps(32, 0, 10) == [32, 32, 32, 32, 32, 32]
+    assert Schedule().later_steps(32, 5, 10) == [32, 32, 5, 32, 32, 32, 32, 5, 32, 32]
+    emptied = Schedule(empties_cache=True)
+    assert emptied.later_steps(32, 0, 10) == [32, 32, None, 32, 32, 32, 32]
+    assert emptied.later_steps(32, 5, 10) == [32, 32, 5, None, 32, 32, 32, 32, 5]
+    within = Schedule(validation_batch_size=8, validation_interval=4, empties_cache=True)
     assert within.later_steps(32, 5, 10)[-6:] == [None, 32, 5, None, 32, 32]
-    assert within.later_steps(32, 5, 8) == Schedule().later_steps(32, 5, 8)
+    assert within.later_steps(32, 5, 8) == emptied.later_steps(32, 5, 8)
 
 
 def test_a_validation_that_raises_does_not_end_the_fit() -> None:
