@@ -340,13 +340,14 @@ def local_collectives() -> Iterator[None]:
             group._register_backend(device, kind, backend)
 
 
-def forget_used_parameters(model: DistributedDataParallel) -> None:
-    """Give DDP a new reducer where its own records which parameters a backward reaches: the trials are in its record.
+def forget_trials(model: DistributedDataParallel) -> None:
+    """Give DDP a reducer that knows of no trial, on all ranks alike: one that has built its buckets waits for none.
 
-    With `find_unused_parameters` it would take a parameter for used that the first batch of training does not use, and
-    with `static_graph` it would wait for as many gradients as all trials had. Nothing is broadcast.
+    Where gradients were not reduced in trials it keeps its own, unless that records which parameters a backward
+    reaches: with `find_unused_parameters` it would take a parameter for used that the first batch of training does not
+    use, and with `static_graph` it would wait for as many gradients as all trials had. Nothing is broadcast.
     """
-    if model.find_unused_parameters or model.static_graph:
+    if can_reduce_alone(model) or model.find_unused_parameters or model.static_graph:
         renew_reducer(model)
 
 
@@ -367,21 +368,43 @@ def renew_reducer(model: DistributedDataParallel) -> None:
         model.register_comm_hook(state, hook)
 
 
+def free_buckets(model: DistributedDataParallel) -> None:
+    """Take away DDP's reducer, which a copy of the training state would keep in memory beside those of trials.
+
+    No forward can run until it is given another, by `reduce_alone` or `forget_trials`.
+    """
+    if can_reduce_alone(model):
+        vars(model).update(reducer=None, logger=None)
+
+
 def can_reduce_alone(model: DistributedDataParallel) -> bool:
     """Whether `reduce_alone` can be asked for: communication hooks may read what other ranks send."""
     return not model._comm_hooks and model.mixed_precision is None
 
 
 def reduce_alone(model: DistributedDataParallel) -> None:
-    """Give DDP a new reducer whose gradients stay on this rank; the fake backend's answer is none to it."""
+    """Give DDP a new reducer whose gradients stay on this rank; the fake backend's answer is none to it.
 
-    def completed(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    The first backward's buckets stay in memory for the whole second step, though others have taken their places by
+    then: NCCL keeps what it reduces until a thread of its own has seen that the GPU is done with it
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, `TensorShelf`).
+    """
+    kept: list[torch.Tensor] = []
+    backwards = 0  # that have ended
+
+    def completed(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        nonlocal backwards
+        if backwards == 0 and bucket.buffer().is_cuda:
+            kept.append(bucket.buffer())
+        elif backwards > 1:
+            kept.clear()
+        backwards += bucket.is_last()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(value)
+        future.set_result(bucket.buffer())
         return future
 
     renew_reducer(model)
-    model.register_comm_hook(None, lambda _, bucket: completed(bucket.buffer()))
+    model.register_comm_hook(None, lambda _, bucket: completed(bucket))
     model._comm_hooks.clear()  # it is this reducer's alone
 
 

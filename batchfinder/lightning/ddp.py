@@ -18,10 +18,9 @@ from batchfinder.distributed.agreement import (
     Ranks,
     can_reduce_alone,
     connect_groups,
-    forget_used_parameters,
+    forget_trials,
     local_collectives,
     reduce_alone,
-    renew_reducer,
 )
 from batchfinder.lightning.compat import collective_timeout, synchronize_before_forward
 
@@ -69,13 +68,10 @@ def local_only(trainer: Trainer, as_in_training: bool = False) -> Iterator[None]
 
 
 def end_trials(trainer: Trainer) -> None:
-    """Give DDP a reducer that knows of no trial, on all ranks alike: one that has built its buckets waits for none."""
+    """Give DDP a reducer that knows of no trial."""
     model = trainer.strategy.model
     if trainer.world_size > 1 and isinstance(model, DistributedDataParallel):
-        if can_reduce_alone(model):
-            renew_reducer(model)
-        else:
-            forget_used_parameters(model)
+        forget_trials(model)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from batchfinder.distributed.agreement import local_collectives
+from batchfinder.distributed.agreement import can_reduce_alone, local_collectives, reduce_alone
 from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
@@ -86,9 +86,11 @@ class StepCounter:
                 raise unnamed(module, "runs")
 
         with ExitStack() as hooks:
-            # Gradients are not reduced: DDP's reducer would order its buckets by the trial's, and cannot be put back.
             for replica in replicas:
-                hooks.callback(replica.register_forward_pre_hook(no_reduction).remove)
+                if can_reduce_alone(replica):
+                    reduce_alone(replica)  # from a first forward on, as training: buckets are built anew in the second
+                else:
+                    hooks.callback(replica.register_forward_pre_hook(no_reduction).remove)
             hooks.callback(register_optimizer_step_pre_hook(before_step).remove)
             after = register_optimizer_step_post_hook(lambda optimizer, *_: self._in_this_call.add(id(optimizer)))
             hooks.callback(after.remove)

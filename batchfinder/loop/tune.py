@@ -23,7 +23,8 @@ from batchfinder.distributed.agreement import (
     Ranks,
     agree_on_key,
     connect_groups,
-    forget_used_parameters,
+    forget_trials,
+    free_buckets,
     predict_on_each,
 )
 from batchfinder.errors import InvalidValue
@@ -123,6 +124,9 @@ def tune_loop(
     with ExitStack() as opened:
         connect_groups(config.device)
         ranks = opened.enter_context(closing(Ranks.open()))
+        for replica in config.replicas:
+            opened.callback(forget_trials, replica)
+            free_buckets(replica)
         memory = ranks.barrier_call(lambda: memory_of(config.device, budget_bytes), "looked at its memory")
 
         def free_bytes() -> int:
@@ -145,8 +149,6 @@ def tune_loop(
             record = functools.partial(own.record, shape=shape)
             return predict_on_each(ranks, session, record, bounds, max_peak_bytes, own.later_steps)
 
-        for replica in config.replicas:
-            opened.callback(forget_used_parameters, replica)
         held = memory.held_bytes()
         tuner = Tuner(
             free_bytes,

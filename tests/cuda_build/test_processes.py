@@ -183,6 +183,56 @@ def test_the_callback_with_shards_on_two_cards(cuda_stub: CudaStubFixture, tmp_p
     assert 0.6 * sizes[0] < sizes[1] < 0.8 * sizes[0]
 
 
+LOOP = """
+import json, os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from batchfinder import tune_batch_size
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+layers = [nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128), nn.GELU(), nn.Linear(128, 512)]
+net = nn.Sequential(nn.Embedding(500000, 128), *layers).cuda()  # whose gradients are an eighth of the memory
+model = DistributedDataParallel(net, gradient_as_bucket_view=sys.argv[1] == "views")
+optimizer = torch.optim.AdamW(model.parameters())
+def train_step(batch):
+    model(batch.cuda()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+def make_batch(batch_size, seq_len=None):
+    return torch.zeros(batch_size, 64, dtype=torch.long)
+before = torch.cuda.memory_allocated()
+found = tune_batch_size(train_step, make_batch, [model, optimizer], max_batch_size=100000, cache=False)
+as_before = torch.cuda.memory_allocated() == before
+torch.cuda.reset_peak_memory_stats()
+retries = -torch.cuda.memory_stats()["num_alloc_retries"]
+for _ in range(20):
+    train_step(make_batch(found.batch_size))
+retries += torch.cuda.memory_stats()["num_alloc_retries"]
+tried = max(trial.measurement.peak_allocated_bytes or 0 for trial in found.result.trials)
+print("FOUND" + json.dumps([rank, found.batch_size, retries, as_before, torch.cuda.max_memory_allocated() <= tried]), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("buckets", ["copies", pytest.param("views", marks=pytest.mark.exhaustive)])
+def test_a_loop_with_ddp_on_two_cards(cuda_stub: CudaStubFixture, tmp_path: Path, buckets: str) -> None:
+    """The size found trains beside DDP's buckets, those of the first step, which NCCL may still hold, among them."""
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    with open_session([stub_card("A100", 2 << 30)] * 2) as session:
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script), buckets],
+            env={**os.environ, **session.variables(), "PYTHONPATH": f"{ROOT}:{session.variables()['PYTHONPATH']}"},
+            capture_output=True, text=True, timeout=250,
+        )  # fmt: skip
+    ranks = sorted(json.loads(rank) for rank in re.findall(r"FOUND(\[.*?\])", done.stdout))
+    assert len(ranks) == 2, done.stdout[-2000:] + done.stderr[-3000:]
+    size = ranks[0][1]
+    assert ranks == [[rank, size, 0, True, True] for rank in (0, 1)]
+    assert size > 100
+
+
 SHARDED = """
 import json, os, sys, torch, torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
