@@ -52,7 +52,7 @@ class LoopConfig:
         device: where the model is.
         caller: the function that the user called, for messages.
         left_alone: what can be reached and is not to be put back, such as data in memory.
-        phases: what training does besides; the cache is emptied before and after an evaluation, and as an epoch begins.
+        phases: what training does besides; the cache is emptied before and after an evaluation.
     """
 
     train_step: Callable[[Any], object]
