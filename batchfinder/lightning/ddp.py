@@ -19,6 +19,7 @@ from batchfinder.distributed.agreement import (
     can_reduce_alone,
     connect_groups,
     forget_trials,
+    free_buckets,
     local_collectives,
     reduce_alone,
 )
@@ -65,6 +66,13 @@ def local_only(trainer: Trainer, as_in_training: bool = False) -> Iterator[None]
     finally:
         vars(strategy).pop("broadcast", None)
         strategy.model = wrapped
+
+
+def begin_trials(trainer: Trainer) -> None:
+    """Before the training state is copied: take away DDP's reducer, of which each trial has one of its own."""
+    model = trainer.strategy.model
+    if trainer.world_size > 1 and isinstance(model, DistributedDataParallel):
+        free_buckets(model)
 
 
 def end_trials(trainer: Trainer) -> None:

@@ -223,8 +223,8 @@ class DryRun:
                     peak_of_steps = self.memory.peaks()[0] or 0
                 if taken.times_cache_given_back():
                     break
-                # Before a validation the callback empties the cache in the fit as well, and as training starts: with
-                # batches of other lengths, as in the second epoch here.
+                # In the fit the callback empties the cache around validations, and once as training starts: where
+                # lengths differ, before batches of any length. The second epoch here begins so.
                 if schedule.empties_cache or (others and epoch == 0):
                     give_back_cache(trainer.strategy.root_device)
                 tries_validation = taken.history is None and "validation" not in self.not_tried

@@ -30,7 +30,7 @@ from batchfinder.lightning.compat import (
     progress_bar_console,
 )
 from batchfinder.lightning.dataloaders import ProbeBatches
-from batchfinder.lightning.ddp import end_trials
+from batchfinder.lightning.ddp import begin_trials, end_trials
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
 from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
@@ -294,7 +294,12 @@ class StageTuner:
     def _open_probe(self) -> tuple[Probe, int]:
         """The probe, made when it is first needed: it copies the training state."""
         if self._probe is None:
-            self._ranks.barrier_call(self._session.open, "got ready to try sizes")
+            begin_trials(self._trainer)
+            try:
+                self._ranks.barrier_call(self._session.open, "got ready to try sizes")
+            except BaseException:
+                end_trials(self._trainer)
+                raise
             if self._config.stage == "fit":
                 rank_zero_info(f"BatchFinder: each size is tried with {self._schedule}.")
             self._dry_run = DryRun(self._trainer, self._callbacks, self._memory, self._schedule)
