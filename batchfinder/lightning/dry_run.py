@@ -145,7 +145,8 @@ class DryRun:
             if not module.automatic_optimization:
                 yield from self._until_each_has_stepped(stepped, full.make_batch)
             if taken.history is not None:
-                yield from whole_steps(1)  # one more: the first made the optimizer's state
+                # One more: the first made the optimizer's state. Beside the second DDP's first buckets are still held.
+                yield from whole_steps(1 if trainer.strategy.model is module else 2)
                 return
             resting.append(self.memory.held_bytes())
             if others:

@@ -222,7 +222,9 @@ class LoopProbe:
                 while self._counter.needs_another_call():
                     step()
                 if history is not None:
-                    step()  # one more: the first made the optimizer's state
+                    # One more: the first made the optimizer's state. Beside the second DDP's first buckets are held.
+                    for _ in range(2 if config.replicas else 1):
+                        step()
                     return
                 while taken.goes_on():
                     step()

@@ -58,6 +58,7 @@ class TrialSteps:
             where it has to keep it from the first, since training is not one step over and over.
 
     Attributes:
+        before_first_batch: called once, before the first batch is made.
         settled: whether the last step that was taken for `settling_steps` was one in which it kept its cache.
         peaked_later: whether something that came after the first steps took more, which these then say nothing about.
     """
@@ -74,6 +75,7 @@ class TrialSteps:
         self._retries = retries
         self._retries_before = self._retries_last = retries()
         self._settling_steps = settling_steps
+        self.before_first_batch: Callable[[], object] = lambda: None
         self.settled = False
         # cuDNN tries all algorithms for a shape, catches that some have no memory, and keeps to the best it could run.
         self._tries_algorithms = device is not None and device.type == "cuda" and torch.backends.cudnn.benchmark
@@ -126,7 +128,9 @@ class TrialSteps:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A context around the making of each batch, which is not part of a step's time."""
-        if self._loaded == 1 and self._tries_algorithms:
+        if self._loaded == 0:
+            self.before_first_batch()
+        elif self._loaded == 1 and self._tries_algorithms:
             self._retries_before = self._retries()
         self._loaded += 1
         if self.history is not None:
@@ -331,7 +335,6 @@ def run_trial(
             spare: list[torch.Tensor] = []
             if spare_bytes:
                 spare.append(torch.empty(spare_bytes, dtype=torch.uint8, device=device))
-                stages(0, "batch", 0)  # what is held before the first batch
             try:
                 with nullcontext() if history is None else history.recording(), raised.counted():
                     steps(taken)
@@ -342,6 +345,8 @@ def run_trial(
 
     try:
         with read_stages(memory) if readings is None else nullcontext(readings) as stages:
+            if readings is None:  # what is held by then, as DDP's buckets are, is nothing that a forward takes
+                taken.before_first_batch = lambda: stages(0, "batch", 0)
             failure = attempt(limited, device.type)
         seconds = time.perf_counter() - started
         held_bytes += spare_bytes

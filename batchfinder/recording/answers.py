@@ -30,6 +30,8 @@ _SMALLEST_SHARE = 128
 """Of a size: what it is narrowed down to where what comes after the first steps decides."""
 _MOST_SLOPE = 2.0
 """What a sample adds to reserved bytes, at most, per byte that it adds to those allocated; at least the inverse."""
+_OTHER_FIRST_TRIES = 0.9, 0.8, 0.95, 0.99
+"""Shares of a prediction to begin a search with, where the usual one is of a size that does not fit."""
 
 
 class TriedSizes:
@@ -192,8 +194,11 @@ def predict_full_card(
     first = int(FIRST_TRY_SHARE_OF_PREDICTION * full)
     if first < 2:  # a batch of one is a recording of its own
         return Prediction(full)
+    # Large blocks may leave the cache in such pieces that a size needs more than a larger one.
+    shares = (first, *(int(share * full) for share in _OTHER_FIRST_TRIES))
+    first = next((size for size in shares if size > 1 and over(size) <= 0), first)
     slope = -over(first) / (full - first)
-    return Prediction(full, min(_MOST_SLOPE * each, max(each / _MOST_SLOPE, slope)))
+    return Prediction(full, min(_MOST_SLOPE * each, max(each / _MOST_SLOPE, slope)), first)
 
 
 def check_scaling(probe: SimulatedProbe, shape: Shape, max_batch_size: int | None, multiple_of: int) -> None:

@@ -69,6 +69,8 @@ def predict_batch_size(
         model, traces, runs = PeakModel(), list[Trace](), 0
         while len(traces) < _MOST_RECORDED:
             seen, trace = record(size)
+            if trace is None and len(traces) > 1:
+                break
             if trace is None:
                 log.info("BatchFinder: no prediction: batch size %d does not fit", size)
                 return None
@@ -78,6 +80,9 @@ def predict_batch_size(
             if bounds.max_batch_size is not None and runs > 2 * bounds.last:
                 return Prediction(runs)
             larger = _prime(max(int(_SHARE_RECORDED * runs), 2 * size + 1), bounds.multiple_of)
+            if len(traces) == 1 and larger > runs:
+                # One size alone takes what a forward takes once, as FSDP's gathered weights, for that of its samples.
+                larger = _prime(size + 1, bounds.multiple_of)
             if larger > min(runs, bounds.last) or (len(traces) > 1 and size > _SHARE_RECORDED * runs / 2):
                 break
             size = larger
@@ -130,9 +135,10 @@ def scaled(small: Trace, large: Trace, most_scratch: int) -> ScaledTrace:
     left = [(first, size) for size in small.sizes if size not in known]
     alone = sum(size not in parts for size in large.sizes)
     points = iter(left if len(left) == alone else [(0, 0)] * alone)
-    order = large.structure.order
-    # A sum's scratch memory is released after its semaphores, before anything else is allocated.
-    sums = {order[at] for at in range(len(order) - 3) if order[at + 2 : at + 4] == (~order[at + 1], ~order[at])}
+    order, sizes = large.structure.order, large.sizes
+    # A sum's scratch memory is released after its semaphores, which take less, before anything else is allocated.
+    pairs = ((order[at], order[at + 1], order[at + 2 : at + 4]) for at in range(len(order) - 3))
+    sums = {outer for outer, inner, after in pairs if after == (~inner, ~outer) and sizes[inner] < sizes[outer]}
 
     def polynomial(block: int, size: int) -> Polynomial:
         power, start = (1, next(points)) if size not in parts else (parts[size][0], (0, 0))

@@ -55,10 +55,12 @@ class Prediction(NamedTuple):
         batch_size: the largest size that is thought to run; 0 when nothing is.
         bytes_per_sample: what a sample adds to the peak from the first try on to that, where the limit is met; 0 where
             it is not known. It is right where the step takes some more than was simulated, at all sizes alike.
+        first_try: a size below that to begin with, at which the cache is not in pieces; 0 for the usual share.
     """
 
     batch_size: int
     bytes_per_sample: float = 0.0
+    first_try: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ class Secant(Search[SecantState]):
         predicted: a guess of the answer, such as the simulated step's; None without one.
         bytes_per_sample: as a `Prediction` says it; the second try is where a line of that slope from the first one's
             peak meets the limit.
+        first_try: as a `Prediction` says it.
         margin: how far under the prediction to start, as a share of it: the prediction's own usual error.
         patience: probes for which guesses count.
 
@@ -255,6 +258,7 @@ class Secant(Search[SecantState]):
     tolerance: float = 0.01
     predicted: int | None = None
     bytes_per_sample: float = 0.0
+    first_try: int = 0
     margin: float = 0.02
     patience: int = 16
 
@@ -282,9 +286,9 @@ class Secant(Search[SecantState]):
         under_prediction = 0 if predicted is None else predicted - int(self.margin * predicted)
         if state.tries == 0:
             # A share of the prediction where its peak will be of use, else just under the prediction.
-            share = FIRST_TRY_SHARE_OF_PREDICTION
+            first_try = self.first_try or int(FIRST_TRY_SHARE_OF_PREDICTION * (predicted or 0))
             useful = predicted is not None and state.limit_bytes is not None
-            return bracket.inside(int(share * (predicted or 0)) if useful else under_prediction)
+            return bracket.inside(first_try if useful else under_prediction)
         low, high, guess, gap = bracket.low, bracket.high, self._guess(state), self._tolerated_gap(bracket)
         if high is not None:
             # Something failed: probe near the guess if it lies between, else in the middle. On a curve that grows
@@ -325,7 +329,7 @@ class Secant(Search[SecantState]):
             sizes.append(under_prediction)
         size = max(sizes)
         above = 0 if predicted is None else predicted + max(bracket.bounds.multiple_of, int(self.tolerance * predicted))
-        if predicted and state.tries > 1 and low < above and size > (1 + _DOUBTED_BEYOND) * predicted:
+        if predicted and low < above and size > (1 + _DOUBTED_BEYOND) * predicted:
             # Rounded peaks, a little apart, lead far beyond the prediction sooner than it is that far too low.
             size = max(least, above)
         return bracket.inside(size)

@@ -92,6 +92,21 @@ def test_a_step_is_read_where_its_backward_begins_and_where_it_ends(backward: Ba
     assert (seen.resting_bytes, seen.forward_bytes) == (180, 70)
 
 
+def test_what_is_held_before_the_first_batch_is_no_forwards() -> None:
+    """Such as DDP's buckets, which a trial's steps make before they ask for a batch."""
+    memory = Ledger()
+    net = Net(memory)
+
+    def steps(taken: TrialSteps) -> None:
+        memory.take(140, 145)
+        for _ in range(2):
+            with taken.loading():
+                batch = torch.ones(2, 4)
+            net(batch).backward()
+
+    assert run_trial(steps, memory, torch.device("cpu")).forward_bytes == 170 - 140  # type: ignore[arg-type]
+
+
 def test_what_has_no_backward_and_no_optimizer_is_not_read() -> None:
     """A step that only runs forward says nothing: neither figure is made up."""
     memory = Ledger()

@@ -22,10 +22,11 @@ SCRATCH = 16 * MIB
 HELD = 24 * MIB  # beside the peaks that are measured
 
 
-def step_of(batch_size: int, scratch_from: int | None = None) -> Trace:
+def step_of(batch_size: int, scratch_from: int | None = None, gathered: int = 0) -> Trace:
     """Three steps beside what was there before: activations, gradients, and states that the first step makes.
 
-    From a size on its loss takes two more blocks, as kernels do that share their work out.
+    From a size on its loss takes two more blocks, as kernels do that share their work out. Gathered weights take as
+    much in each forward, whatever the size.
     """
     sizes, order, marks = [HELD, 100 * MIB], [0, 1], []
 
@@ -41,6 +42,7 @@ def step_of(batch_size: int, scratch_from: int | None = None) -> Trace:
         if batch >= 0:
             order.append(~batch)
         batch = fresh
+        whole = allocate(gathered) if gathered else None
         kept = [allocate(300_000 * batch_size + 1000) for _ in range(3)]
         if scratch_from is not None and batch_size >= scratch_from:
             scratch, semaphores = allocate(256 * batch_size), allocate(16)
@@ -48,6 +50,8 @@ def step_of(batch_size: int, scratch_from: int | None = None) -> Trace:
         if gradients < 0:
             gradients = allocate(50 * MIB)
         order.extend(~block for block in reversed(kept))
+        if whole is not None:
+            order.append(~whole)
         marks.append(StageMark(len(order), step, "optimizer"))
         if step == 0:
             allocate(100 * MIB)
@@ -63,9 +67,10 @@ class Card:
         asked: the sizes that were recorded.
     """
 
-    def __init__(self, make: Callable[[int], Trace] = step_of, limit: int = LIMIT) -> None:
+    def __init__(self, make: Callable[[int], Trace] = step_of, limit: int = LIMIT, gathered: int = 0) -> None:
         self._make = make
         self._limit = limit
+        self._gathered = gathered
         self.asked: list[int] = []
 
     def reserved(self, batch_size: int) -> int | None:
@@ -80,7 +85,7 @@ class Card:
         reserved = self.reserved(batch_size)
         if reserved is None:
             return Measurement(Verdict.OUT_OF_MEMORY), None
-        resting, forward = 250 * MIB, 904_000 * batch_size
+        resting, forward = 250 * MIB, 904_000 * batch_size + self._gathered
         measured = Measurement(Verdict.FITS, reserved, reserved, resting_bytes=resting, forward_bytes=forward)
         return measured, self._make(batch_size)
 
@@ -220,6 +225,21 @@ def test_a_size_that_does_not_fit_ends_it(caplog: pytest.LogCaptureFixture) -> N
         f"BatchFinder: no prediction: batch size {card.asked[1]} does not fit",
         "BatchFinder: no prediction: batch size 2 does not fit",
     ]
+
+
+@pytest.mark.parametrize("fits_up_to", [None, 20])
+def test_what_a_forward_takes_once_is_told_from_what_a_sample_takes(fits_up_to: int | None) -> None:
+    """A second size, next to the first, says so; one that does not fit later on leaves the two to predict by."""
+
+    def make(batch_size: int) -> Trace:
+        return step_of(batch_size if fits_up_to is None or batch_size <= fits_up_to else 5000, gathered=300 * MIB)
+
+    card = Card(make, limit=1200 * MIB, gathered=300 * MIB)
+    predicted = card.predict()
+    assert card.asked[:2] == [2, 3]
+    assert len(card.asked) == 3
+    assert predicted is not None
+    assert Card(lambda size: step_of(size, gathered=300 * MIB), limit=1200 * MIB).is_largest(predicted.batch_size)
 
 
 def test_far_beyond_the_cap_one_recording_will_do() -> None:

@@ -116,6 +116,12 @@ def test_sizes_with_a_prediction():
     assert tried(1000, Secant(1100, predicted=1000)) == [850, 980, 995, 1004]
 
 
+def test_a_prediction_says_where_to_begin():
+    """And a line that is too flat leads no further than just above it, before a size there has run."""
+    assert tried(1000, Secant(1100, predicted=1000, first_try=900)) == [900, 986, 995, 1004]
+    assert tried(1000, Secant(1100, predicted=1000, bytes_per_sample=0.01))[:2] == [850, 1010]
+
+
 def test_sizes_without_a_prediction():
     """The first size, as far as that is bound to fit, and then along the line."""
     assert tried(1000, Secant(1100)) == [1, 10, 816, 995, 1004]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -384,6 +385,21 @@ def test_a_prediction_has_room_for_later_steps() -> None:
     first = int(FIRST_TRY_SHARE_OF_PREDICTION * size)
     line = first + (room - reserved_by_hand(first, later(first))) / fewer.bytes_per_sample
     assert line == pytest.approx(size, abs=1)
+
+
+def test_a_search_begins_where_the_cache_is_not_in_pieces() -> None:
+    """At 0.85 of the prediction as a rule; at another share where that size would need more than a larger one."""
+
+    class Pieces(SimulatedProbe):
+        def reserved_over(self, batch_size: int, shape: Shape, later: Sequence[int | None]) -> int:
+            return super().reserved_over(batch_size, shape, later) + 50 * GIB * (batch_size in hole)
+
+    hole = range(0)
+    probe = Pieces(TraceSource(two_steps, [None]), DeviceMemory(40 * GIB, 40 * GIB))
+    usual = predict_full_card(probe, Shape())
+    assert usual.first_try == int(FIRST_TRY_SHARE_OF_PREDICTION * usual.batch_size)
+    hole = range(int(0.84 * usual.batch_size), int(0.92 * usual.batch_size))
+    assert predict_full_card(probe, Shape())[::2] == (usual.batch_size, int(0.8 * usual.batch_size))
 
 
 def test_a_small_prediction_asks_for_no_batch_of_one() -> None:
