@@ -26,7 +26,7 @@ def exact_steps() -> list[tuple[Cell, list[int]]]:
     return [(by_name[row["cell"]], row["real"]) for row in result["rows"] if row["real"] == row["fake-device"]]
 
 
-@pytest.mark.parametrize("every", [72, pytest.param(6, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [144, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_peaks_are_equal_to_the_byte(every: int, tmp_path: Path) -> None:
     """Allocated and reserved, of one in so many: models on three cards, as the benchmark's result has them."""
     chosen = exact_steps()[every // 2 :: every]

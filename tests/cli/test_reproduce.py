@@ -310,6 +310,7 @@ def test_titan_x_markdown(titan: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_bert_2019_table(bert: Done, bert_json: dict[str, Any]) -> None:
     """The whole of stdout: both tables and the notes, nothing else."""
@@ -356,6 +357,7 @@ def test_bert_2019_notes(bert_json: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_bert_2019_markdown(bert: Done, folder: Path) -> None:
     """`--markdown` writes the table beside what is printed, as docs/reproductions.md has it."""

@@ -248,7 +248,7 @@ def test_two_processes(several_ranks: Forks) -> None:
     [
         [123, 122],
         pytest.param([253, 230], marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        pytest.param([123, 122, 97, 128], marks=[pytest.mark.slow]),
+        pytest.param([123, 122, 97, 128], marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
     ids=str,
 )

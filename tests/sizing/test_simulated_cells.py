@@ -148,6 +148,7 @@ def test_each_kind_of_gpu_is_tried_once(reason: BatchFinderError, tried: list[st
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_only_the_fewest_and_the_most_gpus_are_recorded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the numbers between come of the two, where all that is sharded goes with one over the number."""
     asked = ("sweep", "--json", "--no-cache", "--model", "mine:tiny", "--seq-len", "16", "--gpu", "T4")
