@@ -25,7 +25,7 @@ from batchfinder.results import Measurement, Shape
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.sizing.recorder import take_with_recorder
 from batchfinder.sizing.sweep_request import Place
-from batchfinder.training.spec import AUTO, StepOptions, WorkloadFacts, recorder_in_words, seq_lens_of
+from batchfinder.training.spec import AUTO, StepOptions, WorkloadFacts, recorder_in_words, seq_lens_of, torch_of
 from batchfinder.units import format_bytes
 
 DEFAULT_MODELS = ("bert-base", "gpt2", "resnet50")
@@ -117,7 +117,7 @@ def check_model(
             line.update(f"recording {model}")
             facts = simulation.facts()
             seq_len = seq_lens_of(model, asked, facts)[-1]
-            probe = simulation.probe(card.device, [seq_len], AllocatorSettings.from_environment())
+            probe = simulation.probe(card.device, [seq_len], AllocatorSettings.from_environment(torch_of(by)))
             return facts, seq_len, probe(batch_size, Shape(seq_len)), probe.unmodelled
 
     (facts, seq_len, simulated, unmodelled), instead = take_with_recorder(recorder, options, [card], simulate)

@@ -198,8 +198,9 @@ _RECORDER: Options = {
         "metavar": "NAME",
         "default": "auto",
         "help": f"what takes the step: {FAKE_DEVICE}, or {CUDA_BUILD}, PyTorch's own CUDA code without a GPU "
-        "(`batchfinder stub install` brings it); by default that where it is here, for up to four GPUs (another number "
-        "of one counts as another), or what BATCHFINDER_RECORDER names",
+        f"(`batchfinder stub install` brings it), or {CUDA_BUILD}==2.6.0 for that version's; by default {CUDA_BUILD} "
+        "where it is here, for up to four GPUs (another number of one counts as another), or what BATCHFINDER_RECORDER "
+        "names",
     }
 }
 SWEEP = Command(

@@ -24,7 +24,7 @@ from batchfinder.simulator.allocator import CachingAllocator
 from batchfinder.simulator.memory_viz import pickled, take_snapshot
 from batchfinder.simulator.steady_state import SimulatedProbe, SteadyState
 from batchfinder.sizing.recorder import take_with_recorder
-from batchfinder.training.spec import recorder_in_words, seq_lens_of
+from batchfinder.training.spec import recorder_in_words, seq_lens_of, torch_of
 from batchfinder.units import format_bytes
 
 # Moving the model and the batch is not shown.
@@ -40,7 +40,6 @@ def main(arguments: argparse.Namespace) -> int:
     asked = tuple(whole_number("--seq-len", each) for each in (arguments.seq_len or "").split(",") if arguments.seq_len)
     card, note = asked_card(arguments, whole_number("--gpus", arguments.gpus))
     device = card.device.among_others(options.communicators)
-    settings = AllocatorSettings.from_environment()
     check_model_name(model)
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
@@ -57,18 +56,19 @@ def main(arguments: argparse.Namespace) -> int:
         step = replace(step, lengths=asked, steps=len(asked))
     with StatusLine() as line:
 
-        def record(by: str) -> tuple[int | None, SimulatedProbe, SteadyState, str]:
+        def record(by: str) -> tuple[int | None, SimulatedProbe, AllocatorSettings, SteadyState, str]:
             with Simulation(spec, step, by) as simulation:
                 line.update(f"building {model}")
                 facts = simulation.facts()
                 seq_len = seq_lens_of(model, asked, facts)[-1]
                 line.update(f"recording {model}")
+                settings = AllocatorSettings.from_environment(torch_of(by))
                 probe = simulation.probe(device, [seq_len], settings)
                 steady = probe.steady_state(batch_size, Shape(seq_len), exact=True)
-                return seq_len, probe, steady, recorder_in_words(by, facts.versions["torch"])
+                return seq_len, probe, settings, steady, recorder_in_words(by, facts.versions["torch"])
 
         seen, instead = take_with_recorder(arguments.recorder, options, [card], record)
-    seq_len, probe, later, recorded = seen
+    seq_len, probe, settings, later, recorded = seen
     timeline, unmodelled = later.timeline, (*probe.unmodelled, *([instead] if instead else []))
     lengths = ", then ".join(map(str, step.lengths or (seq_len,)))
     size = f"batch size {batch_size}" + ("" if seq_len is None else f", sequence length {lengths}")

@@ -20,7 +20,7 @@ from batchfinder.report.terminal import tell
 from batchfinder.results import SearchResult, Shape
 from batchfinder.sizing.recorder import instead_of_cuda_build
 from batchfinder.sizing.sweep_request import SIMULATED, SweepRequest
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, StepOptions, recorder_in_words
+from batchfinder.training.spec import FAKE_DEVICE, StepOptions, is_cuda_build, recorder_in_words
 from batchfinder.units import format_bytes
 
 SCHEMA = 1
@@ -140,7 +140,7 @@ def lengths_of(
             line.update(f"{model} at batch size {batch_size} on {card.name}")
             device = card.device.with_headroom(request.reserve_bytes(card))
             result = search_seq_len(scaled.probe(device, [], request.allocator), batch_size, step, longest)
-            if recorder == CUDA_BUILD:
+            if is_cuda_build(recorder):
                 tried = LengthProbe(simulation.tried_sizes(device, request.allocator), batch_size)
                 predicted = result.max_batch_size or step
                 try:
@@ -181,6 +181,6 @@ def length_table(rows: list[LengthRow], step: int, explain: bool = False) -> Tab
     details = (", ".join(rows[0].options.words()), each if len(usable) > 1 else f"{usable[rows[0].card.name]} usable")
     recorders = []
     for recorder, version in dict.fromkeys((row.options.recorder, row.recorder_version) for row in rows):
-        tried = ", on which each length is tried" if recorder == CUDA_BUILD else ""
+        tried = ", on which each length is tried" if is_cuda_build(recorder) else ""
         recorders.append(f"recorder: {recorder_in_words(recorder, version)}{tried}")
     return Table(f"Longest sequence that trains{where}, simulated", (*details, *recorders), columns, tuple(notes))

@@ -12,14 +12,21 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
-from batchfinder.cuda_stub import StubCard
+from batchfinder.cuda_stub import StubCard, StubSession
 from batchfinder.errors import BatchFinderError, RecordingDied, RecordingFailed
 from batchfinder.results import Measurement, Verdict
 from batchfinder.simulator.trace import Trace
-from batchfinder.stub_cards import open_session
+from batchfinder.stub_cards import find_cuda_build, open_session
 from batchfinder.training import child_process
 from batchfinder.training.child_process import Child, ChildDied, line_of_crash, revive
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RecordingJob, WorkloadFacts, WorkloadSpec
+from batchfinder.training.spec import (
+    FAKE_DEVICE,
+    RecordingJob,
+    WorkloadFacts,
+    WorkloadSpec,
+    is_cuda_build,
+    torch_of,
+)
 
 _T = TypeVar("_T")
 # A recording is the same with a GPU in the machine as without one. The autograd engine's threads would make a context
@@ -58,8 +65,11 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
     def __init__(self, spec: WorkloadSpec, workers: int | None = None, recorder: str = FAKE_DEVICE) -> None:
         self.spec = spec
         self.recorder = recorder
-        self._stub = open_session([StubCard()]) if recorder == CUDA_BUILD else None  # each recording has its own card
+        self._stub: StubSession | None = None
+        if is_cuda_build(recorder):  # each recording has its own card
+            self._stub = open_session([StubCard()], build=find_cuda_build(torch_of(recorder)))
         self._lock = threading.Lock()
+        self._installed: RecordingClient | None = None
         self._futures: dict[int, tuple[RecordingJob, Future[Any]]] = {}
         self._facts: Future[WorkloadFacts] = Future()
         self._died: RecordingDied | None = None
@@ -124,6 +134,14 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._child.send({"record": asdict(job), "id": number})
         return future
 
+    def on_installed_pytorch(self) -> RecordingClient:
+        """This process; where it runs another PyTorch than the installed one, a process with that, closed with this."""
+        if torch_of(self.recorder) is None:
+            return self
+        if self._installed is None:
+            self._installed = RecordingClient(self.spec)
+        return self._installed
+
     def close(self) -> None:
         """End the process and everything it started. Recordings that are still to come fail."""
         self._child.kill()
@@ -131,6 +149,8 @@ class RecordingClient(contextlib.AbstractContextManager["RecordingClient"]):
         self._child.close()
         if self._stub is not None:
             self._stub.close()
+        if self._installed is not None:
+            self._installed.close()
 
     def _read_answers(self) -> None:
         """Until the process ends: then everything that was asked of it and has no answer fails."""

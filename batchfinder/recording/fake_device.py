@@ -31,6 +31,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 DEVICE_TYPE = "pretend"
 _CUDA = 1  # c10::DeviceType::CUDA
@@ -281,6 +282,21 @@ def _without_masks(indices: list[torch.Tensor | None]) -> list[torch.Tensor | No
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors with a storage that one consists of: its indices and values where it is sparse, else itself."""
     return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; any other tensor as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def plain_parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts of all that a tensor wraps: of this rank's share of a DTensor, of torchao's scales and values."""
+    local = local_part(tensor)
+    if not is_traceable_wrapper_subclass(local):
+        return parts_of(local)
+    names, _ = local.__tensor_flatten__()
+    return tuple(part for name in names for part in plain_parts_of(getattr(local, name)))
 
 
 def _real_bytes(tensor: torch.Tensor) -> int:

@@ -25,11 +25,12 @@ from batchfinder.recording.fake_device import DEVICE_TYPE
 from batchfinder.simulator.alloc_conf import CUBLAS_WORKSPACES
 from batchfinder.simulator.blocks import round_up
 
-_OLDEST_TORCH = "2.11"
-if torch.__version__ < _OLDEST_TORCH:  # it compares as versions do
-    raise RecordingFailed(f"a simulated step needs PyTorch {_OLDEST_TORCH} or later; this is {torch.__version__}")
-
 aten = torch.ops.aten
+# Older versions of PyTorch, whose CUDA builds record steps as well, do not have all operators.
+_GROUPED_MM = getattr(aten, "_grouped_mm", None)
+_RMS_NORM = [
+    getattr(aten, name).default for name in ("_fused_rms_norm", "_fused_rms_norm_backward") if hasattr(aten, name)
+]
 _FP32 = 4
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -55,7 +56,7 @@ MATRIX_PRODUCTS = frozenset(
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Floating-point operations of a matrix product, convolution or attention, by PyTorch's formulas; else 0."""
     packet = getattr(func, "_overloadpacket", None)
-    if packet is aten._grouped_mm:  # of which torch 2.13 has no formula
+    if packet is not None and packet is _GROUPED_MM:  # of which torch 2.13 has no formula
         left, right = args[:2]
         return 2 * int(left.numel()) * int(right.size(-1))
     formula = flop_registry.get(packet)
@@ -144,7 +145,6 @@ def _bce_with_logits(
 # Operators that have no fake kernel, or one that leaves out memory or types, with what makes their outputs instead.
 # `rnn.register` adds cuDNN's.
 REPLACED: dict[Any, Callable[..., Any]] = {
-    aten._grouped_mm.default: _grouped_mm,
     aten.block_diag.default: _block_diag,
     aten.binary_cross_entropy_with_logits.default: _bce_with_logits,
     aten.mse_loss.default: _in_memory_of_elements,
@@ -153,6 +153,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss_backward.Tensor: lambda grad, log_probs, *_: torch.empty_like(log_probs),
     aten._pin_memory.default: lambda tensor, *_: torch.empty_like(tensor),  # the host's memory
 }
+if _GROUPED_MM is not None:
+    REPLACED[_GROUPED_MM.default] = _grouped_mm
 
 
 def only_writes(func: Any, args: tuple[Any, ...]) -> bool:
@@ -295,11 +297,11 @@ SCRATCH: dict[Any, Scratch] = {
     aten.smooth_l1_loss.default: _of_elements,
     aten.native_layer_norm.default: lambda x, *_: _contiguous_copies(x),
     aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),
-    aten._fused_rms_norm.default: lambda x, *_: _contiguous_copies(x),
-    aten._fused_rms_norm_backward.default: lambda grad, x, *_: _contiguous_copies(grad, x),
     # The betas, which are as large as the alphas.
     aten._ctc_loss_backward.Tensor: lambda *args: [args[6].nbytes],
 }
+for count, norm in enumerate(_RMS_NORM, 1):  # of the input, and in the backward of the gradient as well
+    SCRATCH[norm] = lambda *args, count=count: _contiguous_copies(*args[:count])
 
 
 # Operators that take their scratch before their outputs: copies of what is not contiguous.
@@ -307,8 +309,7 @@ SCRATCH_FIRST = frozenset(
     {
         aten.native_layer_norm.default,
         aten.native_layer_norm_backward.default,
-        aten._fused_rms_norm.default,
-        aten._fused_rms_norm_backward.default,
+        *_RMS_NORM,
     }
 )
 

@@ -35,6 +35,10 @@ from batchfinder.training.spec import DDP_STRATEGIES, FSDP1_STRATEGIES, StepConf
 from batchfinder.training.step import Step, Workload
 from batchfinder.training.strategies import BUCKET_ELEMENTS, PartitionedOptimizer, fullest_rank, fullest_shard
 
+_OLDEST_TORCH = "2.11"
+if torch.__version__ < _OLDEST_TORCH:  # it compares as versions do
+    raise RecordingFailed(f"a simulated step needs PyTorch {_OLDEST_TORCH} or later; this is {torch.__version__}")
+
 _CUDNN = ("aten.convolution", "aten._scaled_dot_product_cudnn_attention", "aten.cudnn_batch_norm")
 
 

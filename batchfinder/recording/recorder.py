@@ -12,14 +12,22 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors  # torch 2.13
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfinder.errors import BatchFinderError
 from batchfinder.recording import fake_values, kernel_memory, operands, user_kernels
-from batchfinder.recording.fake_device import DEVICE_TYPE, Stream, clock, current_stream, parts_of
+from batchfinder.recording.fake_device import (
+    DEVICE_TYPE,
+    Stream,
+    clock,
+    current_stream,
+    local_part,
+    parts_of,
+    plain_parts_of,
+)
 from batchfinder.recording.kernel_memory import aten
 from batchfinder.recording.reductions import reductions_of
 from batchfinder.recording.value_reads import is_asserted, plausible_scalar
@@ -35,12 +43,6 @@ _DERIVES_IN_PLACE = {
     aten.mul.Tensor: "BinaryCrossEntropyWithLogits",
 }
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__  # what calls the autograd engine, in torch 2.13
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor; any other tensor as it is."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 def _scratch_sizes(scratch: kernel_memory.Scratch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
@@ -203,9 +205,7 @@ class AllocationRecorder(TorchDispatchMode):
         for tensor in tensors:
             if tensor is None or tensor.device.type != DEVICE_TYPE:
                 continue
-            parts: list[Any] = []
-            get_plain_tensors(local_part(tensor), out=parts)
-            for part in itertools.chain.from_iterable(map(parts_of, parts)):
+            for part in plain_parts_of(tensor):
                 block = self._block_of(part)
                 if block >= 0:
                     self.kinds[block] = kind

@@ -17,7 +17,7 @@ from batchfinder.simulator.scaling import NO_SCRATCH, TraceSource, between_gpus
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
 from batchfinder.stub_cards import card_of_device, recording_card
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, RecordingJob, StepConfig, WorkloadSpec
+from batchfinder.training.spec import FAKE_DEVICE, RecordingJob, StepConfig, WorkloadSpec, is_cuda_build
 
 
 class Simulation(contextlib.AbstractContextManager["Simulation"]):
@@ -64,8 +64,11 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         return other
 
     def on_fake_device(self) -> Simulation:
-        """The same on the fake device, in this simulation's recording process, whichever recorder that has."""
-        other = self.with_spec(self.spec, self.how)
+        """The same on the fake device, in this simulation's recording process, whichever recorder that has.
+
+        What runs another PyTorch than the installed one has a second process for it, which is closed with it.
+        """
+        other = Simulation(self.spec, self.how, self._recorder.on_installed_pytorch())
         other.recorder = FAKE_DEVICE
         return other
 
@@ -151,7 +154,7 @@ class Simulation(contextlib.AbstractContextManager["Simulation"]):
         unmodelled = [assumed] if device.assumed_capability else []
         if allocator is not None:
             unmodelled += [f"the allocator's setting {setting}" for setting in allocator.unmodelled]
-        card = recording_card(device) if self.recorder == CUDA_BUILD else ""
+        card = recording_card(device) if is_cuda_build(self.recorder) else ""
         source = self.source(device.compute_capability, seq_lens, device.reduces_on, card)
         return SimulatedProbe(source, memory, allocator, unmodelled)
 

@@ -34,7 +34,7 @@ from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, OFFLOADED_OPTIMIZER, StepOptions
+from batchfinder.training.spec import FAKE_DEVICE, OFFLOADED_OPTIMIZER, StepOptions
 
 LORA_RANK = 16
 KEEPABLE = ("precision", "optimizer", "loss", "checkpointing")
@@ -114,7 +114,8 @@ class WhatFits:
         missing: what could not be tried, in words.
         unmodelled: what the figures leave out, in words.
         min_micro_batch: samples in the smallest micro-batch that may be taken.
-        recorder_version: of the PyTorch that recorded or tried it.
+        recorder: what the answer is by: the CUDA build where that has tried it.
+        recorder_version: of the PyTorch that runs there.
     """
 
     asked: StepOptions
@@ -128,12 +129,8 @@ class WhatFits:
     missing: tuple[str, ...] = ()
     unmodelled: tuple[str, ...] = ()
     min_micro_batch: int = 1
+    recorder: str = FAKE_DEVICE
     recorder_version: str = ""
-
-    @property
-    def recorder(self) -> str:
-        """What the answer is by: the CUDA build where that has tried it."""
-        return CUDA_BUILD if any(fit.tried for fit in self.fits) else FAKE_DEVICE
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; sizes in bytes."""
@@ -264,6 +261,7 @@ class FitSearch:
             self._say(f"recording {sharded.gpus} GPUs with --strategy fsdp2")
             usable = self.card.device.among_others(sharded.communicators).usable_bytes
             several = sharded.gpus if self.probe(sharded).needed_bytes(least, self.shape) <= usable else None
+        answered = self._tries if self._tries is not None and any(fit.tried for fit in fits) else self._simulation
         return WhatFits(
             asked=self.asked,
             sample_bytes=sample_bytes,
@@ -276,7 +274,8 @@ class FitSearch:
             missing=tuple(self._missing),
             unmodelled=self._unmodelled(fits[0] if fits else None),
             min_micro_batch=least,
-            recorder_version=self._simulation.facts().versions["torch"],
+            recorder=answered.recorder,
+            recorder_version=answered.facts().versions["torch"],
         )
 
     def _check_prediction(self, allocated: int) -> None:

@@ -20,7 +20,7 @@ from batchfinder.report.made_by import made_by_words
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.report.what_fits import what_fits_lines
 from batchfinder.results import Measurement, SearchResult, StopReason, Throughput, Trial, Verdict
-from batchfinder.training.spec import CUDA_BUILD, StepOptions, recorder_in_words
+from batchfinder.training.spec import StepOptions, is_cuda_build, recorder_in_words
 from batchfinder.units import format_bytes, format_dollars
 
 SCHEMA = 1
@@ -218,7 +218,7 @@ class SweepRow:
     def recorder_in_words(self) -> str:
         """What recorded its steps; or took them, as the CUDA build does with each size that is tried."""
         words = recorder_in_words(self.cell.options.recorder, self.recorder_version)
-        return f"{words}, on which each size is tried" if self.cell.options.recorder == CUDA_BUILD else words
+        return f"{words}, on which each size is tried" if is_cuda_build(self.cell.options.recorder) else words
 
     @property
     def stopped_by(self) -> Verdict | None:

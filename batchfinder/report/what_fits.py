@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchfinder.devices import Card, without_bf16
 from batchfinder.recording.what_fits import Fit, WhatFits
 from batchfinder.report.table import Columns, Table, assumptions
-from batchfinder.training.spec import CUDA_BUILD, recorder_in_words
+from batchfinder.training.spec import is_cuda_build, recorder_in_words
 from batchfinder.units import format_bytes
 
 _ADAPTERS = "adapters alone"
@@ -19,7 +19,7 @@ def what_fits_table(found: WhatFits, card: Card, title: str, explain: bool = Fal
         f", of which the CUDA context takes {format_bytes(device.context_bytes)}" if device.context_bytes else " usable"
     )
     recorder = recorder_in_words(found.recorder, found.recorder_version)
-    tried = ", on which the micro-batches are tried" if found.recorder == CUDA_BUILD else ""
+    tried = ", on which the micro-batches are tried" if is_cuda_build(found.recorder) else ""
     details = (", ".join(found.asked.words()), has, f"recorder: {recorder}{tried}")
     columns: Columns = {
         "change": [],

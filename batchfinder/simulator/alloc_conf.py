@@ -81,8 +81,11 @@ class AllocatorSettings:
     unmodelled: tuple[str, ...] = ()
 
     @classmethod
-    def from_environment(cls) -> AllocatorSettings:
-        """Read the settings that PyTorch would use in this process, of the version that is installed.
+    def from_environment(cls, torch_version: str | None = None) -> AllocatorSettings:
+        """Read the settings that PyTorch would use in this process.
+
+        Args:
+            torch_version: such as `2.6.0`; None for the version that is installed.
 
         Raises:
             InvalidValue: PyTorch would refuse them as well.
@@ -90,7 +93,7 @@ class AllocatorSettings:
         given = next(((conf, name) for name in VARIABLES if (conf := os.environ.get(name))), None)
         settings = cls() if given is None else cls.parse(given[0], option=given[1])
         with contextlib.suppress(PackageNotFoundError):
-            major, minor = map(int, version("torch").split(".")[:2])
+            major, minor = map(int, (torch_version or version("torch")).split(".")[:2])
             settings = replace(settings, by_address=(major, minor) < _OLDEST_SEGMENT_FIRST)
         return settings
 

@@ -22,13 +22,14 @@ from batchfinder.sizing.alternatives import suggest
 from batchfinder.sizing.recorder import choose_recorder, instead_of_cuda_build
 from batchfinder.training.spec import (
     AUTO,
-    CUDA_BUILD,
     FAKE_DEVICE,
     OWN_OPTIMIZER,
     StepOptions,
     StepWords,
+    is_cuda_build,
     named_recorder,
     seq_lens_of,
+    torch_of,
 )
 from batchfinder.units import parse_count
 
@@ -122,7 +123,7 @@ def check_request(
         card=replace(chosen, device=chosen.device.among_others(options.communicators)),
         options=replace(options, recorder=taken),
         accumulation=parse_count(accumulation, "accumulation"),
-        allocator=AllocatorSettings.from_environment(),
+        allocator=AllocatorSettings.from_environment(torch_of(taken)),
         chooses_recorder=named == AUTO,
     )
 
@@ -140,7 +141,7 @@ def run_estimate(request: EstimateRequest, advice: bool, status: Callable[[str],
     try:
         return _estimate(request, advice, status)
     except BatchFinderError as error:
-        chosen = request.chooses_recorder and request.options.recorder == CUDA_BUILD
+        chosen = request.chooses_recorder and is_cuda_build(request.options.recorder)
         if not chosen or isinstance(error, InvalidValue):
             raise
         found = _estimate(replace(request, options=replace(request.options, recorder=FAKE_DEVICE)), advice, status)
@@ -169,7 +170,7 @@ def _estimate(request: EstimateRequest, advice: bool, status: Callable[[str], ob
 
         alone = estimated(trace, card.device)
         alternatives, unmodelled = None, probe.unmodelled
-        if request.options.recorder == CUDA_BUILD and (advice or not alone.fits or card.count > request.options.gpus):
+        if is_cuda_build(request.options.recorder) and (advice or not alone.fits or card.count > request.options.gpus):
             simulation = opened.on_fake_device()
             probe = simulation.probe(card.device, [seq_len], request.allocator)
             unmodelled = (*unmodelled, "what other options would change is recorded on the fake device")
@@ -180,7 +181,7 @@ def _estimate(request: EstimateRequest, advice: bool, status: Callable[[str], ob
         if may_change and not alone.fits:
             target = request.batch_size * request.accumulation * card.count
             asked_for = replace(request.options, recorder=FAKE_DEVICE)
-            tries = opened if request.options.recorder == CUDA_BUILD else None
+            tries = opened if is_cuda_build(request.options.recorder) else None
             search = FitSearch(request.model, asked_for, card, target, Shape(seq_len), simulation, status, tries=tries)
             changes = search.find()
         strategies = {}

@@ -31,7 +31,7 @@ from batchfinder.simulator.steady_state import SimulatedProbe
 from batchfinder.sizing.alternatives import as_typed, single_changes
 from batchfinder.sizing.cells import ModelCells, cache_key
 from batchfinder.sizing.recorder import instead_of_cuda_build
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, StepOptions
+from batchfinder.training.spec import FAKE_DEVICE, StepOptions, is_cuda_build
 
 _CARDS_WITH_CHANGES = 4
 """A page of more GPUs has no table of changes: each takes a search for each cell."""
@@ -68,7 +68,7 @@ def simulate_cells(cells: ModelCells, status: Callable[[str], object]) -> Iterat
                 try:
                     row = found.row(seq_len, card)
                 except BatchFinderError as error:
-                    chosen = cells.request.chooses_recorder and cells.simulation.recorder == CUDA_BUILD
+                    chosen = cells.request.chooses_recorder and is_cuda_build(cells.simulation.recorder)
                     if not chosen or isinstance(error, InvalidValue):
                         raise
                     cells = cells.on_fake_device(instead_of_cuda_build(error))
@@ -93,7 +93,7 @@ class SimulatedCells:
         self._request = request = cells.request
         self._facts = cells.simulation.facts()
         self._limits = request.max_batch_size, request.min_batch_size, request.multiple_of
-        self._tries = cells.simulation.recorder == CUDA_BUILD
+        self._tries = is_cuda_build(cells.simulation.recorder)
         # What is tried is predicted by the recordings of the fake device, which are scaled.
         self._scaled = cells.simulation.on_fake_device() if self._tries else cells.simulation
         counts = {card.count for card in request.place.cards}

@@ -11,7 +11,16 @@ from batchfinder.errors import InvalidValue
 from batchfinder.search import DEFAULT_MAX_BATCH_SIZE
 from batchfinder.simulator.alloc_conf import AllocatorSettings
 from batchfinder.sizing.recorder import choose_recorder
-from batchfinder.training.spec import AUTO, CUDA_BUILD, FAKE_DEVICE, STRATEGIES, StepConfig, StepOptions, named_recorder
+from batchfinder.training.spec import (
+    AUTO,
+    FAKE_DEVICE,
+    STRATEGIES,
+    StepConfig,
+    StepOptions,
+    is_cuda_build,
+    named_recorder,
+    torch_of,
+)
 from batchfinder.units import format_bytes
 
 _SHARED_SAMPLES = ("tp", "fsdp2-tp", "fsdp2-cp")
@@ -162,15 +171,16 @@ def check_request(
     request = replace(request, chooses_recorder=recorder == AUTO)
     if request.chooses_recorder:
         recorder = choose_recorder(request.options, request.place.cards)
-    request = replace(request, options=replace(request.options, recorder=recorder))
-    if recorder == CUDA_BUILD:
+    allocator = AllocatorSettings.from_environment(torch_of(recorder))
+    request = replace(request, options=replace(request.options, recorder=recorder), allocator=allocator)
+    if is_cuda_build(recorder):
         if not simulated:
             expected = f"{FAKE_DEVICE} where sizes are tried: a recording is for GPUs that are simulated"
-            raise InvalidValue("recorder", CUDA_BUILD, expected)
+            raise InvalidValue("recorder", recorder, expected)
         for one in request.place.cards:
             if one.device.assumed_capability:
                 expected = f"{FAKE_DEVICE} for {one.name}: PyTorch's CUDA build runs on NVIDIA's GPUs alone"
-                raise InvalidValue("recorder", CUDA_BUILD, expected)
+                raise InvalidValue("recorder", recorder, expected)
     if request.options.gpus > 1:
         if request.options.strategy is None and any(":" not in model for model in request.models):
             expected = f"one of {', '.join(STRATEGIES)}: how {request.options.gpus} GPUs train the model together"

@@ -12,7 +12,7 @@ from batchfinder.recording.simulation import Simulation
 from batchfinder.recording.what_fits import ADAPTERS, KEEPABLE, FitSearch, WhatFits, check_micro_batch
 from batchfinder.results import Shape
 from batchfinder.sizing.recorder import take_with_recorder
-from batchfinder.training.spec import AUTO, CUDA_BUILD, StepOptions, StepWords, seq_lens_of
+from batchfinder.training.spec import AUTO, StepOptions, StepWords, is_cuda_build, seq_lens_of
 from batchfinder.training.synonyms import one_of
 
 
@@ -114,7 +114,7 @@ class PlanSearch:
         with Simulation(self.asked.workload(self.model), self.asked.step(), recorder) as opened:
             say(f"building {self.model}")
             (length,) = seq_lens_of(self.model, () if self.seq_len is None else (self.seq_len,), opened.facts())
-            tries = opened if recorder == CUDA_BUILD else None
+            tries = opened if is_cuda_build(recorder) else None
             search = FitSearch(
                 self.model, self.asked, self.card, self.target, Shape(length), opened.on_fake_device(), say,
                 min_micro_batch=self.min_micro_batch, exact=self.exact, tries=tries,

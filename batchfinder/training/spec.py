@@ -97,7 +97,13 @@ COMPILED_PARTS = ("model", "layers")
 COMPILED_WORDS = {"model": "compiled", "layers": "layers compiled"}
 
 FAKE_DEVICE, CUDA_BUILD = RECORDERS = ("fake-device", "cuda-build")
-"""What records a step: the fake device, with any PyTorch; or PyTorch's CUDA build on the stub."""
+"""What records a step: the fake device, with any PyTorch; or PyTorch's CUDA build on the stub.
+
+`cuda-build==2.6.0` is the CUDA build of that PyTorch, in place of the version that is installed.
+"""
+_OF_A_VERSION = re.compile(rf"{CUDA_BUILD}==((\d+)\.(\d+)\.\d+)")
+_OLDEST_RECORDING = 2, 6
+"""The first PyTorch whose CUDA build records a step: the first that is supported."""
 AUTO = "auto"
 """What chooses between them."""
 _RECORDER_VARIABLE = "BATCHFINDER_RECORDER"
@@ -109,9 +115,28 @@ def named_recorder(asked: str) -> str:
     Raises:
         InvalidValue: there is no such recorder.
     """
-    allowed = (AUTO, *RECORDERS)
-    named, here = one_of("recorder", asked, allowed), os.environ.get(_RECORDER_VARIABLE)
-    return one_of(_RECORDER_VARIABLE, here, allowed) if named == AUTO and here else named
+    named, here = _checked_recorder("recorder", asked), os.environ.get(_RECORDER_VARIABLE)
+    return _checked_recorder(_RECORDER_VARIABLE, here) if named == AUTO and here else named
+
+
+def _checked_recorder(option: str, named: str) -> str:
+    of_a_version = _OF_A_VERSION.fullmatch(named)
+    if of_a_version is None:
+        return one_of(option, named, (AUTO, *RECORDERS, f"{CUDA_BUILD}==2.6.0"))
+    if (int(of_a_version[2]), int(of_a_version[3])) < _OLDEST_RECORDING:
+        raise InvalidValue(option, named, f"PyTorch {'.'.join(map(str, _OLDEST_RECORDING))} or later")
+    return named
+
+
+def is_cuda_build(recorder: str) -> bool:
+    """Whether a recorder is PyTorch's CUDA build, of whichever version."""
+    return recorder == CUDA_BUILD or _OF_A_VERSION.fullmatch(recorder) is not None
+
+
+def torch_of(recorder: str) -> str | None:
+    """The PyTorch that a recorder names, such as `2.6.0`; None for the one that is installed."""
+    of_a_version = _OF_A_VERSION.fullmatch(recorder)
+    return of_a_version[1] if of_a_version else None
 
 
 def recorder_in_words(recorder: str, version: str) -> str:
@@ -120,7 +145,7 @@ def recorder_in_words(recorder: str, version: str) -> str:
     Args:
         version: of the PyTorch that runs there.
     """
-    return f"CUDA build {version}" if recorder == CUDA_BUILD else f"fake device, PyTorch {version}"
+    return f"CUDA build {version}" if is_cuda_build(recorder) else f"fake device, PyTorch {version}"
 
 
 _FIRST = ("mode", "precision", "optimizer", "attention", "gradient_checkpointing")  # options of the first version

@@ -22,7 +22,7 @@ from typing import Any
 
 from batchfinder.devices import host_name
 from batchfinder.simulator.trace import Trace
-from batchfinder.training.spec import FAKE_DEVICE, RECORDERS
+from batchfinder.training.spec import FAKE_DEVICE, named_recorder
 from batchfinder.units import format_bytes
 from batchfinder.versions import installed
 from benchmarks.measured.case import RESERVED, Case, record
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains this")
     parser.add_argument("--resume", action="store_true", help="leave out rows that the result has")
     parser.add_argument("--scores", action="store_true", help="of the results that are there; record nothing")
-    parser.add_argument("--recorder", choices=RECORDERS, default=FAKE_DEVICE, help="(default: %(default)s)")
+    parser.add_argument("--recorder", type=named_recorder, default=FAKE_DEVICE, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
     arguments = parser.parse_args()
     unknown = set(arguments.source) - set(SOURCES)

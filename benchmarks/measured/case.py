@@ -23,7 +23,7 @@ from batchfinder.simulator.replay import Timeline, replay
 from batchfinder.simulator.steady_state import repeat_last_step
 from batchfinder.simulator.trace import Trace, TraceStructure
 from batchfinder.stub_cards import recording_card
-from batchfinder.training.spec import CUDA_BUILD, FAKE_DEVICE, STRATEGIES, RecordingJob, StepConfig, WorkloadSpec
+from batchfinder.training.spec import FAKE_DEVICE, STRATEGIES, RecordingJob, StepConfig, WorkloadSpec, is_cuda_build
 
 ALLOCATED = "peak allocated"
 """`torch.cuda.max_memory_allocated()`."""
@@ -248,7 +248,7 @@ def record(cases: Sequence[Case], recorder: str = FAKE_DEVICE) -> Iterable[tuple
     """
     if not cases:
         return
-    if recorder == CUDA_BUILD:
+    if is_cuda_build(recorder):
         name = f"{__name__}:{as_pytorch_sums_today.__name__}"
         specs = [{"builder": case.workload.builder, "arguments": case.workload.arguments} for case in cases]
         cases = [replace(case, workload=WorkloadSpec(name, spec)) for case, spec in zip(cases, specs, strict=True)]
@@ -257,7 +257,7 @@ def record(cases: Sequence[Case], recorder: str = FAKE_DEVICE) -> Iterable[tuple
         for case in cases:
             device = device_for(find_gpu(case.gpu))
             workload = None if case.workload == client.spec else case.workload
-            card = recording_card(device) if recorder == CUDA_BUILD else ""
+            card = recording_card(device) if is_cuda_build(recorder) else ""
             job = RecordingJob(case.step, device.compute_capability, case.batch_size, case.seq_len, workload, card)
             futures.append(client.submit(job))
         for case, future in zip(cases, futures, strict=True):

@@ -12,16 +12,23 @@ from typing import Any
 
 import pytest
 
+from batchfinder import sweep
 from batchfinder.cuda_stub import CudaBuild, StubUnavailable, find_build
+from batchfinder.devices import device_for, find_gpu
 from batchfinder.programs import dry_run
-from batchfinder.simulator.alloc_conf import BEFORE_2_12
+from batchfinder.recording.simulation import Simulation
+from batchfinder.results import Shape
+from batchfinder.simulator.alloc_conf import BEFORE_2_12, AllocatorSettings
 from batchfinder.stub_cards import open_session, stub_card
-from batchfinder.testing import CudaStubFixture
+from batchfinder.testing import CudaStub, CudaStubFixture
+from batchfinder.training.spec import StepOptions, torch_of
 from tests.cuda_build.test_allocator_model import MEMORY, compare, requests_of
 from tests.cuda_build.test_memory_paths import embedding_backward, fragmented, graphs, out_of_memory, pooled
 from tests.cuda_build.test_processes import DDP
+from tests.cuda_build.test_recorder import BERT, GPT2, peaks
 
 pytestmark = pytest.mark.cuda_build
+RECORDER = "cuda-build==2.6.0"
 MIB = 1 << 20
 
 
@@ -175,3 +182,53 @@ def test_a_loop_is_tuned_and_simulating_says_what_it_needs(cuda_stub: CudaStubFi
     batch_size, said = cuda_stub(gpu="T4", build=older).run(tuned).result
     assert batch_size == 64
     assert said == "a simulated step needs PyTorch 2.11 or later; this is 2.6.0+cu124"
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "options", "micro_batches"),
+    [
+        (BERT, "T4", StepOptions(precision="16-mixed"), 1),
+        # Its embedding is its head, too: 2.6 sums the two gradients in place, which 2.13 does not.
+        (GPT2, "A100", StepOptions(optimizer="adafactor", precision="bf16-mixed"), 2),
+    ],
+)
+def test_a_recorded_step_is_the_step(
+    model: dict[str, Any], gpu: str, options: StepOptions, micro_batches: int, older: CudaBuild, tmp_path: Path
+) -> None:
+    """To the byte, by the rules of that version's allocator; each block with its operator, module and shape."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model))
+    spec, config = options.workload(str(path)), options.step(micro_batches)
+    real = CudaStub(gpu=gpu, build=older).run(peaks, spec, config, 8, 64).result
+    settings = AllocatorSettings.from_environment(torch_of(RECORDER))
+    assert settings == BEFORE_2_12
+    with Simulation(spec, config, RECORDER) as simulation:
+        facts = simulation.facts()
+        assert (facts.recorder, facts.versions["torch"]) == (RECORDER, "2.6.0+cu124")
+        probe = simulation.probe(device_for(find_gpu(gpu)), [64], settings)
+        trace = probe.trace(8, Shape(64), exact=True)
+        timeline = probe.steady_state(8, Shape(64), exact=True).timeline
+    assert (timeline.max_allocated_bytes, timeline.max_reserved_bytes) == tuple(real)
+    structure = trace.structure
+    assert {"parameter", "optimizer", "gradient", "activation", "input", "workspace"} <= set(structure.kinds)
+    norms = [block for block, name in enumerate(structure.operators) if name == "aten.native_layer_norm.default"]
+    assert {re.sub(r"^\w+", "", trace.shapes[block]) for block in norms} == {"[8, 64, 768]", "[8, 64, 1]"}
+    assert all("ln" in structure.modules[block] or "Norm" in structure.modules[block] for block in norms)
+
+
+def test_a_sweep_names_it(older: CudaBuild, tmp_path: Path) -> None:
+    """Each size was tried on that version, on which the largest trains and the next one runs out of memory.
+
+    The fake device, which that version does not have, predicts it on the PyTorch that is installed.
+    """
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    (row,) = sweep(str(path), gpus="t4", seq_lens=512, cache=False, recorder=RECORDER)
+    assert (row.cell.options.recorder, row.recorder_version) == (RECORDER, "2.6.0+cu124")
+    assert row.recorder_in_words == "CUDA build 2.6.0+cu124, on which each size is tried"
+    assert len(row.trials) <= 3
+    card = CudaStub(gpu="t4", memory=row.usable_bytes, build=older)
+    step = StepOptions().workload(str(path)), StepOptions().step()
+    assert card.run(peaks, *step, row.batch_size, 512).result[1] <= row.usable_bytes
+    with pytest.raises(Exception, match=r"out of memory|num_alloc_retries"):
+        card.run(peaks, *step, row.batch_size + 1, 512)

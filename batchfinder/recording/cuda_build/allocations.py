@@ -2,7 +2,7 @@
 
 The allocator's own history has the sizes and their order. Which operator an allocation is from it notes with each event
 (its "user metadata", on whichever thread it runs), and the number of its allocations and releases so far says where in
-the history a stage begins.
+the history a stage begins; and an operator, in older versions of PyTorch, whose events have no metadata.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import get_plain_tensors  # torch 2.13
 
 from batchfinder.recording.cuda_build import values
-from batchfinder.recording.fake_device import parts_of
+from batchfinder.recording.fake_device import parts_of, plain_parts_of
 from batchfinder.recording.kernel_memory import product_flops
-from batchfinder.recording.recorder import local_part
 from batchfinder.simulator.trace import StageMark, TraceStructure, tensor_in_words
 
+_set_metadata = getattr(torch._C, "_cuda_setMemoryMetadata", None)
 _Tensor = tuple[torch.dtype, tuple[int, ...]]
 _NO_OPERATOR = "aten.empty_strided.default"
 """What makes a tensor outside of all operators that are followed: a factory, which PyTorch dispatches by itself."""
@@ -70,6 +69,7 @@ class AllocationHistory:
         self._labels: list[_Label] = []
         self._marks: list[StageMark] = []
         self._names: dict[Any, str] = {}
+        self._called_at: dict[int, int] = {}  # positions in the history, and the calls they are of; without metadata
         self.flops = 0
 
     @contextlib.contextmanager
@@ -102,11 +102,16 @@ class AllocationHistory:
         number = len(self._calls)
         self._calls.append(_Call(name, self._module(), outputs))
         self._thread.within = True
-        torch._C._cuda_setMemoryMetadata(str(number))
+        first = self._position() if _set_metadata is None else 0
+        if _set_metadata is not None:
+            _set_metadata(str(number))
         try:
             made = run(*args, **kwargs)
         finally:
-            torch._C._cuda_setMemoryMetadata("")
+            if _set_metadata is None:
+                self._called_at.update(dict.fromkeys(range(first, self._position()), number))
+            else:
+                _set_metadata("")
             self._thread.within = False
         for each in values.leaves((made,)):
             if each.device.type == "cuda":
@@ -137,9 +142,7 @@ class AllocationHistory:
         for tensor in tensors:
             if tensor is None or tensor.device.type != "cuda":
                 continue
-            parts: list[Any] = []
-            get_plain_tensors(local_part(tensor), out=parts)
-            for part in itertools.chain.from_iterable(map(parts_of, parts)):
+            for part in plain_parts_of(tensor):
                 named[part.untyped_storage().data_ptr()] = part.dtype, tuple(part.shape)
         self._labels.append(_Label(self._position(), kind, named, module))
 
@@ -183,7 +186,8 @@ class AllocationHistory:
                 break
             action, address = event["action"], event["addr"]
             if action == "alloc":
-                call = self._calls[int(event["user_metadata"])] if event["user_metadata"] else None
+                number = self._called_at.get(len(order)) if _set_metadata is None else event["user_metadata"]
+                call = None if number in (None, "") else self._calls[int(number)]
                 block = live[address] = len(sizes)
                 order.append(block)
                 sizes.append(event["size"])
