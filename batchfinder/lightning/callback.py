@@ -384,7 +384,7 @@ class BatchFinder(Accumulating):
         """Empty the cache, as trials do: blocks of a sanity check and of a checkpoint would be in the way."""
         super().on_train_start(trainer, pl_module)
         if "fit" in self._in_use:
-            give_back_cache(trainer.strategy.root_device)
+            give_back_cache(trainer.strategy.root_device, workspaces=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where there are validations, let each epoch begin with an empty cache, also one that follows none."""

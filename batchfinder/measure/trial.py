@@ -566,10 +566,20 @@ def until_reserved_stays(device: torch.device) -> Iterator[None]:
         before = reserved
 
 
-def give_back_cache(device: torch.device) -> None:
-    """Empty a GPU's cache, as training does where one of its phases ends, so that the next finds it as a trial does."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def give_back_cache(device: torch.device, workspaces: bool = False) -> None:
+    """Empty a GPU's cache, as training does where one of its phases ends, so that the next finds it as a trial does.
+
+    Args:
+        workspaces: whether cuBLAS's go as well, which a trial begins without and a sanity check leaves behind. Where a
+            training has begun they stay: a CUDA graph that it has captured may write to them.
+    """
+    if device.type != "cuda":
+        return
+    # Private, but what PyTorch's own CUDA graph trees call; absent from builds without CUDA.
+    clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if workspaces and clear_workspaces is not None:
+        clear_workspaces()
+    torch.cuda.empty_cache()
 
 
 def clear(device: torch.device) -> None:
@@ -586,11 +596,7 @@ def clear(device: torch.device) -> None:
     torch.clear_autocast_cache()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        # Private, but what PyTorch's own CUDA graph trees call; absent from builds without CUDA.
-        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear_workspaces is not None:
-            clear_workspaces()
-        torch.cuda.empty_cache()
+        give_back_cache(device, workspaces=True)
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type in ("mps", "xpu"):
         getattr(torch, device.type).empty_cache()

@@ -165,6 +165,34 @@ def test_nothing_of_the_search_stays_on_the_device(precision: str) -> None:
     assert after.fraction == before.fraction
 
 
+BEGUN: list[tuple[int, int]] = []
+"""The size of each batch, and what is allocated as its step begins; no attribute, which tries would restore."""
+
+
+class Validated(nets.Transformer):
+    """With validations, one of which is a sanity check."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        BEGUN.append((len(batch["input_ids"]), torch.cuda.memory_allocated()))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def test_training_begins_with_what_a_try_begins_with(limited: None) -> None:
+    """A sanity check leaves cuBLAS's workspace on the card, which lies elsewhere than where training makes its own."""
+    BEGUN.clear()
+    module = Validated(rows=ROWS, seq_len=128, width=256)
+    trainer = fit(module, [BatchFinder(cache=False)], num_sanity_val_steps=2, limit_train_batches=3)
+    assert trainer.global_step == 3
+    tries, (size, allocated) = BEGUN[:-3], BEGUN[-3]
+    assert allocated == min(bytes_before for tried, bytes_before in tries if tried == size)
+
+
 def test_a_budget_limits_the_tries_and_is_gone_afterwards() -> None:
     """A large card answers for a small one: no try reserves more, and training has the whole card again."""
     watch = Watch()
