@@ -106,9 +106,10 @@ class DryRun:
         These are, in this order: the optimizers' restored states; a step that the scaler skips; two optimizer steps, or
         as many as it takes until each optimizer has stepped; steps of the batches of other lengths, and a full one; an
         epoch's worth of what each step keeps, where it keeps some; the epoch's smaller last batch; a validation; the
-        next epoch and its last batch, and the first steps of one more where the cache is kept between epochs; where
-        validations are within epochs, the batches between the last of them and an epoch's end, and then the next
-        epoch's first steps; two steps of each epoch that changes what trains.
+        next epoch, a validation's end between the micro-batches of one of its steps where the fit has such, its last
+        batch, and the first steps of one more where the cache is kept between epochs; where validations are within
+        epochs, the batches between the last of them and an epoch's end, and then the next epoch's first steps; two
+        steps of each epoch that changes what trains.
 
         Args:
             full: micro-batches of the size that is tried.
@@ -139,7 +140,8 @@ class DryRun:
                 set_loss_scale(trainer, math.inf)
                 yield from whole_steps(1)
                 set_loss_scale(trainer, 1.0)
-            yield from whole_steps(1)
+            # Where an epoch is a single step, its smaller last batch comes before the optimizer makes its state.
+            yield from end_of_epoch() if last and full.length <= accumulation else whole_steps(1)
             resting = [self.memory.held_bytes()]
             yield from whole_steps(PEAK_STEPS - 1)
             if not module.automatic_optimization:
@@ -183,6 +185,11 @@ class DryRun:
             yield from whole_steps(PEAK_STEPS)
             yield from self._until_reserved_stays(whole_steps)
             if epoch == 1:  # after a validation the cache lies otherwise than in the first
+                if micro_batches > 1 and schedule.validates_within_a_step(full.length, accumulation):
+                    yield full.make_batch
+                    give_back_cache(trainer.strategy.root_device)
+                    yield from islice(whole_steps(1), 1, None)
+                    yield from whole_steps(PEAK_STEPS)
                 yield from end_of_epoch()
 
         with (

@@ -46,11 +46,26 @@ class Schedule:
 
     def after_last_validation(self, batches: int) -> int:
         """How many of an epoch's batches come after its last validation; 0 where that is at the epoch's end."""
+        every = self._batches_between_validations(batches)
+        return batches % every if every else 0
+
+    def validates_within_a_step(self, batches: int, accumulation: int) -> bool:
+        """Whether a validation comes between micro-batches of an optimizer step, beside the gradients of the first.
+
+        Args:
+            batches: of an epoch.
+            accumulation: micro-batches per optimizer step.
+        """
+        every = self._batches_between_validations(batches)
+        return any(at % accumulation for at in range(every, batches, every)) if every else False
+
+    def _batches_between_validations(self, batches: int) -> int:
+        """0 where there are none within an epoch, or by the clock."""
         interval = self.validation_interval
         if self.validation_batch_size is None or not isinstance(interval, int | float):
-            return 0  # by the clock
+            return 0
         every = int(batches * interval) if isinstance(interval, float) else interval
-        return batches % every if 0 < every < batches else 0
+        return every if 0 < every < batches else 0
 
     def later_steps(self, batch_size: int, last: int, batches: int) -> list[int | None]:
         """What a trial takes after its first two steps, as `SimulatedProbe.reserved_over` has it.

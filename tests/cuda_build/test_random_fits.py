@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cuda_build
 IN_CI = (209,)
 SEEDS = [
     pytest.param(seed, marks=[] if seed in IN_CI else pytest.mark.exhaustive)
-    for seed in (21, 26, 30, 67, 204, 209, 211, 218)
+    for seed in (21, 26, 30, 67, 116, 150, 174, 204, 209, 211, 218)
 ]
 
 

@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import (
     StochasticWeightAveraging,
 )
 
+from batchfinder.lightning import dry_run
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.lightning.schedule import Schedule, read_schedule
 from tests.lightning import nets
@@ -107,3 +108,76 @@ def test_a_validation_that_raises_does_not_end_the_fit() -> None:
         trainer.fit(Raises(), val_dataloaders=None)
     assert finder.batch_size == 8
     assert Raises.tried >= 1
+
+
+@pytest.mark.parametrize(
+    ("interval", "batches", "accumulation", "within"),
+    [
+        (0.5, 20, 2, False),
+        (0.5, 20, 4, True),
+        (5, 19, 2, True),
+        (5, 19, 1, False),
+        (1.0, 19, 2, False),
+        (6, 19, 3, False),
+    ],
+)
+def test_a_validation_within_a_step(interval: Any, batches: int, accumulation: int, within: bool) -> None:
+    """Where it comes after a number of batches that is no multiple of the accumulation, and before an epoch's end."""
+    schedule = Schedule(validation_batch_size=8, validation_interval=interval)
+    assert schedule.validates_within_a_step(batches, accumulation) is within
+    assert not Schedule(validation_interval=interval).validates_within_a_step(batches, accumulation)
+
+
+TAKEN: list[Any] = []
+"""What tries take: sizes of micro-batches, `step`, and `emptied` for the cache; no attribute, which they restore."""
+
+
+class Small(nets.Transformer):
+    """Notes what it is given, and validates."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        TAKEN.append(len(batch["input_ids"]))
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        super().optimizer_step(*arguments, **options)
+        TAKEN.append("step")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "interval", "order"),
+    [
+        # The first micro-batch's gradients are there as the validation's blocks go, and the second finds them so.
+        (16, 2, 1, [4, "emptied", 4, "step", 4, 4, "step"]),
+        # One step an epoch, at its end: the optimizer's state comes after the smaller batch, not after a full one.
+        (11, 4, 1.0, [4, 3, "step", 4, 4, "step"]),
+    ],
+)
+def test_what_a_try_takes(
+    rows: int, accumulation: int, interval: Any, order: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the training."""
+    monkeypatch.setattr(dry_run, "give_back_cache", lambda device: TAKEN.append("emptied"))
+    TAKEN.clear()
+    module = Small(batch_size=4, rows=rows)
+    finder = BatchFinder(max_batch_size=4, min_batch_size=4, budget="64GiB", cache=False)
+    options = {"accumulate_grad_batches": accumulation, "val_check_interval": interval, "num_sanity_val_steps": 0}
+    nets.trainer(callbacks=[finder], **options).fit(module)
+    taken = ",".join(map(str, TAKEN))
+    assert ",".join(map(str, order)) in taken, taken
+
+
+def test_a_try_takes_no_more_than_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where validations fall between steps, none comes within one."""
+    monkeypatch.setattr(dry_run, "give_back_cache", lambda device: TAKEN.append("emptied"))
+    TAKEN.clear()
+    finder = BatchFinder(max_batch_size=4, min_batch_size=4, budget="64GiB", cache=False)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    nets.trainer(callbacks=[finder], **options).fit(Small(batch_size=4, rows=16))
+    assert "4,emptied" not in ",".join(map(str, TAKEN))
