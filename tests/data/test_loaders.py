@@ -160,6 +160,7 @@ def _rank(rank: int, folder: str) -> None:
     store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     torch.save((alone, len(sampler), list(sampler)), f"{folder}/{rank}")
+    distributed.barrier()  # the other one may be connecting still
     distributed.destroy_process_group()
 
 
