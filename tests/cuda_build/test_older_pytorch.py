@@ -232,3 +232,23 @@ def test_a_sweep_names_it(older: CudaBuild, tmp_path: Path) -> None:
     assert card.run(peaks, *step, row.batch_size, 512).result[1] <= row.usable_bytes
     with pytest.raises(Exception, match=r"out of memory|num_alloc_retries"):
         card.run(peaks, *step, row.batch_size + 1, 512)
+
+
+@pytest.mark.parametrize("recorder", [RECORDER, "cuda-build"])
+def test_what_cudnn_would_take_is_named(older: CudaBuild, tmp_path: Path, recorder: str) -> None:
+    """Where a build has none of its libraries: the answer lacks their workspaces, and says so. So does a step tried."""
+    spec = StepOptions().workload(resnet(tmp_path))
+    with Simulation(spec, StepOptions(recorder=recorder).step(), recorder) as simulation:
+        probe = simulation.probe(device_for(find_gpu("t4")), [64], AllocatorSettings.from_environment())
+        trace = probe.trace(2, Shape(64), exact=True)
+    without = older.cudnn_folder is None and recorder == RECORDER
+    assert any(each.startswith("cuDNN takes no workspaces") for each in trace.unmodelled) == without
+    assert any(each.startswith("cuDNN's batch norm") for each in trace.unmodelled)
+
+
+def resnet(folder: Path) -> str:
+    """The path of a small one's config."""
+    path = folder / "config.json"
+    sizes = {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [1, 1], "layer_type": "basic", "num_labels": 10}
+    path.write_text(json.dumps({"model_type": "resnet", "architectures": ["ResNetForImageClassification"], **sizes}))
+    return str(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from batchfinder.cuda_stub.card import VARIABLE
+from batchfinder.cuda_stub.launch import StubReport
 from batchfinder.errors import InvalidValue, RecordingFailed
 from batchfinder.recording import distributed
 from batchfinder.recording.cuda_build import values
 from batchfinder.recording.cuda_build.allocations import AllocationHistory
+from batchfinder.recording.cuda_build.host_operators import RUNTIME
 from batchfinder.recording.fake_device import move_module
 from batchfinder.recording.labels import StepLabels
 from batchfinder.recording.modules import ModuleTracker
@@ -213,7 +217,15 @@ def _move(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 def _unmodelled(workload: Workload, config: StepConfig) -> tuple[str, ...]:
     named = config.mode == "train" and workload.optimizer is None
     assumed = [each for each in [OPTIMIZERS[config.optimizer].assumed if named else ""] if each]
-    return (*workload.assumptions, *assumed, *distributed.assumptions(config), *values.reads.words())
+    met = StubReport(assumed=_told("assumed"), unwritten=_told("unwritten"))
+    return (*workload.assumptions, *assumed, *distributed.assumptions(config), *values.reads.words(), *met.words())
+
+
+def _told(kind: str) -> tuple[str, ...]:
+    """What the stub has met in this process, of a kind of `StubSession.report`'s."""
+    RUNTIME.stub_told.restype = ctypes.c_char_p
+    texts = (RUNTIME.stub_told(kind.encode(), ctypes.c_size_t(index)) for index in itertools.count())
+    return tuple(text.decode() for text in itertools.takewhile(lambda text: text is not None, texts))
 
 
 def _check(workload: Workload, config: StepConfig) -> None:

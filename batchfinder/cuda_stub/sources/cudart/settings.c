@@ -114,23 +114,37 @@ void stub_log(const char *kind, const char *text) {
     close(file);
 }
 
-static int said(const char *text) {
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static const char **words;
-    static size_t count;
+static struct { const char *kind, *text; } *told;
+static size_t told_count;
+static pthread_mutex_t told_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int told_before(const char *kind, const char *text) {
     int found = 0;
-    pthread_mutex_lock(&lock);
-    for (size_t i = 0; i < count && !found; i++) found = !strcmp(words[i], text);
+    pthread_mutex_lock(&told_lock);
+    for (size_t i = 0; i < told_count && !found; i++) found = !strcmp(told[i].text, text);
     if (!found) {
-        const char **more = realloc(words, (count + 1) * sizeof *words);
-        if (more) { words = more; words[count++] = strdup(text); }
+        void *more = realloc(told, (told_count + 1) * sizeof *told);
+        if (more) {
+            told = more;
+            told[told_count].kind = kind;
+            told[told_count++].text = strdup(text);
+        }
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&told_lock);
     return found;
 }
 
+const char *stub_told(const char *kind, size_t index) {  // what this process has met of a kind; 0 after the last
+    const char *text = 0;
+    pthread_mutex_lock(&told_lock);
+    for (size_t i = 0; i < told_count && !text; i++)
+        if (!strcmp(told[i].kind, kind) && !index--) text = told[i].text;
+    pthread_mutex_unlock(&told_lock);
+    return text;
+}
+
 int stub_unwritten(const char *name, int code) {
-    if (!said(name)) {
+    if (!told_before("unwritten", name)) {
         fprintf(stderr, "batchfinder's CUDA stub has no %s: it fails with %d\n", name, code);
         stub_log("unwritten", name);
     }
@@ -138,7 +152,7 @@ int stub_unwritten(const char *name, int code) {
 }
 
 void stub_assumed(const char *what) {
-    if (!said(what)) stub_log("assumed", what);
+    if (!told_before("assumed", what)) stub_log("assumed", what);
 }
 
 // Resident threads and blocks, and shared memory: "Technical Specifications per Compute Capability" in
