@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from batchfinder.measure.trial import prepare_cache
+
 
 class EmptyCacheCallback(TrainerCallback):
     """Empties the allocator's cache as training begins, and before and after each evaluation.
@@ -14,9 +16,9 @@ class EmptyCacheCallback(TrainerCallback):
     A checkpoint that was restored, and an evaluation, leave it in pieces in which a full batch finds no room.
     """
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """A checkpoint may have been restored."""
-        torch.cuda.empty_cache()
+        prepare_cache(args.device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """An evaluation may come next: the callbacks that ask for it come before the others."""

@@ -56,7 +56,7 @@ from batchfinder.lightning.schedule import NO_SCHEDULE, read_schedule
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.oom import classify
-from batchfinder.measure.trial import give_back_cache
+from batchfinder.measure.trial import give_back_cache, prepare_cache
 from batchfinder.measure.tuner import TuningResult
 from batchfinder.results import SearchResult, Verdict
 from batchfinder.snapshot.training_state import restore_on_exit
@@ -384,7 +384,7 @@ class BatchFinder(Accumulating):
         """Empty the cache, as trials do: blocks of a sanity check and of a checkpoint would be in the way."""
         super().on_train_start(trainer, pl_module)
         if "fit" in self._in_use:
-            give_back_cache(trainer.strategy.root_device, workspaces=True)
+            prepare_cache(trainer.strategy.root_device)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Where there are validations, let each epoch begin with an empty cache, also one that follows none."""

@@ -44,7 +44,14 @@ from batchfinder.lightning.schedule import Schedule
 from batchfinder.measure.allocator_history import AllocatorHistory
 from batchfinder.measure.device_memory import Memory
 from batchfinder.measure.oom import classify
-from batchfinder.measure.trial import TrialSession, TrialSteps, give_back_cache, run_trial, until_reserved_stays
+from batchfinder.measure.trial import (
+    TrialSession,
+    TrialSteps,
+    give_back_cache,
+    prepare_cache,
+    run_trial,
+    until_reserved_stays,
+)
 from batchfinder.results import Measurement, Shape
 from batchfinder.simulator.trace import Trace
 from batchfinder.snapshot.training_state import TrainingState
@@ -202,7 +209,7 @@ class DryRun:
             module.on_fit_start()
             if schedule.restores_optimizers:
                 restore_optimizers(trainer)
-                give_back_cache(trainer.strategy.root_device)  # as the callback does when training starts
+            prepare_cache(trainer.strategy.root_device)  # as the callback does when training starts
             module.zero_grad()
             loop.setup_data()
             loop.reset()

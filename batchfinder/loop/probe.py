@@ -19,7 +19,14 @@ from batchfinder.errors import InvalidValue
 from batchfinder.loop.options import LoopConfig
 from batchfinder.loop.result import MicroBatches
 from batchfinder.measure.allocator_history import AllocatorHistory
-from batchfinder.measure.trial import TrialSession, TrialSteps, give_back_cache, run_trial, until_reserved_stays
+from batchfinder.measure.trial import (
+    TrialSession,
+    TrialSteps,
+    give_back_cache,
+    prepare_cache,
+    run_trial,
+    until_reserved_stays,
+)
 from batchfinder.measure.tuner import SearchLimits
 from batchfinder.results import Measurement, Shape, Verdict
 from batchfinder.simulator.alloc_conf import AllocatorSettings
@@ -218,6 +225,7 @@ class LoopProbe:
             with self._counter.counting():
                 if phases.restore is not None:
                     phases.restore()
+                prepare_cache(session.device)
                 step()
                 while self._counter.needs_another_call():
                     step()

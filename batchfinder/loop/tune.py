@@ -34,7 +34,7 @@ from batchfinder.loop.result import TunedBatchSize, TunedBatchSizes
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.options import SearchOptions
-from batchfinder.measure.trial import TrialSession
+from batchfinder.measure.trial import TrialSession, prepare_cache
 from batchfinder.measure.tuner import SearchLimits, Tuner, spare_bytes
 from batchfinder.models.fingerprint import fingerprint_module, fingerprint_optimizer
 from batchfinder.probe import Probe
@@ -169,6 +169,7 @@ def tune_loop(
             found.raise_if_nothing_fits()
             found = replace(found, entry=entry, seconds=found.seconds + each)
             sizes[shape.seq_len] = TunedBatchSize(found, config.device.type, config.caller)
+    prepare_cache(config.device)  # as tries began
     return TunedBatchSizes(sizes)
 
 

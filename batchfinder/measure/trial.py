@@ -570,8 +570,8 @@ def give_back_cache(device: torch.device, workspaces: bool = False) -> None:
     """Empty a GPU's cache, as training does where one of its phases ends, so that the next finds it as a trial does.
 
     Args:
-        workspaces: whether cuBLAS's go as well, which a trial begins without and a sanity check leaves behind. Where a
-            training has begun they stay: a CUDA graph that it has captured may write to them.
+        workspaces: whether cuBLAS's go as well. Where a training has begun they stay: a CUDA graph that it has captured
+            may write to them.
     """
     if device.type != "cuda":
         return
@@ -580,6 +580,34 @@ def give_back_cache(device: torch.device, workspaces: bool = False) -> None:
     if workspaces and clear_workspaces is not None:
         clear_workspaces()
     torch.cuda.empty_cache()
+
+
+def prepare_cache(device: torch.device) -> None:
+    """Empty a GPU's cache before training, and have cuBLAS take its workspaces, in segments of their own.
+
+    The first step would take them where a block is free, in the midst of a segment that is then never given back: of
+    some gigabytes where it is a convolution's. One is for this thread's forward, one for autograd's backward.
+    """
+    if device.type != "cuda":
+        return
+    give_back_cache(device, workspaces=True)
+    with torch.cuda.device(device), torch.enable_grad():
+        value = torch.zeros((), device=device, requires_grad=True)
+        torch.autograd.grad(_TakesWorkspaces.apply(value), value)  # type: ignore[no-untyped-call]
+
+
+class _TakesWorkspaces(torch.autograd.Function):
+    """Asks for cuBLAS's handle, with which its workspace comes, in both passes."""
+
+    @staticmethod
+    def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return gradient
 
 
 def clear(device: torch.device) -> None:

@@ -57,7 +57,7 @@ How far the cache falls to pieces depends on the order of the lengths, of which 
 By how much: `benchmarks/random_fits.py --reserved`.
 """
 _EXPANDABLE_SPARE = 0.02
-"""Where batches are of one length, and segments expandable: what these take differs a little from epoch to epoch."""
+"""Where segments are expandable, whatever the lengths: what these take differs a little from epoch to epoch."""
 
 
 def spare_bytes(usable_bytes: int, varies: bool) -> int:
@@ -66,11 +66,9 @@ def spare_bytes(usable_bytes: int, varies: bool) -> int:
     Args:
         varies: whether batches differ in length.
     """
-    if varies:
-        return int(_SPARE * usable_bytes)
     if AllocatorSettings.from_environment().expandable_segments:
         return int(_EXPANDABLE_SPARE * usable_bytes)
-    return 0
+    return int(_SPARE * usable_bytes) if varies else 0
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ _CONFIRMATIONS = 8
 from what it was scaled to."""
 _SMALLEST_SHARE = 128
 """Of a size: what it is narrowed down to where what comes after the first steps decides."""
+_LARGER_SHARE = 32
+"""Of a size that fits: what is added to see whether a larger one does."""
 _MOST_SLOPE = 2.0
 """What a sample adds to reserved bytes, at most, per byte that it adds to those allocated; at least the inverse."""
 _OTHER_FIRST_TRIES = 0.9, 0.8, 0.95, 0.99
@@ -174,8 +176,8 @@ def predict_full_card(
     """
     if not probe.traces.is_scaled(shape.seq_len):
         return Prediction(search_simulated(probe, shape, max_batch_size, confirm=False).max_batch_size)
-    room = probe.memory.capacity_bytes
-    full, _ = fill_card(probe, shape, max_batch_size or DEFAULT_MAX_BATCH_SIZE)
+    room, most = probe.memory.capacity_bytes, max_batch_size or DEFAULT_MAX_BATCH_SIZE
+    full, _ = fill_card(probe, shape, most)
     first = int(FIRST_TRY_SHARE_OF_PREDICTION * full)
     if first < 2:
         return Prediction(full)
@@ -188,6 +190,9 @@ def predict_full_card(
     too_large = None
     while full > 2 and (excess := over(full)) > 0:
         too_large, full = full, max(2, full - max(1, full // _SMALLEST_SHARE, int(excess / each)))
+    while too_large is None and full < most:  # the curve may end at a size whose segments tell too little of the next
+        larger = min(most, full + max(1, full // _LARGER_SHARE))
+        too_large, full = (larger, full) if over(larger) > 0 else (None, larger)
     while too_large is not None and too_large - full > max(1, full // _SMALLEST_SHARE):
         middle = (too_large + full) // 2
         too_large, full = (middle, full) if over(middle) > 0 else (too_large, middle)

@@ -450,7 +450,8 @@ def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, i
     rise = (high_seen.max_allocated_bytes - low_seen.max_allocated_bytes) / (high - low)
     left = room - low_seen.max_allocated_bytes
     filled = min(most, low + math.floor(left / rise)) if rise > 0 else most
-    near, seen = low, low_seen
+    near = start = low
+    seen = low_seen
     for _ in range(_CURVE_STEPS):
         segments = probe.segment_bytes(seen.grown, shape)
         extra = seen.max_reserved_bytes - segments(near)
@@ -462,7 +463,9 @@ def fill_card(probe: SimulatedProbe, shape: Shape, largest: int) -> tuple[int, i
             else:
                 above = middle
         if below == low:
-            break
+            if near == low != start or high - low == 1:
+                break
+            below = (low + high) // 2  # segments of the blocks that another size has told too little of the next one
         near, seen = below, probe.unlimited(below, shape)
         if seen.max_reserved_bytes <= room:
             low = near

@@ -59,7 +59,9 @@ def result_of(fit: Fit, largest: bool = True) -> dict[str, Any]:
             return {**result, "failed": found["error"], "seconds": round(time.perf_counter() - start, 1)}
         result |= found
         if largest and found["trains"] and found["size"] < fit.samples:
-            result |= larger_sizes(found["size"], lambda size: forked(fit, lambda: train(fit, size, checkpoint)))
+            # The callback has segments expandable where lengths differ, for the training as well.
+            same = replace(fit, expandable=fit.expandable or fit.lengths == "free")
+            result |= larger_sizes(found["size"], lambda size: forked(same, lambda: train(same, size, checkpoint)))
         return {**result, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -122,10 +124,9 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
 
     from batchfinder import BatchFinder
     from batchfinder.measure.oom import classify
+    from batchfinder.measure.trial import prepare_cache
     from benchmarks.random_fit.parts import Module, trainer
 
-    if size is not None and fit.lengths == "free" and not fit.expandable:  # as the callback does
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     torch.cuda.init()
     if VARIABLE not in os.environ:
         total = torch.cuda.get_device_properties(0).total_memory
@@ -148,6 +149,8 @@ def train(fit: Fit, size: int | None, checkpoint: str | None) -> dict[str, Any]:
             self.started = time.perf_counter()
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if size is not None:
+                prepare_cache(trainer.strategy.root_device)
             seen["search_seconds"] = round(time.perf_counter() - self.started, 1)
             before.update({name: torch.cuda.memory_stats().get(name, 0) for name in before})
 

@@ -16,6 +16,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
 )
 
 from batchfinder import tune_trainer
@@ -173,3 +174,30 @@ def test_the_evaluation_that_is_warned_of_runs_out_of_memory(tmp_path: Path) -> 
         trainer.evaluate()
     finally:
         torch.cuda.set_per_process_memory_fraction(before)
+
+
+class Emptied(TrainerCallback):  # type: ignore[misc]
+    """What is reserved as training begins and after each step, with no gradients and no cache."""
+
+    def __init__(self) -> None:
+        self.reserved: list[int] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        torch.cuda.empty_cache()
+        self.reserved.append(torch.cuda.memory_reserved())
+
+    on_train_begin = on_step_end
+
+
+@pytest.mark.gpu
+def test_training_leaves_no_segment_that_cannot_be_given_back(tmp_path: Path) -> None:
+    """cuBLAS has its workspaces as training begins, and not in the midst of what a first step takes."""
+    options = {"eval_strategy": "no", "optim": "sgd", "gradient_accumulation_steps": 1}
+    trainer = evaluating(tmp_path, use_cpu=False, samples=1, **options)
+    tune_trainer(trainer, budget="1GiB", cache=False)
+    emptied = Emptied()
+    trainer.add_callback(emptied)
+    trainer.train()
+    assert len(emptied.reserved) == 4
+    assert len(set(emptied.reserved[1:])) == 1, emptied.reserved
+    assert emptied.reserved[1] - emptied.reserved[0] <= 2 << 20, emptied.reserved

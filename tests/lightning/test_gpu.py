@@ -193,6 +193,35 @@ def test_training_begins_with_what_a_try_begins_with(limited: None) -> None:
     assert allocated == min(bytes_before for tried, bytes_before in tries if tried == size)
 
 
+class Plain(nets.Transformer):
+    """Its optimizer keeps no state, so that nothing of a step stays on the card but gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Emptied(pl.Callback):
+    """What is reserved as training starts and after its first step, with no gradients and no cache."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.cuda.empty_cache()
+        self.reserved = [torch.cuda.memory_reserved()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.zero_grad()
+        torch.cuda.empty_cache()
+        self.reserved.append(torch.cuda.memory_reserved())
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_step_leaves_no_segment_that_cannot_be_given_back() -> None:
+    """One of cuBLAS's workspaces would lie in the midst of it; they have segments of their own before."""
+    module, emptied = Plain(rows=ROWS, seq_len=128, width=256), Emptied()
+    fit(module, [BatchFinder(cache=False), emptied], num_sanity_val_steps=0, max_epochs=-1, max_steps=2)
+    assert len(emptied.reserved) == 3
+    assert len(set(emptied.reserved)) == 1, emptied.reserved
+
+
 def test_a_budget_limits_the_tries_and_is_gone_afterwards() -> None:
     """A large card answers for a small one: no try reserves more, and training has the whole card again."""
     watch = Watch()

@@ -408,6 +408,30 @@ def test_a_real_card() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
+@pytest.mark.gpu
+def test_training_leaves_no_segment_that_cannot_be_given_back() -> None:
+    """cuBLAS has its workspaces when the search returns, and not in the midst of what a first step takes."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make_batch(batch_size: int, seq_len: int | None) -> torch.Tensor:
+        return torch.ones(batch_size, 512, device=device)
+
+    found = tune_batch_size(train_step, make_batch, [model, optimizer], budget="1GiB", cache=False)
+    reserved = [torch.cuda.memory_reserved(device)]
+    for _ in range(2):
+        train_step(make_batch(found.batch_size, None))
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved(device))
+    assert len(set(reserved)) == 1, reserved
+
+
 def test_the_names_are_public() -> None:
     """They are where users look for them."""
     assert {"tune_batch_size", "TunedBatchSize", "TunedBatchSizes"} <= set(batchfinder.__all__)

@@ -315,6 +315,29 @@ def test_a_full_card_is_read_off_the_curve(usable: int) -> None:
     assert fill_card(asked, SHAPE, 40) == (min(right, 40), min(right, 40))
 
 
+def small_blocks(large: int) -> TraceSource:
+    """Of 4 KiB a sample, which have segments of 2 MiB up to 256 samples and of 20 MiB above; and a large one."""
+
+    def submit(batch_size: int, seq_len: int | None) -> Future[Trace]:
+        names = ("",) * 31
+        structure = TraceStructure(tuple(range(31)), (), names, names, ("activation",) * 31)
+        future: Future[Trace] = Future()
+        future.set_result(Trace(batch_size, seq_len, structure, (*[batch_size * 4096] * 30, batch_size * large)))
+        return future
+
+    return TraceSource(submit, [None])
+
+
+@pytest.mark.parametrize(("large", "usable"), [(MIB, 360 * MIB), (MIB // 4, 132 * MIB)])
+def test_a_size_whose_segments_say_too_much_of_larger_ones_does_not_end_the_curve(large: int, usable: int) -> None:
+    """15 segments of 2 MiB at 256 samples stand for as many of 20 MiB at 257, where there are two."""
+    asked = SimulatedProbe(small_blocks(large), DeviceMemory(usable, usable))
+    most = max(size for size in range(2, 512) if asked.unlimited(size, Shape()).max_reserved_bytes <= usable)
+    assert 300 < most < 350
+    assert most - 4 <= fill_card(asked, Shape(), 1 << 20)[0] <= most
+    assert most - 2 <= predict_full_card(asked, Shape()).batch_size <= most
+
+
 def two_steps(batch_size: int, seq_len: int | None) -> Future[Trace]:
     """Of two micro-batches each, in which a layer's input outlives its activations; the last output is kept."""
     of_a_step = ("input", "activation", "input", "activation", "output")
