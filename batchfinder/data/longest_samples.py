@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ SCANNED = 2048  # samples that are looked at where lengths differ, for at most S
 SCAN_SECONDS = 10.0
 DRAWN = 8  # batches as long as those of an epoch that a trial has beside those of the longest
 MADE = 8  # batches that are compared where the loader has no samples
+_BATCHES = 200  # of an epoch, or some, among which the shortest is looked for
 
 _WHOLE_DATASET = (SequentialSampler, RandomSampler, WeightedRandomSampler, DistributedSampler)
 
@@ -189,16 +190,32 @@ class SampleBatches:
         if not longest or batch_size <= len(longest):
             return []
         assert self._scanned is not None
-        draw, totals, by_total = random.Random(0), self._scanned.totals, {**seen.by_total, **self._scanned.by_total}
-        sampler: Any = getattr(self.loader.batch_sampler, "sampler", None)
+        by_total = {**seen.by_total, **self._scanned.by_total}
+        nearest = (min(by_total, key=lambda each: abs(each - most)) for most in self._most_in_batches(batch_size))
+        lengths = list(dict.fromkeys(nearest))
+        random.Random(0).shuffle(lengths)
+        batches = [
+            [by_total[each]] * (batch_size - 1) + [seen.shortest]
+            for each in itertools.islice(itertools.cycle(lengths), DRAWN)
+        ]
+        return [partial(self._collate, each, batch_size) for each in (*batches, longest)]
+
+    def _most_in_batches(self, batch_size: int) -> list[int]:
+        """The lengths of the longest samples in an epoch's batches, spread over those that differ, the shortest first.
+
+        The most of n draws is at most a length with the n-th power of the share of samples that are no longer. The rare
+        batch without one of the longest samples counts: it leaves the cache in other pieces.
+        """
+        assert self._scanned is not None
+        totals, sampler = self._scanned.totals, cast(Any, getattr(self.loader.batch_sampler, "sampler", None))
         if isinstance(sampler, SequentialSampler):
             each = max(1, batch_size * len(totals) // len(sampler))
-            drawn = [totals[start : start + each] for start in spread(len(totals), DRAWN)]
+            most = {max(totals[start : start + each]) for start in range(0, len(totals), each)}
         else:
-            drawn = [draw.choices(totals, k=batch_size) for _ in range(DRAWN)]
-        samples = [by_total[min(by_total, key=lambda total: abs(total - max(batch)))] for batch in drawn]
-        batches = [[sample] * (batch_size - 1) + [seen.shortest] for sample in samples]
-        return [partial(self._collate, each, batch_size) for each in (*batches, longest)]
+            in_order, shares = sorted(totals), ((each + 0.5) / _BATCHES for each in range(_BATCHES))
+            most = {in_order[int(len(totals) * share ** (1 / batch_size))] for share in shares}
+        found = sorted(most)
+        return [found[index] for index in spread(len(found), DRAWN)]
 
     def varies(self) -> bool:
         """Whether samples differ in length."""

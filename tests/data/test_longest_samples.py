@@ -226,6 +226,16 @@ def test_batches_of_other_lengths():
     assert SampleBatches(DataLoader(Rows(100))).others(4) == []
 
 
+def test_the_rare_batch_without_a_longest_sample_is_among_the_others():
+    """Of 64 samples, one batch in 5000 has none of the eighth that is longest, and three in 200 none of a sixteenth."""
+    rare = [10] * 7 + [11]
+    made = SampleBatches(DataLoader(Sentences(rare * 50), shuffle=True, collate_fn=pad))
+    assert {make()["ids"].shape[1] for make in made.others(64)} == {11}
+    rarer = [10] * 15 + [11]
+    made = SampleBatches(DataLoader(Sentences(rarer * 50), shuffle=True, collate_fn=pad))
+    assert {make()["ids"].shape[1] for make in made.others(64)} == {10, 11}
+
+
 def test_a_batch_of_the_longest_has_one_that_is_padded():
     """So that its mask is not full; one of a single sample has no room for it."""
     made = SampleBatches(DataLoader(Sentences([5 + index % 20 for index in range(40)]), collate_fn=pad))

@@ -193,6 +193,33 @@ def test_training_begins_with_what_a_try_begins_with(limited: None) -> None:
     assert allocated == min(bytes_before for tried, bytes_before in tries if tried == size)
 
 
+EPOCHS: list[int] = []
+"""Of each step of a try; no attribute, which tries would restore."""
+
+
+class Numbered(nets.Transformer):
+    """Notes the epoch of each step until training starts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if EPOCHS[-1:] != [-1]:
+            EPOCHS.append(self.trainer.current_epoch)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_start(self) -> None:
+        if self.trainer.callbacks:  # a try has none
+            EPOCHS.append(-1)
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(130, [0, 1, 2]), (128, [0, 1])])
+def test_a_try_has_the_epochs_that_begin_otherwise(rows: int, epochs: list[int]) -> None:
+    """The second, and where the first leaves a smaller batch's blocks in the cache, the third, which has both."""
+    EPOCHS.clear()
+    finder = BatchFinder(cache=False, predict=False, min_batch_size=16, max_batch_size=16, budget=LIMIT_BYTES)
+    fit(Numbered(rows=rows, seq_len=16), [finder], max_epochs=3, limit_val_batches=0)
+    assert len(trials(finder)) == 1
+    assert sorted(set(EPOCHS)) == [-1, *epochs]
+
+
 class Plain(nets.Transformer):
     """Its optimizer keeps no state, so that nothing of a step stays on the card but gradients."""
 
