@@ -41,7 +41,7 @@ SCANNED = 2048  # samples that are looked at where lengths differ, for at most S
 SCAN_SECONDS = 10.0
 DRAWN = 8  # batches as long as those of an epoch that a trial has beside those of the longest
 MADE = 8  # batches that are compared where the loader has no samples
-_BATCHES = 200  # of an epoch, or some, among which the shortest is looked for
+_BATCHES = 200  # batches of random samples whose longest ones a trial's other batches are spread over
 
 _WHOLE_DATASET = (SequentialSampler, RandomSampler, WeightedRandomSampler, DistributedSampler)
 

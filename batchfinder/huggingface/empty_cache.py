@@ -11,7 +11,7 @@ from batchfinder.measure.trial import prepare_cache
 
 
 class EmptyCacheCallback(TrainerCallback):
-    """Empties the allocator's cache as training begins, and before and after each evaluation.
+    """Empties the allocator's cache as training begins, with `prepare_cache`, and before and after each evaluation.
 
     A checkpoint that was restored, and an evaluation, leave it in pieces in which a full batch finds no room.
     """

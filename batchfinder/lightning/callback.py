@@ -381,7 +381,7 @@ class BatchFinder(Accumulating):
         self._retries_before = self._memory.retries()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the cache, as trials do: blocks of a sanity check and of a checkpoint would be in the way."""
+        """Prepare the cache, as trials do: blocks of a sanity check and of a checkpoint would be in the way."""
         super().on_train_start(trainer, pl_module)
         if "fit" in self._in_use:
             prepare_cache(trainer.strategy.root_device)

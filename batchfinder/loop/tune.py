@@ -169,7 +169,6 @@ def tune_loop(
             found.raise_if_nothing_fits()
             found = replace(found, entry=entry, seconds=found.seconds + each)
             sizes[shape.seq_len] = TunedBatchSize(found, config.device.type, config.caller)
-    prepare_cache(config.device)  # as tries began
     return TunedBatchSizes(sizes)
 
 
@@ -262,7 +261,7 @@ def tune_batch_size(
         on_trial: called after each trial with it, for a line of progress.
 
     Returns:
-        What was found, by length.
+        What was found, by length. On a GPU cuBLAS has taken its workspaces by then, as it has when a try begins.
 
     Raises:
         InvalidValue: an argument has an invalid value, or `train_step` changes what could not be put back.
@@ -297,4 +296,6 @@ def tune_batch_size(
     phases = Phases(evaluate=evaluate, samples=epoch_samples)
     config = LoopConfig(train_step, make_batch, named, device_of(device, named), phases=phases)
     lengths = sorted(set(seq_lens), reverse=True) if seq_lens else [None]
-    return tune_loop(config, limits, options.budget_bytes, lengths, options.store, on_trial)
+    found = tune_loop(config, limits, options.budget_bytes, lengths, options.store, on_trial)
+    prepare_cache(config.device)  # for a training that begins as tries did
+    return found

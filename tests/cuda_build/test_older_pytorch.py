@@ -236,7 +236,7 @@ def test_a_sweep_names_it(older: CudaBuild, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recorder", [RECORDER, "cuda-build"])
 def test_what_cudnn_would_take_is_named(older: CudaBuild, tmp_path: Path, recorder: str) -> None:
-    """Where a build has none of its libraries: the answer lacks their workspaces, and says so. So does a step tried."""
+    """Where a build has none of its libraries: what is recorded lacks their workspaces, and says so."""
     spec = StepOptions().workload(resnet(tmp_path))
     with Simulation(spec, StepOptions(recorder=recorder).step(), recorder) as simulation:
         probe = simulation.probe(device_for(find_gpu("t4")), [64], AllocatorSettings.from_environment())

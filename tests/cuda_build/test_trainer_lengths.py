@@ -51,7 +51,7 @@ def tuned_and_trained() -> tuple[int, list[int], bool, int]:
         data: Any = [{"input_ids": [1] * length} for length in lengths]
         trainer = Watched(model=model, args=arguments, train_dataset=data, data_collator=collate)
         begin()
-        found = tune_trainer(trainer, cache=False, target_batch_size=512, on_trial=begin)
+        found = tune_trainer(trainer, cache=False, target_batch_size=1024, on_trial=begin)
         in_try = max(tried, key=len)  # the one that fails takes fewer steps
         before = torch.cuda.memory_stats()["num_alloc_retries"]
         trainer.train()
@@ -62,12 +62,12 @@ def tuned_and_trained() -> tuple[int, list[int], bool, int]:
 def test_a_size_trains_the_lengths_of_an_epoch(cuda_stub: CudaStubFixture) -> None:
     """200 micro-batches and more without a cache given back; tries have other lengths, and the longest after each order."""
     size, lengths, expandable, retries = (
-        cuda_stub(gpu="RTX 4090", memory="2GiB", values=False).run(tuned_and_trained).result
+        cuda_stub(gpu="RTX 4090", memory="4GiB", values=False).run(tuned_and_trained).result
     )
     assert (expandable, retries) == (True, 0)
     assert len(set(lengths)) > 3
     assert lengths[-1] == max(lengths) == 256
-    configured = cuda_stub(gpu="RTX 4090", memory="2GiB", values=False, allocator="expandable_segments:False")
+    configured = cuda_stub(gpu="RTX 4090", memory="4GiB", values=False, allocator="expandable_segments:False")
     smaller, _, expandable, _ = configured.run(tuned_and_trained).result
     assert not expandable
     assert smaller < size

@@ -228,7 +228,7 @@ class Plain(nets.Transformer):
 
 
 class Emptied(pl.Callback):
-    """What is reserved as training starts and after its first step, with no gradients and no cache."""
+    """What is reserved as training starts and after each step, with no gradients and no cache."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         torch.cuda.empty_cache()
