@@ -199,6 +199,18 @@ class DryRun:
                     yield from whole_steps(PEAK_STEPS)
                 yield from end_of_epoch()
 
+        def in_epochs(batches: Iterator[MakeBatch]) -> Iterator[MakeBatch]:
+            """Empty the cache where training would begin another epoch, as the callback does: one may be shorter."""
+            whole, rest_of_step = divmod(full.length, accumulation)
+            of_an_epoch = whole * micro_batches + min(rest_of_step, micro_batches)
+            for count, make_batch in enumerate(batches):
+                begins = schedule.empties_cache and taken.history is None and full.length and count
+                yield partial(after_cache_given_back, make_batch) if begins and count % of_an_epoch == 0 else make_batch
+
+        def after_cache_given_back(make_batch: MakeBatch) -> Any:
+            give_back_cache(trainer.strategy.root_device)
+            return make_batch()
+
         with (
             local_only(trainer, as_in_training=True),
             torch.autograd.set_detect_anomaly(detects_anomaly(trainer)),
@@ -230,7 +242,7 @@ class DryRun:
                     _ask_finetuning(trainer, between)
                 asked = epoch + 1
                 set_epoch(loop, epoch)
-                loader.batches = first_epoch if epoch == 0 else partial(later_epoch, epoch)
+                loader.batches = partial(in_epochs, first_epoch() if epoch == 0 else later_epoch(epoch))
                 with suppress(StopIteration):
                     loop.on_advance_start()
                     loop.advance()

@@ -220,6 +220,30 @@ def test_a_try_has_the_epochs_that_begin_otherwise(rows: int, epochs: list[int])
     assert sorted(set(EPOCHS)) == [-1, *epochs]
 
 
+RESERVED: list[int] = []
+"""As each step of a fit begins, its tries among them."""
+
+
+class Reserved(Validated):
+    """Notes what the cache holds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        RESERVED.append(torch.cuda.memory_reserved())
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("rows", "emptied"), [(4096, False), (128, True)])
+def test_a_try_empties_the_cache_as_often_as_short_epochs_do(rows: int, emptied: bool) -> None:
+    """Further steps leave the cache in pieces that an epoch of two never meets."""
+    RESERVED.clear()
+    finder = BatchFinder(cache=False, predict=False, min_batch_size=64, max_batch_size=64, budget=LIMIT_BYTES)
+    fit(Reserved(rows=rows, seq_len=128, width=256), [finder], num_sanity_val_steps=0, max_steps=4, max_epochs=-1)
+    assert len(trials(finder)) == 1
+    _, second, third, fourth, *_ = RESERVED
+    assert (third < second) == emptied
+    assert fourth >= second
+
+
 class Plain(nets.Transformer):
     """Its optimizer keeps no state, so that nothing of a step stays on the card but gradients."""
 

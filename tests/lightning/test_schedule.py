@@ -156,7 +156,8 @@ class Small(nets.Transformer):
         # The first micro-batch's gradients are there as the validation's blocks go, and the second finds them so.
         (16, 2, 1, [4, "emptied", 4, "step", 4, 4, "step"]),
         # One step an epoch, at its end: the optimizer's state comes after the smaller batch, not after a full one.
-        (11, 4, 1.0, [4, 3, "step", 4, 4, "step"]),
+        # The next one begins with an empty cache.
+        (11, 4, 1.0, [4, 3, "step", "emptied", 4, 4, "step", "emptied"]),
     ],
 )
 def test_what_a_try_takes(
