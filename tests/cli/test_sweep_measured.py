@@ -255,7 +255,10 @@ def test_a_shorter_sequence_starts_from_the_longer_one(measuring: Measuring) -> 
     assert shorter.trials[0].batch_size > longer.result.max_batch_size
     assert len(shorter.trials) <= 5
     assert sum(not trial.fits for trial in shorter.trials) <= 2
-    assert row(16).cached
+    again = row(16)
+    assert again.trials[0].batch_size == shorter.result.max_batch_size
+    # A process's memory differs by a little from one to the next, and the answer is the largest that just ran.
+    assert again.cached == again.trials[0].fits
 
 
 def test_a_row_that_cannot_be_cached_says_so(measuring: Measuring) -> None:
