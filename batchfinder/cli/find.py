@@ -48,7 +48,7 @@ def _find(arguments: argparse.Namespace) -> int:
         name: None
         if (value := getattr(arguments, name)) is None
         else whole_number(f"--{name.replace('_', '-')}", value)
-        for name in ("target_batch_size", "steps", "max_batch_size", "jobs")
+        for name in ("target_batch_size", "steps", "epochs", "max_batch_size", "jobs")
     }
     template = CommandTemplate(
         tuple(argv),

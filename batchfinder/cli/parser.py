@@ -600,6 +600,7 @@ FIND = Command(
         },
         "the search": {
             "--steps": {"metavar": "N", "help": "optimizer steps of a run (default: until memory is steady)"},
+            "--epochs": {"metavar": "N", "help": "epochs of a run, evaluation and checkpoint included"},
             "--max-batch-size": {"metavar": "N", "help": "the largest to try"},
             "--tolerance": {
                 "default": "1%",

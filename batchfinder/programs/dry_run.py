@@ -104,6 +104,7 @@ class ProcessMemory:
             what holds them; `lines`, bytes by the user's line that allocated what is no weight, gradient or state.
         ended: why it was ended: "steps", "steady", "most steps", "epochs" or "time"; empty where it ended by itself.
         world_size: of that group; 1 without one.
+        in_first_epoch: whether it ended while steps took batches of a DataLoader that had not been iterated over twice.
     """
 
     program: str
@@ -119,6 +120,7 @@ class ProcessMemory:
     peak: Mapping[str, Any]
     ended: str
     world_size: int = 1
+    in_first_epoch: bool = False
 
     @classmethod
     def read(cls, path: Path) -> ProcessMemory | None:
@@ -132,7 +134,8 @@ class ProcessMemory:
             return None
         first = str(seen["out_of_memory"][0]["device"]) if not most else "0"
         device = max(most, key=lambda each: int(most[each]["allocated"]), default=first)
-        known = ("program", "rank", "retries", "steps", "epochs", "out_of_memory", "peak", "ended", "world_size")
+        of_steps = ("retries", "steps", "epochs", "in_first_epoch", "out_of_memory", "peak", "ended")
+        known = ("program", "rank", "world_size", *of_steps)
         return cls(
             device=int(device),
             total_bytes=seen["memory"].get(device, 0),

@@ -232,6 +232,7 @@ def find_for_command(
     real: bool = False,
     scratch: bool = True,
     steps: int | None = None,
+    epochs: int | None = None,
     max_batch_size: int | None = None,
     tolerance: float = 0.01,
     online: bool = False,
@@ -249,6 +250,7 @@ def find_for_command(
         seq_lens: to fill in; None where the command has no place for one.
         scratch: run it in temporary copies of this folder, which are thrown away.
         steps: optimizer steps of a run; None for when memory is steady.
+        epochs: of a run instead, evaluation and checkpoint included.
         max_batch_size: the largest to try.
         tolerance: end once a size within this share of the answer fails; 0 for the exact maximum.
         online: let loggers and the Hub use the network.
@@ -273,7 +275,7 @@ def find_for_command(
 
     def search(card: StubCard, seq_len: int | None) -> FoundForCommand:
         world_size = None if template.nodes is None else template.num_devices
-        settings = {"world_size": world_size, "steps": steps, "online": online}
+        settings = {"world_size": world_size, "steps": steps, "epochs": epochs, "online": online}
         in_a_node = 0 if real else template.num_devices // (template.nodes or 1)
         probe = CommandProbe(template, [card] * in_a_node, folder, scratch, stop, build, kept, **settings)
         usable = card.total_bytes - card.context_bytes - card.held_bytes

@@ -82,8 +82,7 @@ class Watch:
         torch.cuda._lazy_call(self._follow_allocator)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        if self._settings.epochs:
-            self._follow_loaders()
+        self._follow_loaders()
 
     # -- the allocator -----------------------------------------------------------------------------------------------
 
@@ -248,7 +247,7 @@ class Watch:
         def iterate_and_count(loader: DataLoader[Any]) -> Any:
             if self._loader_steps.pop(id(loader), 0):
                 self._epochs += 1
-                if self._epochs >= (self._settings.epochs or 0) and not self._enough:
+                if self._settings.epochs and self._epochs >= self._settings.epochs and not self._enough:
                     self._finish("epochs")
             made = iterate(loader)
             made._batchfinder_loader = loader  # type: ignore[attr-defined]
@@ -354,6 +353,7 @@ class Watch:
             "peak": self._peak,
             "steps": self._steps,
             "epochs": self._epochs,
+            "in_first_epoch": not self._epochs and bool(self._loader_steps),
             "ended": self._enough,
         }
         with suppress(OSError):

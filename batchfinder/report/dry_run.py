@@ -29,6 +29,11 @@ _HELD = {
     "optimizer": "temporaries of the optimizer",
     "other": "batches and other tensors",
 }
+WITHIN_EPOCH = (
+    "ended within the first epoch: what comes later, as longer samples, an evaluation or a checkpoint, was not run; "
+    "--epochs 1 goes on to the next"
+)
+"""Of runs that were not asked to go further."""
 _WORTH_TELLING = 50
 """A line that made one in so many bytes, or more."""
 _ENDED = {
@@ -203,3 +208,5 @@ def _of_process(process: ProcessMemory) -> Iterator[str]:
         yield "no optimizer took a step: the peak is of all that the command did"
     elif process.ended == "most steps":
         yield f"memory was not steady after {len(process.steps)} steps: a longer run may need more"
+    elif process.ended == "steady" and process.in_first_epoch:
+        yield WITHIN_EPOCH

@@ -8,6 +8,7 @@ from typing import Any
 
 from batchfinder.cuda_stub import StubCard
 from batchfinder.programs import FoundForCommand
+from batchfinder.report.dry_run import WITHIN_EPOCH
 from batchfinder.report.table import Columns, Table, assumptions
 from batchfinder.results import StopReason, Trial
 from batchfinder.units import format_bytes
@@ -58,6 +59,9 @@ def found_table(found: Sequence[FoundForCommand], explain: bool = False) -> Tabl
     if kept := sum(each.kept for each in found):
         of_all = f"{kept} of the {sum(each.runs for each in found)} runs"
         notes.append(f"{of_all} had been made before, and nothing has changed since: --again makes them anew")
+    last = [process for each in found for process in each.last.processes]
+    if any(process.ended in ("steady", "most steps") and process.in_first_epoch for process in last):
+        notes.append(f"runs were {WITHIN_EPOCH}")
     build = found[0].last.build
     exact = all(each.result.stop is StopReason.EXACT for each in found)
     above = "the next size" if exact else "a larger one"

@@ -49,6 +49,32 @@ def test_the_size_found_runs_and_the_next_does_not(tmp_path: Path) -> None:
     assert again.code == 0, again.out
 
 
+EPOCHS = f"""{WIDE.partition("for step")[0]}
+batches = torch.utils.data.DataLoader(torch.zeros(20 * batch_size), batch_size)
+for _ in range(2):
+    for x in batches:
+        net(torch.zeros(2000 * len(x), 1024, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        net(torch.zeros(8 * batch_size, 2000, 1024, device="cuda"))
+"""
+
+
+def test_an_evaluation_at_an_epochs_end_is_run_where_epochs_are(tmp_path: Path) -> None:
+    """It takes more here than a step; without it the table says what was not run."""
+    (tmp_path / "train.py").write_text(EPOCHS)
+    asked = ("--memory", "384MiB", "--max-batch-size", "2")
+    command = ("--", sys.executable, "train.py", "{batch_size}", "1", "1")
+    done = run_command("find", *asked, *command, cache=tmp_path / "c", folder=tmp_path)
+    assert done.code == 0, done.err
+    assert "runs were ended within the first epoch" in done.out
+    assert "--epochs 1 goes on" in done.out
+    (found,) = json.loads(find(tmp_path, EPOCHS, *asked, *command).out)
+    (whole,) = json.loads(find(tmp_path, EPOCHS, *asked, "--epochs", "1", *command).out)
+    assert (found["batch_size"], found["kept"], whole["batch_size"]) == (2, 2, 1)
+
+
 @pytest.mark.exhaustive
 def test_a_config_file_and_a_variable(tmp_path: Path) -> None:
     """The number in the copy of the file changes, and the file stays."""
