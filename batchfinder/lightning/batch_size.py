@@ -162,16 +162,15 @@ def _resize_loaders(source: LoaderSource, batch_size: int, stage: str, trusted: 
 def sizes_by_hook(
     source: LoaderSource, pl_module: LightningModule, attribute: str, batch_size: int
 ) -> list[int | None]:
-    """The batch sizes of the loaders that a hook makes where the attribute has a size; empty if it uses it for none.
+    """The batch sizes of the loaders that a hook makes where the attribute has a size; empty without an attribute.
 
     The hook is called, which may change the user's objects: the caller puts those back.
     """
     applied = set_attribute(pl_module, attribute, batch_size)
     try:
-        sizes = [batch_size_of(loader) for loader in flattened(source.dataloader())] if applied else []
+        return [batch_size_of(loader) for loader in flattened(source.dataloader())] if applied else []
     finally:
         applied.undo()
-    return sizes if batch_size in sizes else []
 
 
 def check_loaders(source: LoaderSource, loaders: Any, stage: str, pl_module: LightningModule, attribute: str) -> None:

@@ -52,7 +52,7 @@ from batchfinder.lightning.ddp import data_parallel_size, ranks_of
 from batchfinder.lightning.dry_run import TrainBatches, TrialConfig, capture_data
 from batchfinder.lightning.micro_batching.fit import DryRunMemory, MicroBatchingFit
 from batchfinder.lightning.options import IN_ORDER, FinderOptions, check_trainer
-from batchfinder.lightning.schedule import NO_SCHEDULE, read_schedule
+from batchfinder.lightning.schedule import ASKED_SIZE, NO_SCHEDULE, read_schedule
 from batchfinder.lightning.stage_tuner import StageTuner
 from batchfinder.measure.device_memory import Memory, memory_of
 from batchfinder.measure.oom import classify
@@ -508,15 +508,24 @@ class BatchFinder(Accumulating):
             before.restore()
         return batches
 
-    def _validation_of_fit(self, trainer: Trainer) -> ProbeBatches | None:
-        """Where the fit's own validation has its batches from, of the size that its loader has; None for nowhere."""
-        batches = ProbeBatches(trainer, trainer.lightning_module, loader_source(trainer.fit_loop.epoch_loop.val_loop))
+    def _validation_of_fit(self, trainer: Trainer, sees_size: bool) -> ProbeBatches | None:
+        """Where the fit's own validation has its batches from; None for nowhere.
+
+        Args:
+            sees_size: whether its hook will see the size that is found, of which it may make theirs.
+        """
+        module, source = trainer.lightning_module, loader_source(trainer.fit_loop.epoch_loop.val_loop)
+        by_hook = partial(sizes_by_hook, source, module, self.options.batch_size_attribute)
+        makes_size = by_hook if sees_size and source.is_module() else None
+        batches = ProbeBatches(trainer, module, source, sizes_by_hook=makes_size, of_training=True)
         before, size, reason = capture_data(trainer, self), None, "its loader does not say how large its batches are"
         try:
             batches.batch(1)
             size = batches.own_batch_size
+            if {batches.size_beside(asked) for asked in (ASKED_SIZE, 2 * ASKED_SIZE)} == {size}:
+                batches.sizes_by_hook = None  # it is its own
         except Exception as error:  # it is Lightning's to raise when it gets there
-            reason = f"{type(error).__name__}: {error}"
+            reason, batches.sizes_by_hook = f"{type(error).__name__}: {error}", None
         finally:
             before.restore()
         if size is None:
@@ -530,8 +539,12 @@ class BatchFinder(Accumulating):
         schedule, validation = NO_SCHEDULE, None
         if trainer.state.fn == "fit":
             if stage == "fit" and trainer.enable_validation and "validate" not in options.also:
-                validation = self._validation_of_fit(trainer)
-            schedule = read_schedule(trainer, None if validation is None else validation.own_batch_size)
+                validation = self._validation_of_fit(trainer, sees_size=micro_batching is None)
+            own, by_hook = None, None
+            if validation is not None:
+                own = validation.own_batch_size
+                by_hook = None if validation.sizes_by_hook is None else validation.size_beside(ASKED_SIZE)
+            schedule = read_schedule(trainer, own, by_hook)
         accumulation = schedule.accumulation if micro_batching is None else 2
         if trainer.state.fn != "fit":
             config = TrialConfig(stage, alone=True)

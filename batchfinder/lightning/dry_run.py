@@ -551,7 +551,7 @@ class LightningProbe:
                 last = [partial(made, other, False) for other in self.batches.last(batch_size, shape.seq_len)]
                 validation = None
                 if self.validation is not None:
-                    validation = feed(self.validation, dry_run.schedule.validation_batch_size or 1, Shape())
+                    validation = feed(self.validation, self.validation.size_beside(batch_size) or 1, Shape())
                 dry_run.fit(full, config.micro_batches(batch_size), taken, others, last, validation)
             else:
                 size, train_shape, batches = config.train
@@ -605,7 +605,7 @@ class LightningProbe:
                 self(self.smallest, shape)
                 self._validated = True
         elif "validation" not in not_tried:
-            size = self.dry_run.schedule.validation_batch_size
+            size = None if self.validation is None else self.validation.size_beside(batch_size)
             not_tried["validation"] = (
                 f"the fit's validation, which runs out of memory with its batches of {size} at any size to train with"
             )

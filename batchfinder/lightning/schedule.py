@@ -15,6 +15,8 @@ from pytorch_lightning.callbacks import Callback
 
 from batchfinder.lightning.compat import averaging_starts, callbacks_of, is_a, restores_optimizers, scales_loss
 
+ASKED_SIZE = 128
+"""Of training's batches, at which a hook is asked how large it makes a validation's."""
 _MOST_EPOCHS = 1000
 """Of a fit without an end, or with more epochs, those that a finetuning callback is asked about."""
 
@@ -29,6 +31,8 @@ class Schedule:
         accumulation: micro-batches per optimizer step where there is no target; the most that a
             GradientAccumulationScheduler asks for.
         validation_batch_size: of the validation in the fit; None where it has none, or none that can be tried.
+        validation_by_hook: how large it is where training's batches have `ASKED_SIZE`, if a hook makes it of that size;
+            None where its size is its own.
         validation_interval: after how many batches there is one, or after which share of an epoch's.
         unfreezes: epochs that a BaseFinetuning callback is asked about, in order.
         averages_from: the epoch from which StochasticWeightAveraging has an average on the device; None without.
@@ -39,6 +43,7 @@ class Schedule:
     skips_a_step: bool = False
     accumulation: int = 1
     validation_batch_size: int | None = None
+    validation_by_hook: int | None = None
     validation_interval: int | float = 1.0
     unfreezes: range = range(0)
     averages_from: int | None = None
@@ -96,7 +101,10 @@ class Schedule:
         phases += ["batches of other lengths and the epoch's smaller last one, where there are any"]
         if self.validation_batch_size is not None:
             within = "" if self.validation_interval == 1.0 else ", within epochs"
-            phases += [f"a validation with batches of {self.validation_batch_size}{within}"]
+            of_size = f"of {self.validation_batch_size}"
+            if self.validation_by_hook is not None:
+                of_size = "that its hook makes of the size"
+            phases += [f"a validation with batches {of_size}{within}"]
         phases += ["on a GPU, or after a validation, the next epoch's first steps"]
         phases += [f"epoch {self.unfreezes[-1]}, by which layers are unfrozen"] if self.unfreezes else []
         phases += [f"epoch {self.averages_from}, from which weights are averaged"] if self.averages_from else []
@@ -107,7 +115,9 @@ NO_SCHEDULE = Schedule()
 """Of what is no fit: nothing but full batches."""
 
 
-def read_schedule(trainer: Trainer, validation_batch_size: int | None = None) -> Schedule:
+def read_schedule(
+    trainer: Trainer, validation_batch_size: int | None = None, validation_by_hook: int | None = None
+) -> Schedule:
     """Read a fit's schedule from a trainer that is set up, and that has not started to train."""
     callbacks = callbacks_of(trainer)
     accumulation, epochs = trainer.accumulate_grad_batches, trainer.max_epochs
@@ -130,6 +140,7 @@ def read_schedule(trainer: Trainer, validation_batch_size: int | None = None) ->
         skips_a_step=scales_loss(trainer) and not restores,
         accumulation=accumulation,
         validation_batch_size=validation_batch_size,
+        validation_by_hook=validation_by_hook,
         validation_interval=trainer.val_check_interval,
         unfreezes=unfreezes,
         averages_from=averages_from,

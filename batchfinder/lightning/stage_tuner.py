@@ -33,7 +33,7 @@ from batchfinder.lightning.dataloaders import ProbeBatches
 from batchfinder.lightning.ddp import begin_trials, end_trials
 from batchfinder.lightning.dry_run import DryRun, LightningProbe, TrialConfig, active_callbacks, capture, capture_data
 from batchfinder.lightning.options import FinderOptions
-from batchfinder.lightning.schedule import NO_SCHEDULE, Schedule
+from batchfinder.lightning.schedule import ASKED_SIZE, NO_SCHEDULE, Schedule
 from batchfinder.measure.device_memory import SEGMENTS_EXPAND, Memory, expand_segments, memory_of
 from batchfinder.measure.key_fields import describe_batch, describe_sharding, measured_key_fields, versions
 from batchfinder.measure.trial import TrialSession
@@ -382,13 +382,16 @@ def make_key(
     module = trainer.lightning_module
     optimizers = [] if config.alone else trainer.optimizers
     train = config.train
+    # Where a hook makes it of the size that is found, what it is now says nothing.
+    by_hook = schedule.validation_by_hook
+    validation = schedule.validation_batch_size if by_hook is None else f"{by_hook} beside {ASKED_SIZE}"
     extra: dict[str, Json] = {
         "sample": describe_batch(sample),
         "stage": [config.stage, config.alone],
         "target": config.target_batch_size,
         "split": config.split_batch_size,
         "train": None if train is None else [train.batch_size, train.shape.seq_len],
-        "schedule": [schedule.validation_batch_size, str(schedule.validation_interval), *schedule.later_epochs],
+        "schedule": [validation, str(schedule.validation_interval), *schedule.later_epochs],
         "headroom": limits.headroom,
         "strategy": type(trainer.strategy).__name__,
         "automatic_optimization": module.automatic_optimization,

@@ -281,12 +281,14 @@ def expand_segments(device: torch.device) -> bool:
     if configured or sys.platform != "linux" or torch.version.hip is not None:
         return False
     setting = "expandable_segments:True"
+    # Older versions of PyTorch have the second alone, and newer ones warn of it.
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings(setting)
+    configure(setting)
     try:
         torch.empty(_EXPANDED_BYTES, dtype=torch.uint8, device=device)
     except RuntimeError:  # not with this driver
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        configure("expandable_segments:False")
         return False
     os.environ[VARIABLES[-1]] = setting
     return True

@@ -30,6 +30,7 @@ def test_a_size_found_trains(cuda_stub: CudaStubFixture, seed: int) -> None:
 def found_with_its_segments() -> tuple[int, bool, int]:
     """Of a fit whose samples differ in length: the size, whether segments are expandable after it, and retries in it."""
     import os
+    import warnings
 
     import pytorch_lightning as pl
     import torch
@@ -45,6 +46,7 @@ def found_with_its_segments() -> tuple[int, bool, int]:
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: object) -> None:
             self.retries = torch.cuda.memory_stats()["num_alloc_retries"] - self.before
 
+    warnings.filterwarnings("error", ".*_set_allocator_settings")
     watch, finder = Watch(), BatchFinder(cache=False)
     fit = case("lstm", 512, 2, 128, "free", "RTX 4090", samples=6000, memory_bytes=4 << 30)
     trainer(fit, [finder, watch], max_steps=30).fit(WithoutValidation(fit, 2))

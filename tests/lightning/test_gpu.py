@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from torch.utils.data import DataLoader
 
 from batchfinder.lightning.callback import BatchFinder
 from batchfinder.results import Trial
@@ -191,6 +192,23 @@ def test_training_begins_with_what_a_try_begins_with(limited: None) -> None:
     assert trainer.global_step == 3
     tries, (size, allocated) = BEGUN[:-3], BEGUN[-3]
     assert allocated == min(bytes_before for tried, bytes_before in tries if tried == size)
+
+
+class ValidatesMore(Validated):
+    """Ten samples for each of a training batch's, as its hook makes them of the batch size."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(nets.Text(self.rows, self.seq_len), batch_size=10 * self.batch_size)
+
+
+def test_a_validation_that_grows_with_the_batch_size_limits_it(limited: None) -> None:
+    """Sizes were tried with the validation's batch of before the search, and the fit's own ran out of memory."""
+    finder = BatchFinder(cache=False)
+    module = ValidatesMore(rows=ROWS, seq_len=128, width=256)
+    trainer = fit(module, [finder], num_sanity_val_steps=1, max_steps=2, limit_val_batches=1)
+    assert trainer.global_step == 2
+    refused = [trial for trial in trials(finder) if not trial.fits]
+    assert refused, "nothing limits it"
 
 
 EPOCHS: list[int] = []

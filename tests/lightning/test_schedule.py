@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pytorch_lightning.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
+from torch.utils.data import DataLoader
 
 from batchfinder.lightning import dry_run
 from batchfinder.lightning.callback import BatchFinder
@@ -172,6 +174,54 @@ def test_what_a_try_takes(
     nets.trainer(callbacks=[finder], **options).fit(module)
     taken = ",".join(map(str, TAKEN))
     assert ",".join(map(str, order)) in taken, taken
+
+
+VALIDATED: list[int] = []
+"""Sizes of batches that were validated, in tries and in the fit."""
+
+
+class Validates(nets.Transformer):
+    """With a loader whose size a rule makes of the batch size."""
+
+    rule: Callable[[int], int]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        VALIDATED.append(len(batch["input_ids"]))
+        self.loss(batch)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(nets.Text(96, 16), batch_size=self.rule(self.batch_size))
+
+
+def validates(rule: Callable[[int], int]) -> int | None:
+    """The size of 8 that is tried and trained with, where the loaders have one of 2 before."""
+    VALIDATED.clear()
+    finder = BatchFinder(max_batch_size=8, min_batch_size=8, budget="64GiB", cache=False)
+    module = type("Ruled", (Validates,), {"rule": staticmethod(rule)})(batch_size=2)
+    nets.trainer(callbacks=[finder], max_steps=1, limit_val_batches=2).fit(module)
+    return finder.batch_size
+
+
+@pytest.mark.parametrize(
+    ("rule", "size"),
+    [(lambda size: 3 * size, 24), (lambda size: min(size, 6), 6), (lambda size: 6, 6), (lambda size: 99 * size, 96)],
+)
+def test_a_try_validates_with_batches_as_large_as_the_fit_does(rule: Callable[[int], int], size: int) -> None:
+    """Where a hook makes them of the batch size, of that which is tried; no more than there are samples."""
+    assert validates(rule) == 8
+    assert len(VALIDATED) > 2
+    assert set(VALIDATED) == {size}
+
+
+def test_a_hook_that_fails_at_other_sizes_ends_no_fit() -> None:
+    """The validation is then tried with the size that its loader has."""
+
+    def rule(size: int) -> int:
+        assert size <= 8, "no more than 8"
+        return size
+
+    assert validates(rule) == 8
+    assert set(VALIDATED) == {2, 8}
 
 
 def test_a_try_takes_no_more_than_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
