@@ -433,10 +433,19 @@ class ProbeBatches:
         return size if samples is None else min(size, samples)
 
     def batches_per_epoch(self, batch_size: int) -> int:
-        """How many batches of a size an epoch takes, by the data and the Trainer's limits; 0 where nothing tells."""
+        """How many batches of a size an epoch takes, by the data and the Trainer's limits; 0 where nothing tells.
+
+        Loaders of a validation take turns.
+        """
         samples, trainer = self.dataset_size(), cast(Any, self.trainer)
         drops = samples is not None and samples >= batch_size and any(map(_drops_last, self._combined.flattened))
         batches = 0 if samples is None else samples // batch_size if drops else -(-samples // batch_size)
+        if self.source.name == "val_dataloader" and samples is not None:
+            share, counts = trainer.limit_val_batches, list[int]()
+            for loader in self._combined.flattened:
+                count = -(-(samples_per_epoch(self.trainer, loader) or 0) // batch_size)
+                counts.append(min(share, count) if isinstance(share, int) else int(share * count))
+            return sum(counts)
         if self.source.name != "train_dataloader":
             return batches
         limits = [] if samples is None else [batches]

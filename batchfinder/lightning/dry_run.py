@@ -22,6 +22,7 @@ from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from batchfinder.data.batch import tensors
 from batchfinder.errors import shortened
 from batchfinder.lightning.batch_size import Applied, set_attribute
 from batchfinder.lightning.compat import (
@@ -88,6 +89,7 @@ class DryRun:
         not_tried: what fits could not do, in words: an optimizer that never stepped, a validation that raised.
         failed_in_validation: whether the last fit ran out of memory in its validation.
         growth: what each step keeps in memory and the next does not free, in words; empty for nothing.
+        validation_growth: what each batch of a validation does, likewise.
     """
 
     trainer: Trainer
@@ -96,6 +98,7 @@ class DryRun:
     schedule: Schedule = field(default_factory=Schedule)
     not_tried: dict[str, str] = field(default_factory=dict, init=False)
     growth: str = field(default="", init=False)
+    validation_growth: str = field(default="", init=False)
     failed_in_validation: bool = field(default=False, init=False)
 
     def fit(
@@ -276,14 +279,36 @@ class DryRun:
     def _validate(self, batches: Feed, taken: TrialSteps, is_tried: bool) -> None:
         """Validate as a fit's epoch does, for two batches, with the optimizer's state in memory.
 
-        To hooks it is a sanity check, in which those that write or decide something usually do nothing. What it raises
-        that is not about memory is raised only where its size is what is tried: the fit may not get as far.
+        Where each batch leaves some memory behind, as a list of predictions does, a whole validation is run, whose end
+        may put them together; of a long one the first batches, and one beside what all leave. To hooks it is a sanity
+        check, in which those that write or decide something usually do nothing. What it raises that is not about memory
+        is raised only where its size is what is tried: the fit may not get as far.
         """
         trainer, module = self.trainer, self.trainer.lightning_module
         trainer.sanity_checking, trainer.num_sanity_val_steps, trainer.limit_val_batches = True, math.inf, 1.0
         loop: StageLoop = trainer.fit_loop.epoch_loop.val_loop
         loader = ProbeLoader(batches.length, taken, batches.stands_for)
-        loader.batches = lambda: repeat(batches.make_batch, PEAK_STEPS)
+        device, held = trainer.strategy.root_device, list[int]()
+
+        def given() -> Iterator[MakeBatch]:
+            for _ in range(min(PEAK_STEPS + 1, batches.length or PEAK_STEPS)):
+                if len(held) == PEAK_STEPS and (device.type != "cuda" or held[1] <= held[0]):
+                    return
+                yield batches.make_batch
+                held.append(self.memory.held_bytes())
+            growth = min((after - before for before, after in pairwise(held)), default=0)
+            if device.type != "cuda" or growth * batches.length < _LEAST_KEPT_BYTES:
+                return
+            where = _longest_list(module)
+            self.validation_growth = f"{format_bytes(growth)} with each batch" + (f", in {where}" if where else "")
+            to_come = batches.length - len(held)
+            yield from repeat(batches.make_batch, min(to_come, _MOST_VALIDATED) - 1)
+            left_out = range(to_come - _MOST_VALIDATED)
+            kept = [torch.empty(growth, dtype=torch.uint8, device=device) for _ in left_out]
+            yield from repeat(batches.make_batch, min(to_come, 1))
+            kept.clear()
+
+        loader.batches = given
         set_loader(loop, loader)
         try:
             module.on_validation_model_zero_grad()
@@ -407,7 +432,7 @@ class Kept(Callback):
 def _longest_list(module: LightningModule) -> str:
     """The attribute of a module, or of one in it, whose list holds most bytes of tensors, as a metric's states do."""
     sizes = {
-        f"{name}.{key}" if name else key: sum(t.nbytes for t in value if isinstance(t, Tensor))
+        f"{name}.{key}" if name else key: sum(tensor.nbytes for _, tensor in tensors(value))
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if isinstance(value, list)
@@ -418,6 +443,8 @@ def _longest_list(module: LightningModule) -> str:
 
 _LEAST_KEPT_BYTES = 1 << 20
 """Of memory that grows from step to step, what an epoch has to add to be worth a further step."""
+_MOST_VALIDATED = 64
+"""Batches of a validation whose outputs stay in memory that a trial runs at most."""
 _KEEPING_STEPS = 8
 """Steps that stand for those of an epoch: where a tensor lies that is kept depends on what else is there with it."""
 _MOST_BATCHES = 4 * MAX_BATCHES_WITHOUT_STEP
@@ -609,6 +636,8 @@ class LightningProbe:
             not_tried["validation"] = (
                 f"the fit's validation, which runs out of memory with its batches of {size} at any size to train with"
             )
+            if growth := self.dry_run.validation_growth:
+                not_tried["validation"] += f" (its memory grows by {growth}; a copy by .cpu() would not stay there)"
         return "validation" not in not_tried
 
 

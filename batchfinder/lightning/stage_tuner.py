@@ -259,6 +259,11 @@ class StageTuner:
                 f"BatchFinder: memory grows by {self._dry_run.growth}; sizes were tried with what it comes to in an "
                 "epoch, where its length is known."
             )
+        growth = "" if self._dry_run is None else self._dry_run.validation_growth
+        if self._dry_run is not None and growth and "validation" not in self._dry_run.not_tried:
+            rank_zero_info(
+                f"BatchFinder: the validation's memory grows by {growth}; sizes were tried with a whole one."
+            )
         for not_tried in () if self._dry_run is None else self._dry_run.not_tried.values():
             rank_zero_warn(f"BatchFinder: sizes were tried without {not_tried}. Leave room for it with headroom=.")
         return results

@@ -282,7 +282,8 @@ def expand_segments(device: torch.device) -> bool:
         return False
     setting = "expandable_segments:True"
     # Older versions of PyTorch have the second alone, and newer ones warn of it.
-    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    configure = configure or torch.cuda.memory._set_allocator_settings
     torch.cuda.empty_cache()
     configure(setting)
     try:

@@ -211,6 +211,36 @@ def test_a_validation_that_grows_with_the_batch_size_limits_it(limited: None) ->
     assert refused, "nothing limits it"
 
 
+class KeepsOutputs(Validated):
+    """Keeps what each of 6,800 samples that it validates comes to, some 128 KiB, and puts all of it together."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__(batch_size, rows=ROWS, seq_len=128, width=256)
+        self.outputs: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append({"hidden": self.encoder(self.embed(batch["input_ids"]))})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", torch.cat([each["hidden"] for each in self.outputs]).mean())
+        self.outputs.clear()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(nets.Text(6800, self.seq_len), batch_size=self.batch_size)
+
+
+def test_a_validation_that_keeps_its_outputs_is_tried_as_a_whole(
+    limited: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two batches of it say nothing of what is there in the end."""
+    finder = BatchFinder(cache=False, min_batch_size=16)
+    trainer = fit(KeepsOutputs(), [finder], num_sanity_val_steps=0, limit_train_batches=2, max_epochs=1)
+    assert trainer.global_step == 2
+    assert "KeepsOutputs.outputs; sizes were tried with a whole one" in caplog.text
+    assert "gave its cache back" not in caplog.text
+    assert any(not trial.fits for trial in trials(finder))
+
+
 EPOCHS: list[int] = []
 """Of each step of a try; no attribute, which tries would restore."""
 

@@ -284,6 +284,14 @@ def test_batches_of_an_epoch(samples: int, drop_last: bool, batches: int) -> Non
     assert probing(DataLoader(Rows(samples), batch_size=2, drop_last=drop_last)).batches_per_epoch(4) == batches
 
 
+@pytest.mark.parametrize(("limit", "batches"), [(1.0, 13 + 3), (0.5, 6 + 1), (5, 5 + 3), (1, 1 + 1)])
+def test_batches_of_a_validation(limit: float, batches: int) -> None:
+    """Its loaders take turns, and the Trainer's limit is for each."""
+    validating = probing([DataLoader(Rows(50)), DataLoader(Rows(12))], stage="validate")
+    validating.trainer.limit_val_batches = limit
+    assert validating.batches_per_epoch(4) == batches
+
+
 @pytest.mark.parametrize(("drop_last", "batch_size", "left_out"), [(True, 30, 20), (True, 25, 0), (False, 30, 0)])
 def test_samples_that_drop_last_leaves_out(drop_last: bool, batch_size: int, left_out: int) -> None:
     """The rest of the division, where the loader drops it; nothing where the data are fewer than a batch."""

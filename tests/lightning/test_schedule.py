@@ -209,7 +209,7 @@ def validates(rule: Callable[[int], int]) -> int | None:
 def test_a_try_validates_with_batches_as_large_as_the_fit_does(rule: Callable[[int], int], size: int) -> None:
     """Where a hook makes them of the batch size, of that which is tried; no more than there are samples."""
     assert validates(rule) == 8
-    assert len(VALIDATED) > 2
+    assert len(VALIDATED) >= 2
     assert set(VALIDATED) == {size}
 
 
