@@ -48,6 +48,7 @@ from batchfinder.measure.oom import classify
 from batchfinder.measure.trial import (
     TrialSession,
     TrialSteps,
+    further_orders,
     give_back_cache,
     prepare_cache,
     run_trial,
@@ -191,7 +192,8 @@ class DryRun:
                 yield from last
                 return
             if others and epoch == 1:
-                yield from of_other_lengths([*others[::2], *others[1::2]])
+                for order in further_orders(others, self.memory):
+                    yield from of_other_lengths(order)
             yield from whole_steps(PEAK_STEPS)
             yield from self._until_reserved_stays(whole_steps)
             if epoch == 1:  # after a validation the cache lies otherwise than in the first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from batchfinder.measure.allocator_history import AllocatorHistory
 from batchfinder.measure.trial import (
     TrialSession,
     TrialSteps,
+    further_orders,
     give_back_cache,
     prepare_cache,
     run_trial,
@@ -236,7 +238,7 @@ class LoopProbe:
                     return
                 while taken.goes_on():
                     step()
-                for order in (others, [*others[::2], *others[1::2]]):
+                for order in itertools.chain([others], further_orders(others, session.memory)):
                     waiting.extend(order)
                     while waiting:
                         step()

@@ -16,7 +16,7 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -38,6 +38,9 @@ besides count for more in a short step."""
 _MOST_SETTLING_STEPS = 10
 """How many steps a phase of a training takes at most until the allocator reserves no more: each may leave its cache in
 other pieces."""
+
+_NEARLY_FULL = 0.9
+"""Share of what may be reserved above which batches of other lengths are tried in further orders."""
 
 _EMPTY_SHARE = 0.01
 """Share of a step below which no micro-batch ran between two batches: they were made one after another."""
@@ -564,6 +567,21 @@ def until_reserved_stays(device: torch.device) -> Iterator[None]:
         if quiet == PEAK_STEPS:
             return
         before = reserved
+
+
+def further_orders(batches: Sequence[T], memory: Memory) -> Iterator[list[T]]:
+    """Orders, beside the first, in which batches of other lengths leave the cache in other pieces.
+
+    Near a full card there are more: where it has no room for one order in twenty, an epoch meets that one.
+    """
+
+    def strided(stride: int) -> list[T]:
+        return [each for start in range(stride) for each in batches[start::stride]]
+
+    yield strided(2)
+    for stride in (3, 4):
+        if (memory.peaks()[1] or 0) > _NEARLY_FULL * memory.free_bytes():
+            yield strided(stride)
 
 
 def give_back_cache(device: torch.device, workspaces: bool = False) -> None:

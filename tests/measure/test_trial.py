@@ -11,7 +11,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 from batchfinder.measure.device_memory import HostMemory
-from batchfinder.measure.trial import StageReadings, TrialSteps, read_stages, run_trial
+from batchfinder.measure.trial import StageReadings, TrialSteps, further_orders, read_stages, run_trial
 from batchfinder.results import Verdict
 from batchfinder.simulator.steady_state import MORE_STEPS
 from batchfinder.snapshot.training_state import TrainingState
@@ -318,3 +318,26 @@ def test_a_thread_in_which_onednn_compiles_no_more_goes_on_without_it() -> None:
         assert "could not create a primitive" in each["limited"]["message"]
         assert ["ulimit -v" in text for text in each["limited"]["warned"]] == [True]
     assert not any(each["limited"]["warned"] for each in seen if each["onednn"])
+
+
+class Filled(HostMemory):
+    """Of which a share is reserved."""
+
+    share = 0.0
+
+    def free_bytes(self) -> int:
+        return 1000
+
+    def peaks(self) -> tuple[int | None, int | None]:
+        return None, int(1000 * self.share)
+
+
+def test_a_nearly_full_card_is_tried_with_more_orders() -> None:
+    """Each has all the batches, in another order; one more where there is room."""
+    batches, memory = list(range(9)), Filled(None)
+    assert list(further_orders(batches, memory)) == [[0, 2, 4, 6, 8, 1, 3, 5, 7]]
+    memory.share = 0.95
+    orders = list(further_orders(batches, memory))
+    assert len(orders) == 3
+    assert all(sorted(order) == batches for order in orders)
+    assert len({tuple(order) for order in [batches, *orders]}) == 4
