@@ -136,6 +136,7 @@ class DryRun:
         module = trainer.lightning_module
         kept, micro_batches = Kept(), min(PEAK_MICRO_BATCHES, accumulation)
         rest = 0 if validation is None else schedule.after_last_validation(full.length)
+        validates_at_end = schedule.empties_cache and not rest and trainer.check_val_every_n_epoch == 1
         silence(trainer, self.callbacks.active)
         trainer.limit_val_batches = 0  # a validation of its own would ask for the user's loaders
         trainer.accumulate_grad_batches = micro_batches if module.automatic_optimization else 1
@@ -210,11 +211,16 @@ class DryRun:
             of_an_epoch = whole * micro_batches + min(rest_of_step, micro_batches)
             for count, make_batch in enumerate(batches):
                 begins = schedule.empties_cache and taken.history is None and full.length and count
-                yield partial(after_cache_given_back, make_batch) if begins and count % of_an_epoch == 0 else make_batch
+                yield partial(in_next_epoch, make_batch) if begins and count % of_an_epoch == 0 else make_batch
 
-        def after_cache_given_back(make_batch: MakeBatch) -> Any:
-            give_back_cache(trainer.strategy.root_device)
+        def in_next_epoch(make_batch: MakeBatch) -> Any:
+            empty_cache(after_validation=validates_at_end)
             return make_batch()
+
+        def empty_cache(after_validation: bool) -> None:
+            if after_validation and taken.history is None:  # Lightning lets go of the gradients before it
+                module.on_validation_model_zero_grad()
+            give_back_cache(trainer.strategy.root_device)
 
         with (
             local_only(trainer, as_in_training=True),
@@ -258,7 +264,9 @@ class DryRun:
                 # In the fit the callback empties the cache around validations, and once as training starts: where
                 # lengths differ, before batches of any length. The second epoch here begins so.
                 if schedule.empties_cache or (others and epoch == 0):
-                    give_back_cache(trainer.strategy.root_device)
+                    # What comes next in the third is the rest of an epoch, after its last validation.
+                    within = rest > 0 and epoch == 1 and (full.length - rest) % accumulation == 0
+                    empty_cache(after_validation=within or validates_at_end)
                 tries_validation = taken.history is None and "validation" not in self.not_tried
                 if epoch == 0 and validation is not None and tries_validation:
                     self._validate(validation, taken, validation_is_tried)

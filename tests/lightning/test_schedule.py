@@ -224,6 +224,36 @@ def test_a_hook_that_fails_at_other_sizes_ends_no_fit() -> None:
     assert set(VALIDATED) == {2, 8}
 
 
+GRADIENTS: list[tuple[bool, int, int, bool]] = []
+"""Of each step: whether it trains, its epoch, its number there, and whether there were gradients as it began."""
+
+
+class NotesGradients(Small):
+    """Three batches and a smaller one in each epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        trains, there = bool(self.trainer.callbacks), any(each.grad is not None for each in self.parameters())
+        GRADIENTS.append((trains, self.trainer.current_epoch, batch_idx, there))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("interval", "rest", "next_epoch"), [(3, 2, 3), (1.0, 1, 1)])
+def test_a_validation_leaves_a_try_no_gradients(interval: Any, rest: int, next_epoch: int) -> None:
+    """As it leaves none to training: after one within an epoch the rest has none at first, and the next epoch has."""
+    GRADIENTS.clear()
+    finder = BatchFinder(max_batch_size=4, min_batch_size=4, budget="64GiB", cache=False)
+    options: dict[str, Any] = {"val_check_interval": interval, "num_sanity_val_steps": 0, "max_epochs": 2}
+    nets.trainer(callbacks=[finder], **options).fit(NotesGradients(batch_size=4, rows=14))
+    there = {(trains, epoch, number): gradients for trains, epoch, number, gradients in GRADIENTS}
+    within = interval == 3
+    # In training: after the validation, and as the next epoch begins.
+    assert there[True, *((0, 3) if within else (1, 0))] is False
+    assert there[True, 1, 0] is within
+    # In the try, which has the rest as an epoch of its own.
+    assert there[False, rest, 0] is False
+    assert there[False, next_epoch, 0] is within
+
+
 def test_a_try_takes_no_more_than_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where validations fall between steps, none comes within one."""
     monkeypatch.setattr(dry_run, "give_back_cache", lambda device: TAKEN.append("emptied"))
