@@ -515,17 +515,18 @@ class BatchFinder(Accumulating):
             sees_size: whether its hook will see the size that is found, of which it may make theirs.
         """
         module, source = trainer.lightning_module, loader_source(trainer.fit_loop.epoch_loop.val_loop)
-        by_hook = partial(sizes_by_hook, source, module, self.options.batch_size_attribute)
-        makes_size = by_hook if sees_size and source.is_module() else None
-        batches = ProbeBatches(trainer, module, source, sizes_by_hook=makes_size, of_training=True)
+        batches = ProbeBatches(trainer, module, source)
+        if sees_size and source.is_module():
+            batches.sizes_beside = partial(sizes_by_hook, source, module, self.options.batch_size_attribute)
         before, size, reason = capture_data(trainer, self), None, "its loader does not say how large its batches are"
         try:
             batches.batch(1)
             size = batches.own_batch_size
             if {batches.size_beside(asked) for asked in (ASKED_SIZE, 2 * ASKED_SIZE)} == {size}:
-                batches.sizes_by_hook = None  # it is its own
+                batches.sizes_beside = None  # it is its own
         except Exception as error:  # it is Lightning's to raise when it gets there
-            reason, batches.sizes_by_hook = f"{type(error).__name__}: {error}", None
+            reason = f"{type(error).__name__}: {error}"
+            batches.sizes_beside = None
         finally:
             before.restore()
         if size is None:
@@ -543,7 +544,7 @@ class BatchFinder(Accumulating):
             own, by_hook = None, None
             if validation is not None:
                 own = validation.own_batch_size
-                by_hook = None if validation.sizes_by_hook is None else validation.size_beside(ASKED_SIZE)
+                by_hook = None if validation.sizes_beside is None else validation.size_beside(ASKED_SIZE)
             schedule = read_schedule(trainer, own, by_hook)
         accumulation = schedule.accumulation if micro_batching is None else 2
         if trainer.state.fn != "fit":

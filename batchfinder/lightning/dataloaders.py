@@ -242,9 +242,9 @@ class ProbeBatches:
     those back. Samplers and the loaders' generators stay where they are.
 
     Attributes:
-        sizes_by_hook: given a size, what the hook makes of it for each of the loaders; empty where it sees no size.
-            None where it is not asked.
-        of_training: whether that size is one of training's, and these are a validation's.
+        sizes_by_hook: given a size, what the hook makes of it for each of several loaders; empty where it sees no size.
+        sizes_beside: of a validation's: given training's size, what the hook makes of it for each of the loaders; None
+            where their size is their own.
     """
 
     trainer: Trainer
@@ -252,7 +252,7 @@ class ProbeBatches:
     source: LoaderSource
     make_batch: MakeBatch | None = None
     sizes_by_hook: Callable[[int], list[int | None]] | None = None
-    of_training: bool = False
+    sizes_beside: Callable[[int], list[int | None]] | None = None
     _sizes_made: dict[int, list[int]] = field(default_factory=dict, init=False)  # by size: the hook may be slow
 
     @cached_property
@@ -344,7 +344,7 @@ class ProbeBatches:
     def _sizes(self, batch_size: int) -> list[int]:
         """The size of each loader's batches where the batch size is this one."""
         loaders = [loader for loader, _ in self._used]
-        if self.sizes_by_hook is None or self.of_training or len({batch_size_of(loader) for loader in loaders}) < 2:
+        if self.sizes_by_hook is None or len({batch_size_of(loader) for loader in loaders}) < 2:
             return [batch_size] * len(loaders)
         if batch_size not in self._sizes_made:
             made = self.sizes_by_hook(batch_size)
@@ -424,10 +424,10 @@ class ProbeBatches:
 
     def size_beside(self, batch_size: int) -> int | None:
         """How large a validation's batches are where training's have a size; None where its loaders do not say."""
-        if self.sizes_by_hook is None or self.own_batch_size is None:
+        if self.sizes_beside is None or self.own_batch_size is None:
             return self.own_batch_size
         if batch_size not in self._sizes_made:
-            made = self.sizes_by_hook(batch_size)
+            made = self.sizes_beside(batch_size)
             self._sizes_made[batch_size] = [self.own_batch_size if size is None else size for size in made]
         size, samples = max(self._sizes_made[batch_size], default=self.own_batch_size), self.dataset_size()
         return size if samples is None else min(size, samples)

@@ -207,11 +207,14 @@ class DryRun:
 
         def in_epochs(batches: Iterator[MakeBatch]) -> Iterator[MakeBatch]:
             """Empty the cache where training would begin another epoch, as the callback does: one may be shorter."""
+            if not schedule.empties_cache or taken.history is not None or not full.length:
+                yield from batches
+                return
             whole, rest_of_step = divmod(full.length, accumulation)
             of_an_epoch = whole * micro_batches + min(rest_of_step, micro_batches)
             for count, make_batch in enumerate(batches):
-                begins = schedule.empties_cache and taken.history is None and full.length and count
-                yield partial(in_next_epoch, make_batch) if begins and count % of_an_epoch == 0 else make_batch
+                begins = count > 0 and count % of_an_epoch == 0
+                yield partial(in_next_epoch, make_batch) if begins else make_batch
 
         def in_next_epoch(make_batch: MakeBatch) -> Any:
             empty_cache(after_validation=validates_at_end)

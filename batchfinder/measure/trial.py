@@ -572,7 +572,7 @@ def until_reserved_stays(device: torch.device) -> Iterator[None]:
 def further_orders(batches: Sequence[T], memory: Memory) -> Iterator[list[T]]:
     """Orders, beside the first, in which batches of other lengths leave the cache in other pieces.
 
-    Near a full card there are more: where it has no room for one order in twenty, an epoch meets that one.
+    Near a full card there are more: training meets many that a try does not, and some may have no room there.
     """
 
     def strided(stride: int) -> list[T]:

@@ -104,7 +104,7 @@ class ProcessMemory:
             what holds them; `lines`, bytes by the user's line that allocated what is no weight, gradient or state.
         ended: why it was ended: "steps", "steady", "most steps", "epochs" or "time"; empty where it ended by itself.
         world_size: of that group; 1 without one.
-        in_first_epoch: whether it ended while steps took batches of a DataLoader that had not been iterated over twice.
+        in_first_epoch: whether all steps took batches of one DataLoader, in the first pass over it.
     """
 
     program: str

@@ -353,7 +353,7 @@ class Watch:
             "peak": self._peak,
             "steps": self._steps,
             "epochs": self._epochs,
-            "in_first_epoch": not self._epochs and bool(self._loader_steps),
+            "in_first_epoch": not self._epochs and len(self._loader_steps) == 1,
             "ended": self._enough,
         }
         with suppress(OSError):

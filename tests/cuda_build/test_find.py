@@ -75,6 +75,17 @@ def test_an_evaluation_at_an_epochs_end_is_run_where_epochs_are(tmp_path: Path) 
     assert (found["batch_size"], found["kept"], whole["batch_size"]) == (2, 2, 1)
 
 
+def test_a_loader_made_anew_for_each_epoch_tells_of_none(tmp_path: Path) -> None:
+    """Whether the run ended within its first epoch is not known then, and not said."""
+    script = EPOCHS.replace("for x in batches:", "for x in torch.utils.data.DataLoader(torch.zeros(3), 1):")
+    script = script.replace("range(2)", "range(9)").replace("net(torch.zeros(8 * batch_size", "net(torch.zeros(1")
+    (tmp_path / "train.py").write_text(script)
+    command = ("--max-batch-size", "1", "--", sys.executable, "train.py", "{batch_size}", "1", "1")
+    done = run_command("find", "--memory", "384MiB", *command, cache=tmp_path / "c", folder=tmp_path)
+    assert done.code == 0, done.err
+    assert "within the first epoch" not in done.out
+
+
 @pytest.mark.exhaustive
 def test_a_config_file_and_a_variable(tmp_path: Path) -> None:
     """The number in the copy of the file changes, and the file stays."""
